@@ -1,0 +1,32 @@
+"""Mixed-precision training for JAX and Flax: policies, loss scaling, and proof of both.
+
+Three changed lines turn a float32 training step into a mixed-precision one::
+
+    model = jmp_policy.wrap(Net(), "mixed_float16")
+    tx = jmp_policy.loss_scaled(optax.adamw(1e-3), jmp_policy.DynamicLossScale())
+    loss, grads = jmp_policy.scaled_value_and_grad(loss_fn)(opt_state, params)
+"""
+
+from jmp_policy._adaptive_scale import PIDLossScale as PIDLossScale
+from jmp_policy._adaptive_scale import StatisticLossScale as StatisticLossScale
+from jmp_policy._dtypes import best_half_dtype as best_half_dtype
+from jmp_policy._finite import all_finite as all_finite
+from jmp_policy._finite import select_tree as select_tree
+from jmp_policy._grad import scaled_value_and_grad as scaled_value_and_grad
+from jmp_policy._loss_scale import DynamicLossScale as DynamicLossScale
+from jmp_policy._loss_scale import LossScale as LossScale
+from jmp_policy._loss_scale import NoOpLossScale as NoOpLossScale
+from jmp_policy._loss_scale import StaticLossScale as StaticLossScale
+from jmp_policy._metrics import LossScaleStuckError as LossScaleStuckError
+from jmp_policy._metrics import check as check
+from jmp_policy._metrics import grads_finite as grads_finite
+from jmp_policy._metrics import metrics as metrics
+from jmp_policy._policy import Policy as Policy
+from jmp_policy._policy import get_policy as get_policy
+from jmp_policy._rules import PolicyMap as PolicyMap
+from jmp_policy._state import LossScaledState as LossScaledState
+from jmp_policy._state import get_loss_scale_state as get_loss_scale_state
+from jmp_policy._wrap import wrap as wrap
+from jmp_policy.optim import loss_scaled as loss_scaled
+
+__version__ = "0.1.0"

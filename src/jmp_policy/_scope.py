@@ -1,0 +1,55 @@
+"""The ambient policy: which rules are active in this thread, and on whose behalf code runs.
+
+`jax.make_user_context` makes it part of the `jax.jit` cache key, so that a function traced outside a
+policy is traced again inside it (Haiku's and Flax's own interceptors are invisible to the cache).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jmp_policy._policy import Policy
+from jmp_policy._rules import PolicyMap, path_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """One entry of the ambient state. Equal scopes trace equal programs.
+
+    Args:
+      rules: the innermost active rules.
+      caller: the policy of the module whose code is running, None for code outside every module.
+      base: path of the module below which `rules` counts paths.
+      here: identity of the module whose code is running, to tell a call among its own methods.
+      visited: path -> module, of every module that the rules were asked about; shared by all scopes
+        below one entry, to find rules that matched nothing.
+    """
+
+    rules: PolicyMap
+    caller: Policy | None = None
+    base: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    here: Any = dataclasses.field(default=None, compare=False)
+    visited: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def relative(self, path: tuple[str, ...]) -> str:
+        """A module's path as the rules count it."""
+        inside = path[: len(self.base)] == self.base
+        return path_text(path[len(self.base) :] if inside else path)
+
+
+_CONTEXT = jax.make_user_context(default_value=None)
+
+
+def current() -> Scope | None:
+    """The active scope of this thread, or None."""
+    return _CONTEXT.value
+
+
+@contextlib.contextmanager
+def entered(scope: Scope) -> Iterator[Scope]:
+    """Makes `scope` the active one for the length of a with-block."""
+    with _CONTEXT(scope):
+        yield scope

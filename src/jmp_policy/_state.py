@@ -1,0 +1,84 @@
+"""The optimizer state of `loss_scaled`, and finding it inside any other optimizer state."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_policy._loss_scale import LossScale
+from jmp_policy._types import PyTree
+
+
+class LossScaledState(NamedTuple):
+    """State of `loss_scaled`.
+
+    Attributes:
+      inner_state: state of the wrapped transformation, as of the last finite step.
+      loss_scale: the loss scale that the next loss is to be multiplied by.
+      grads_finite: whether the last step's gradients were finite; boolean scalar, True at first.
+      skipped: steps skipped so far; int32 scalar, saturating.
+      consecutive_skips: steps skipped since the last one that was not; int32 scalar, saturating.
+      steps: updates seen so far, skipped ones included; int32 scalar, saturating.
+    """
+
+    inner_state: Any
+    loss_scale: Any
+    grads_finite: Any
+    skipped: Any
+    consecutive_skips: Any
+    steps: Any
+
+
+def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
+    """The one `LossScaledState` inside an optimizer state, however deeply nested.
+
+    Args:
+      opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
+        `MultiSteps`, `inject_hyperparams` around it, or any pytree that holds one (`TrainState`).
+
+    Raises:
+      ValueError: when there is none, or more than one; the message lists where they are.
+    """
+    found = _find(opt_state)
+    if not found:
+        raise ValueError(
+            f"There is no loss scale in this {type(opt_state).__name__}: wrap the optimizer with "
+            "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and pass the state its init returned."
+        )
+    if len(found) > 1:
+        places = ", ".join(path or "(the state itself)" for path, _ in found)
+        raise ValueError(
+            f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
+            "mean by passing that part of the state, or its .loss_scale, instead of the whole."
+        )
+    return found[0][1]
+
+
+def find_loss_scale(scale_or_state: Any) -> LossScale:
+    """The loss scale itself, given one or anything that `get_loss_scale_state` takes."""
+    if isinstance(scale_or_state, LossScale) and not isinstance(scale_or_state, type):
+        return scale_or_state
+    return get_loss_scale_state(scale_or_state).loss_scale
+
+
+def replace_loss_scale(scale_or_state: Any, new: LossScale) -> Any:
+    """What was given to `find_loss_scale`, with another loss scale in the same place."""
+    if isinstance(scale_or_state, LossScale) and not isinstance(scale_or_state, type):
+        return new
+    old = get_loss_scale_state(scale_or_state)
+    return jax.tree.map(
+        lambda x: x._replace(loss_scale=new) if x is old else x,
+        scale_or_state,
+        is_leaf=lambda x: x is old,
+    )
+
+
+def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, LossScaledState)
+    )
+    found = []
+    for path, leaf in leaves:
+        if isinstance(leaf, LossScaledState):
+            place = prefix + jax.tree_util.keystr(path)
+            found += [(place, leaf), *_find(leaf.inner_state, f"{place}.inner_state")]
+    return found

@@ -1,0 +1,360 @@
+"""The method interceptor: what happens when a governed Linen module is called.
+
+Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a
+call. jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it
+alive; casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jmp_policy._cast import cast_floating, cast_leaf, is_floating_array, map_changed
+from jmp_policy._dtypes import is_half, widened
+from jmp_policy._policy import Policy
+from jmp_policy._rules import PolicyMapLike, as_policy_map
+from jmp_policy._scope import Scope, current, entered
+from jmp_policy.linen import _layers
+
+
+class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Runs the Linen modules called in a with-block, or in a decorated function, under a policy.
+
+    Usable around `module.apply` and inside a module's method; the innermost policy wins. Inside a method,
+    path patterns count from that method's module. Values that a module returns straight to the code in
+    the block have the policy's output dtype. One object may be entered again and by several threads.
+
+    As a decorator of a module's method the method itself is governed too: its arguments, parameters and
+    results are cast as if it were the `__call__` of a module of its own.
+
+    Args:
+      policy: a `PolicyMap`, a `Policy` or its text.
+
+    Raises:
+      ValueError, TypeError: for something that is no policy, when it is made.
+
+    Example:
+      >>> import jax, flax.linen as nn, jax.numpy as jnp
+      >>> model, x = nn.Dense(2), jnp.ones((1, 3))
+      >>> params = model.init(jax.random.key(0), x)
+      >>> with intercept("p=f32,c=f16,o=f16"):
+      ...     model.apply(params, x).dtype
+      dtype('float16')
+    """
+
+    def __init__(self, policy: PolicyMapLike):
+        self.rules = as_policy_map(policy)
+        _check_supported(self.rules)
+        self._entered = threading.local()
+
+    def __enter__(self) -> Scope:
+        stack = contextlib.ExitStack()
+        scope = stack.enter_context(_pushed(Scope(self.rules, base=_running_module_path())))
+        self._stacks.append(stack)
+        return scope
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stacks.pop().close()
+
+    @property
+    def _stacks(self) -> list[contextlib.ExitStack]:
+        if not hasattr(self._entered, "stacks"):
+            self._entered.stacks = []
+        return self._entered.stacks
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def governed(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
+                module, *rest = args
+                with _pushed(Scope(self.rules, base=module.path)) as scope:
+                    call = functools.partial(function, module)
+                    return _call_governed(scope, module, call, tuple(rest), kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return governed
+
+    def __repr__(self) -> str:
+        return f"intercept({self.rules!r})"
+
+
+def _check_supported(rules: Any) -> None:
+    for policy in (rules.default, *(p for _, p in rules.overrides)):
+        if policy.grad_dtype is not None and policy.grad_dtype != policy.compute_dtype:
+            raise ValueError(
+                f"The policy {str(policy)!r} asks for weight gradients in another dtype than the products' "
+                "(grad=...), which this version cannot give for Linen modules. Leave grad out: gradients "
+                "are then converted to the parameters' dtype when they leave the cast."
+            )
+
+
+@contextlib.contextmanager
+def _pushed(scope: Scope) -> Iterator[Scope]:
+    """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
+    with contextlib.ExitStack() as stack:
+        if current() is None:
+            stack.enter_context(nn.intercept_methods(_interceptor))
+        yield stack.enter_context(entered(scope))
+
+
+def _running_module_path() -> tuple[str, ...]:
+    """Path of the module in whose method we are, if that method is governed; else the root's."""
+    outer = current()
+    return outer.here[0] if outer is not None and outer.here is not None else ()
+
+
+def _interceptor(
+    next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    scope, module = current(), context.module
+    # Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
+    is_method = callable(getattr(type(module), context.method_name, None))
+    if scope is None or module.scope is None or not is_method:
+        return next_fun(*args, **kwargs)
+    if context.method_name == "setup":
+        with _governed(scope, module):
+            return next_fun(*args, **kwargs)
+    return _call_governed(scope, module, next_fun, args, kwargs)
+
+
+def _call_governed(
+    scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
+    own_call = scope.here == _identity(module)
+    with _governed(scope, module) as treatment:
+        if own_call:
+            # A method called by a method of the same module: no border is crossed, and what it computed
+            # in float32 on purpose (logits for its loss method) must stay so.
+            return call(*args, **kwargs)
+        new_args, new_kwargs = _cast_inputs(treatment, module, args, kwargs)
+        out = call(*new_args, **new_kwargs)
+    return _cast_outputs(scope, treatment, args, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Treatment:
+    """What the active rules mean for one module."""
+
+    policy: Policy
+    island: bool
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        return self.policy.compute_dtype
+
+    @property
+    def param_dtype(self) -> np.dtype:
+        """Dtype that parameters are created in."""
+        return widened(self.policy.param_dtype) if self.island else self.policy.param_dtype
+
+    @property
+    def used_param_dtype(self) -> np.dtype:
+        """Dtype that parameters have where they are used."""
+        return self.param_dtype if self.island else self.policy.compute_dtype
+
+
+def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
+    path = scope.relative(module.path)
+    rules = scope.rules
+    if not rules.overrides:
+        policy, named = rules.default, False
+    else:
+        scope.visited[path] = module
+        index = rules.match(path, module)
+        named = index is not None and rules.names(index, module)
+        policy = rules.resolve(path, module, _ancestors(scope, module))
+    own = getattr(module, "dtype", None)
+    if rules.keep_module_dtypes and own is not None and "dtype" not in _original(module):
+        if _layers._is_dtype_or_none(own):
+            policy = dataclasses.replace(policy, compute_dtype=own)
+    island = (
+        rules.float32_islands
+        and not named
+        and is_half(policy.compute_dtype)
+        and _layers.is_island(module)
+    )
+    return _Treatment(policy, island)
+
+
+def _ancestors(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules above, nearest first, up to where the rules begin."""
+    parent = module.parent
+    while isinstance(parent, nn.Module) and parent.scope is not None:
+        if parent.path[: len(scope.base)] != scope.base:
+            return
+        yield scope.relative(parent.path), parent
+        parent = parent.parent
+
+
+def _identity(module: nn.Module) -> Any:
+    """Equal for a module and the clones of it that lifted transforms make."""
+    return (module.path, type(module))
+
+
+@contextlib.contextmanager
+def _governed(scope: Scope, module: nn.Module) -> Iterator[_Treatment]:
+    """Overrides a module's fields and shadows its `param` for the length of a call."""
+    treatment = _treatment(scope, module)
+    inner = dataclasses.replace(scope, caller=treatment.policy, here=_identity(module))
+    with entered(inner), _shadowed(scope, module, treatment):
+        yield treatment
+
+
+def _original(module: nn.Module) -> dict[str, Any]:
+    """The fields of a module that are overridden just now, as they were; empty if none are."""
+    return module.__dict__.get(_ORIGINAL, {})
+
+
+_ORIGINAL = "_jmp_policy_original"
+
+
+@contextlib.contextmanager
+def _shadowed(scope: Scope, module: nn.Module, treatment: _Treatment) -> Iterator[None]:
+    new = {}
+    if treatment.island or not (
+        scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None
+    ):
+        new.update(_layers.field_overrides(module, treatment.compute_dtype, treatment.island))
+    if scope.rules.float32_islands and is_half(treatment.compute_dtype):
+        new.update(_layers.attention_overrides(module))
+    state = module.__dict__
+    # What an enclosing call of the same instance has put there already comes back afterwards.
+    before = {name: state[name] for name in (*new, _ORIGINAL, *_SHADOWS) if name in state}
+    original = {name: getattr(module, name) for name in new} | _original(module)
+    state.update(new)
+    state[_ORIGINAL] = original
+    for name, make in _SHADOWS.items():
+        if name not in before:
+            state[name] = make(module)
+    try:
+        yield
+    finally:
+        for name in (*new, _ORIGINAL, *_SHADOWS):
+            state.pop(name, None)
+        state.update(before)
+
+
+def _shadow_param(module: nn.Module) -> Callable[..., Any]:
+    """`module.param` that creates in param dtype and returns in the dtype of use."""
+    param = module.param
+
+    @functools.wraps(param)
+    def governed_param(
+        name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **init_kwargs: Any
+    ) -> Any:
+        scope = current()
+        if scope is None:
+            return param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        # Looked up now, not when the method was entered: an `intercept` inside the method wins.
+        treatment = _treatment(scope, module)
+        draw_dtype = widened(treatment.param_dtype)
+
+        def as_drawn(value: Any) -> Any:
+            return draw_dtype if _same_dtype(value, treatment.compute_dtype) else value
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            # Modules hand self.dtype to initialisers, and close over it; initial values must be those of
+            # the bare module, cast, and not drawn in half.
+            with _fields(module, {k: as_drawn(v) for k, v in _original(module).items()}):
+                value = init_fn(*map(as_drawn, args), **{k: as_drawn(v) for k, v in kwargs.items()})
+            return cast_floating(value, treatment.param_dtype)
+
+        value = param(name, init, *init_args, unbox=unbox, **init_kwargs)
+        return cast_floating(value, treatment.used_param_dtype)
+
+    return governed_param
+
+
+def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
+    """`module.get_variable` that casts what it reads from the parameters."""
+    get_variable = module.get_variable
+
+    @functools.wraps(get_variable)
+    def governed_get_variable(col: str, name: str, default: Any = None) -> Any:
+        value, scope = get_variable(col, name, default), current()
+        if scope is None or col != "params":
+            return value
+        return cast_floating(value, _treatment(scope, module).used_param_dtype)
+
+    return governed_get_variable
+
+
+_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable}
+
+
+@contextlib.contextmanager
+def _fields(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    state = module.__dict__
+    before = {name: state[name] for name in values}
+    state.update(values)
+    try:
+        yield
+    finally:
+        state.update(before)
+
+
+def _same_dtype(value: Any, dtype: np.dtype) -> bool:
+    """Whether an argument of an initialiser is the half type that the policy put into `dtype` fields."""
+    if not is_half(dtype) or not isinstance(value, type | np.dtype | str):
+        return False
+    try:
+        return jax.numpy.dtype(value) == dtype
+    except TypeError:
+        return False
+
+
+def _cast_inputs(
+    treatment: _Treatment, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    if treatment.island:
+        # What arrives in float32 (an image) is normalised as such: half would lose its range.
+        return args, kwargs
+    dtype = treatment.compute_dtype
+    if _layers.keeps_carry(module) and args:
+        return (args[0], *cast_floating(args[1:], dtype)), cast_floating(kwargs, dtype)
+    return cast_floating((args, kwargs), dtype)
+
+
+def _cast_outputs(scope: Scope, treatment: _Treatment, args: Any, out: Any) -> Any:
+    policy = treatment.policy
+    if scope.caller != policy:
+        return cast_floating(out, policy.output_dtype)
+
+    def to_compute(x: Any) -> Any:
+        # Scalars stay: they cost nothing and are mostly losses, whose cotangent is the loss scale.
+        return x if np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
+
+    if not (isinstance(out, tuple) and len(out) == 2 and args):
+        return map_changed(to_compute, out)
+    carry, rest = out
+    kept = _in_dtypes_of(args[0], carry)
+    carry = map_changed(to_compute, carry) if kept is None else kept
+    rest = map_changed(to_compute, rest)
+    same = carry is out[0] and rest is out[1]
+    return out if same else (carry, rest) if type(out) is tuple else type(out)(carry, rest)
+
+
+def _in_dtypes_of(given: Any, carry: Any) -> Any:
+    """A returned carry in the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
+
+    A method that returns a pair whose first part has the structure and shapes of its first argument is
+    the body of a scan as far as types go; `initialize_carry` cannot be intercepted to make them half.
+    """
+    if jax.tree.structure(given) != jax.tree.structure(carry):
+        return None
+    pairs = list(zip(jax.tree.leaves(given), jax.tree.leaves(carry), strict=True))
+    if not any(is_floating_array(a) for a, _ in pairs):
+        return None
+    if any(np.shape(a) != np.shape(b) for a, b in pairs):
+        return None
+    leaves = iter([cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in pairs])
+    return map_changed(lambda _: next(leaves), carry)

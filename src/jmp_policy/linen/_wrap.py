@@ -1,0 +1,208 @@
+"""A Linen module under a policy, as a module of the same kind.
+
+The wrapped module is an instance of a subclass of the module's class, of the same name, whose entry points
+run inside `intercept`. So it has the same fields, the same variable tree and the same automatic names as
+the bare one, can be a submodule, and equals another wrap of an equal module. A wrapper module of its own
+would add a level to every checkpoint.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+
+from jmp_policy._rules import (
+    PolicyMap,
+    PolicyMapLike,
+    as_policy_map,
+    matches,
+    path_text,
+    unused_error,
+)
+from jmp_policy._scope import Scope, current
+from jmp_policy.linen._intercept import _check_supported, _pushed
+
+M = TypeVar("M", bound=nn.Module)
+
+#: Module's own methods through which a model is run.
+_RUNS = ("apply", "init_with_output", "lazy_init")
+
+_CHECKED = "_jmp_policy_checked"
+
+
+def wrap(module: M, policy: PolicyMapLike) -> M:
+    """A Linen module that computes under a policy.
+
+    Args:
+      module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
+        in place of its old one.
+      policy: a `PolicyMap`, a `Policy` or its text.
+
+    Returns:
+      A module with the same fields, variables and names: `init`, `init_with_output`, `apply`, `tabulate`,
+      `bind`, `lazy_init`, use as a submodule, hashing, comparing and pickling work as before.
+
+    Raises:
+      TypeError: for something that is no Linen module instance.
+      ValueError: at the first `init` or `apply`, for rules that match no module, naming the nearest paths.
+
+    Example:
+      >>> import jax, flax.linen as nn, jax.numpy as jnp
+      >>> model = wrap(nn.Dense(2), "mixed_float16")
+      >>> x = jnp.ones((1, 3))
+      >>> y, variables = model.init_with_output(jax.random.key(0), x)
+      >>> y.dtype, variables["params"]["kernel"].dtype
+      (dtype('float32'), dtype('float32'))
+    """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise TypeError(f"wrap takes a module, not its class: wrap({module.__name__}(...), policy).")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
+    rules = as_policy_map(policy)
+    _check_supported(rules)
+    return _with_class(module, _wrapped_class(_bare_class(module), rules))
+
+
+def policy_of(module: nn.Module) -> PolicyMap | None:
+    """The rules that a wrapped module computes under; None for a bare one."""
+    return getattr(type(module), "_jmp_policy_rules", None)
+
+
+def _bare_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "_jmp_policy_bare", type(module))
+
+
+def _with_class(module: Any, cls: type[nn.Module]) -> Any:
+    """The module with another class, over the same scope if it is bound."""
+    if module.scope is None:
+        new = module.clone(parent=module.parent)
+    else:
+        new = object.__new__(type(module))
+        new.__dict__.update(module.__dict__)
+        new.__dict__.pop(_CHECKED, None)
+    object.__setattr__(new, "__class__", cls)
+    return new
+
+
+@functools.lru_cache(maxsize=None)
+def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
+    """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
+    namespace: dict[str, Any] = {
+        "__module__": bare.__module__,
+        "__qualname__": bare.__qualname__,
+        "__doc__": bare.__doc__,
+        "__hash__": bare.__hash__,
+        "__repr__": _repr,
+        "__reduce__": _reduce,
+        "_jmp_policy_rules": rules,
+        "_jmp_policy_bare": bare,
+    }
+    for name in (*_method_names(bare), "setup"):
+        namespace[name] = _entry(bare, name)
+    for name in _RUNS:
+        namespace[name] = _run(bare, name)
+    try:
+        return type(bare)(bare.__name__, (bare,), namespace)
+    except TypeError as error:
+        raise TypeError(
+            f"wrap makes a subclass of {bare.__name__}, which that class does not allow ({error}). Use "
+            "jmp_policy.linen.intercept(policy) around its calls instead."
+        ) from error
+
+
+def _method_names(cls: type) -> list[str]:
+    """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
+    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    names = {
+        name
+        for c in own
+        for name, value in vars(c).items()
+        if hasattr(value, "method_handler_wrapped")
+    }
+    return sorted(names - {"setup"})
+
+
+def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
+    """A method of the wrapped class: the bare one, inside the policy."""
+    method = getattr(bare, name)
+
+    @functools.wraps(method, updated=())
+    def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.scope is None:
+            return method(self, *args, **kwargs)
+        with _active(self, check_all=name == "__call__"):
+            return method(self, *args, **kwargs)
+
+    return nn.nowrap(entry)
+
+
+def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
+    """`apply` and its like: whatever they call, `method=` included, runs inside the policy."""
+    run = getattr(bare, name)
+
+    @functools.wraps(run)
+    def governed_run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        whole = kwargs.get("method") in (None, "__call__")
+        variables = args[0] if name == "apply" and args else kwargs.get("variables")
+        with _active(self, check_all=whole, variables=variables):
+            return run(self, *args, **kwargs)
+
+    return nn.nowrap(governed_run)
+
+
+@contextlib.contextmanager
+def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[None]:
+    """The module's policy, unless it is active for this very module already."""
+    rules = policy_of(module)
+    assert rules is not None
+    base = module.path if module.scope is not None else ()
+    outer = current()
+    if outer is not None and outer.rules == rules and outer.base == base:
+        yield
+        return
+    with _pushed(Scope(rules, base=base)) as scope:
+        yield
+    if rules.overrides and _CHECKED not in module.__dict__:
+        _check_used(module, rules, scope, check_all, variables)
+        module.__dict__[_CHECKED] = True
+
+
+def _check_used(
+    module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any
+) -> None:
+    """Raises for rules that match neither a module that was called nor a path among the variables.
+
+    A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.
+    """
+    places = _variable_paths(variables)
+    unused = [
+        pattern
+        for pattern in rules.unused(scope.visited.items())
+        if not any(isinstance(pattern, str) and matches(pattern, path, None) for path in places)
+        and (check_all or isinstance(pattern, str))
+    ]
+    if unused and (check_all or variables is not None):
+        raise unused_error(unused, type(module).__name__, {*scope.visited, *places})
+
+
+def _variable_paths(variables: Any) -> set[str]:
+    """The module paths that a variable collection tells of."""
+    paths = set()
+    for key_path, _ in jax.tree_util.tree_leaves_with_path(variables):
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in key_path][1:-1]
+        paths |= {path_text(names[:depth]) for depth in range(1, len(names) + 1)}
+    return paths
+
+
+def _repr(self: Any) -> str:
+    rules = policy_of(self)
+    shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
+    return f"wrap({_bare_class(self).__repr__(self)}, {shown})"
+
+
+def _reduce(self: Any) -> Any:
+    bare = _with_class(self, _bare_class(self))
+    return wrap, (bare, policy_of(self))
