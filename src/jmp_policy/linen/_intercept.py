@@ -174,7 +174,7 @@ def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
         policy = rules.resolve(path, module, _ancestors(scope, module))
     own = getattr(module, "dtype", None)
     if rules.keep_module_dtypes and own is not None and "dtype" not in _original(module):
-        if _layers._is_dtype_or_none(own):
+        if _layers.is_dtype_or_none(own):
             policy = dataclasses.replace(policy, compute_dtype=own)
     island = (
         rules.float32_islands
@@ -220,10 +220,8 @@ _ORIGINAL = "_jmp_policy_original"
 @contextlib.contextmanager
 def _shadowed(scope: Scope, module: nn.Module, treatment: _Treatment) -> Iterator[None]:
     new = {}
-    if treatment.island or not (
-        scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None
-    ):
-        new.update(_layers.field_overrides(module, treatment.compute_dtype, treatment.island))
+    if not (scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None):
+        new.update(_layers.field_overrides(module, treatment.policy, treatment.island))
     if scope.rules.float32_islands and is_half(treatment.compute_dtype):
         new.update(_layers.attention_overrides(module))
     state = module.__dict__

@@ -1,0 +1,1 @@
+"""Measurements of jmp_policy against hand-written mixed precision and against its peers."""

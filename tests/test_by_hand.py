@@ -1,0 +1,80 @@
+"""A wrapped model against the same model written by hand with `dtype=float16` in every layer."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import CASES, cost, loss_of, products
+
+import jmp_policy as jmpp
+
+
+def gradient(model, variables, x):
+    return jax.value_and_grad(loss_of(model, variables, x), has_aux=True)
+
+
+@pytest.fixture(params=CASES, ids=repr)
+def pair(request):
+    case = request.param
+    x = case.inputs()
+    variables = case.make().init(jax.random.key(0), x)
+    by_hand, wrapped = case.make(dtype=jnp.float16), jmpp.wrap(case.make(), "mixed_float16")
+    return [gradient(model, variables, x) for model in (by_hand, wrapped)], variables["params"]
+
+
+def test_same_products_and_no_more_bytes_or_memory(pair):
+    (by_hand, wrapped), params = pair
+    assert products(wrapped, params) == products(by_hand, params)
+    (hand_bytes, hand_temp), (bytes_accessed, temp) = cost(by_hand, params), cost(wrapped, params)
+    assert bytes_accessed <= 1.01 * hand_bytes
+    assert temp <= 1.01 * hand_temp
+
+
+def test_same_values_to_float16_rounding(pair):
+    (by_hand, wrapped), params = pair
+    (want, _), want_grads = jax.jit(by_hand)(params)
+    (got, _), got_grads = jax.jit(wrapped)(params)
+    # The softmax differs: in float32 here, in float16 by hand.
+    np.testing.assert_allclose(got, want, rtol=2.0**-8)
+    flat = [jnp.concatenate([g.ravel() for g in jax.tree.leaves(t)]) for t in (want_grads, got_grads)]
+    error = float(jnp.linalg.norm(flat[1] - flat[0]) / jnp.linalg.norm(flat[0]))
+    assert error <= 2.0**-5
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "lstm"])
+def test_bitwise_equal_where_the_arithmetic_is_the_same(name):
+    case = next(c for c in CASES if c.name == name)
+    x = case.inputs()
+    variables = case.make().init(jax.random.key(0), x)
+    by_hand, wrapped = case.make(dtype=jnp.float16), jmpp.wrap(case.make(), "mixed_float16")
+    want = jax.jit(gradient(by_hand, variables, x))(variables["params"])
+    got = jax.jit(gradient(wrapped, variables, x))(variables["params"])
+    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_attention_keeps_large_logits_and_masks():
+    """A masked row and logits that float16's exp could not sum: as float32 within rounding."""
+    attend = nn.MultiHeadDotProductAttention(2)
+    x = 8 * jax.random.normal(jax.random.key(0), (2, 64, 16))
+    mask = nn.make_causal_mask(jnp.ones((2, 64)))
+    variables = attend.init(jax.random.key(1), x)
+    want = attend.apply(variables, x, mask=mask)
+    got = jmpp.wrap(attend, "mixed_float16").apply(variables, x, mask=mask)
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 2.0**-6
+
+
+def test_attention_softmax_weights_sum_to_one():
+    """2048 equal weights of float16 summed in float16 would stop at 1 - 2**-11 * k."""
+    from jmp_policy.linen._attention import softmax_in_float32
+
+    x = jnp.zeros((1, 2048), jnp.float16)
+    y = softmax_in_float32(jnp.dtype("float16"), x)
+    assert y.dtype == jnp.float16
+    assert float(y.astype(jnp.float32).sum()) == 1.0
+    primal, tangent = jax.jvp(lambda x: softmax_in_float32(jnp.dtype("float16"), x), (x,), (x + 1,))
+    assert primal.dtype == tangent.dtype == jnp.float16
+    assert float(jnp.abs(tangent).max()) == 0.0  # A shift of all logits changes nothing.
+    hessian = jax.hessian(lambda x: softmax_in_float32(jnp.dtype("float32"), x)[0])(jnp.ones(3))
+    np.testing.assert_allclose(hessian, jax.hessian(lambda x: jax.nn.softmax(x)[0])(jnp.ones(3)), atol=1e-6)
