@@ -5,11 +5,11 @@ network. The three lines that make a train step mixed-precision are marked (1), 
 """
 
 import argparse
-import collections
 import sys
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -44,7 +44,8 @@ RUNS = {
     "float16": ("mixed_float16", DYNAMIC),
     "float16 unscaled": ("mixed_float16", jmpp.NoOpLossScale()),
 }
-State = collections.namedtuple("State", "params batch_stats opt_state")
+State = namedtuple("State", "params batch_stats opt_state")
+Row = namedtuple("Row", "name accuracy history param_bytes temp_bytes")  # history: arrays, one value a step
 
 
 class Net(nn.Module):
@@ -75,16 +76,6 @@ def train_step(model: nn.Module, tx: Any, state: State, images: Any, labels: Any
     zero_grads = jnp.mean(jnp.concatenate([g.ravel() == 0 for g in jax.tree.leaves(grads)]))
     seen = {"loss": loss / LOSS_WEIGHT, "zero_grads": zero_grads} | jmpp.metrics(opt_state)
     return State(params, batch_stats, opt_state), seen
-
-
-class Row(NamedTuple):
-    """A finished run: the metrics of every step (`history`), and bytes of memory."""
-
-    name: str
-    accuracy: float
-    history: dict[str, np.ndarray]
-    params: int
-    temp: int
 
 
 def train(name: str, steps: int, seed: int, progress: Progress) -> Row:
@@ -121,10 +112,10 @@ def table(rows: list[Row]) -> Table:
     result = Table(
         "precision", *(head.replace(" ", "\n") for head in heads), box=box.SIMPLE_HEAD, pad_edge=False
     )
-    for name, accuracy, seen, params, temp in rows:
+    for name, accuracy, seen, param_bytes, temp_bytes in rows:
         loss, scale = f"{seen['loss'][-20:].mean():.4f}", f"2^{np.log2(seen['loss_scale'][-1]):.0f}"
         skipped, zero_grads = f"{seen['skipped_steps'][-1]}", f"{seen['zero_grads'][0]:.1%}"
-        memory = f"{params / 2**10:.0f} KiB", f"{temp / 2**20:.1f} MiB"
+        memory = f"{param_bytes / 2**10:.0f} KiB", f"{temp_bytes / 2**20:.1f} MiB"
         result.add_row(name, f"{accuracy:.1%}", loss, scale, skipped, zero_grads, *memory)
     for column in result.columns[1:]:
         column.justify = "right"
@@ -170,13 +161,11 @@ unless the loss scale lifts them.
 """
 CAPTION = """\
 final loss: cross-entropy, mean of the last 20 steps
-zero grads: share of weight gradients exactly 0 on the first batch
+zero grads: share of weight gradients that are exactly 0 on the first batch
 params:     float32 master weights in every run
-XLA temp.:  activations and other temporaries of one train step, as XLA reports
-            them for this backend ({})"""
-ON_CPU = """
-            On a CPU, XLA computes float16 products in float32: the figures say
-            little about a GPU's memory."""
+XLA temp.:  activations and other temporaries of the train step, as XLA reports
+            them for this backend ({}). On a CPU it computes float16 products
+            in float32, so the figures say little about a GPU's memory."""
 
 
 def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
@@ -188,10 +177,9 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
         rows = [train(name, steps, seed, progress) for name in RUNS]
     console.print(table(rows))
     if not quiet:
-        backend = jax.default_backend()
-        console.print(CAPTION.format(backend) + ON_CPU * (backend == "cpu"))
+        console.print(CAPTION.format(jax.default_backend()))
     plot(rows, out)
-    console.print(f"\nLoss and loss scale over time: {out}", soft_wrap=True)
+    console.print(f"\nLoss and loss scale over time: {out}", soft_wrap=True, markup=False)
     return rows
 
 

@@ -1,6 +1,5 @@
 """Names of floating dtypes, and the half type that suits the hardware."""
 
-import difflib
 import re
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._types import DTypeLike
+from jmp_policy._words import did_you_mean
 
 #: Short and long words for dtypes, as users write them in a policy's text.
 DTYPE_WORDS: dict[str, Any] = {
@@ -78,8 +78,7 @@ def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
 
 def _unknown(word: Any, where: str) -> str:
     words = [*DTYPE_WORDS, "half"]
-    close = difflib.get_close_matches(str(word).strip().lower(), words, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(str(word).strip().lower(), words)
     return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
 
 

@@ -16,9 +16,10 @@ from jmp_policy._dtypes import widened
 from jmp_policy._pytree import pytree_dataclass, replace, static
 from jmp_policy._types import PyTree
 
-#: The smallest scale that any loss scale accepts: the smallest normal float32.
-SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
-LARGEST_SCALE = float(jnp.finfo(jnp.float32).max)
+#: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
+#: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
 
 
 @runtime_checkable
@@ -75,8 +76,6 @@ class _Scaling:
           The tree with float leaves of 16 bits or fewer as float32; float64 and complex keep their
           type. Integers, keys, `float0` and everything else are untouched. Exact for powers of two.
         """
-        # A division, not a product with the reciprocal: that is subnormal, hence 0 on most hardware,
-        # for scales above 2**126. The step is bound by memory, not by this.
         return map_changed(lambda x: _over(_widen(x), self.loss_scale), tree)
 
 
@@ -155,7 +154,7 @@ class DynamicLossScale(_Scaling):
       growth_factor: greater than 1; static.
       backoff_factor: between 0 and 1; static.
       min_loss_scale, max_loss_scale: the scale stays within; static. The default floor 2**-14 is the
-        smallest normal float16, the ceiling 2**24 is apex's.
+        smallest normal float16, the ceiling 2**24 is apex's. A ceiling above 2**126 acts as 2**126.
       hysteresis: overflows tolerated (each is skipped) until the scale backs off; then every further
         overflow lowers it, until the next growth. static.
 
@@ -307,10 +306,10 @@ def scale_leaf(
             f"{name} must be a scalar, got shape {shape}. Map over several scales with jax.vmap."
         )
     if not isinstance(value, jax.core.Tracer):
-        number(float(value), name)
-        if not low <= float(value) <= high:
+        concrete = number(value, name)
+        if not low <= concrete <= high:
             raise ValueError(
-                f"{name} is {float(value):g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
+                f"{name} is {concrete:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
                 "number between min_loss_scale and max_loss_scale, else gradients become 0 or inf."
             )
     return jnp.asarray(value, jnp.float32)
@@ -320,11 +319,12 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
     """Floor and ceiling, checked."""
     low, high = number(low, "min_loss_scale"), number(high, "max_loss_scale")
     for value, name in ((low, "min_loss_scale"), (high, "max_loss_scale")):
-        if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        if not SMALLEST_SCALE <= value <= float(jnp.finfo(jnp.float32).max):
             raise ValueError(
-                f"{name} is {value:g}; it must be a positive, finite, normal float32 number, within "
-                f"[{SMALLEST_SCALE:g}, {LARGEST_SCALE:g}]: a scale of 0 or inf makes every gradient NaN."
+                f"{name} is {value:g}; it must be a positive, finite, normal float32 number, at least "
+                f"{SMALLEST_SCALE:g}: a scale of 0 or inf makes every gradient NaN."
             )
+    high = min(high, LARGEST_SCALE)
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
     return {"min_loss_scale": low, "max_loss_scale": high}

@@ -5,7 +5,6 @@ and an unknown word is named together with the words that would do.
 """
 
 import dataclasses
-import difflib
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from jmp_policy._cast import cast_floating
 from jmp_policy._dtypes import DTYPE_WORDS, parse_dtype
 from jmp_policy._types import DTypeLike, PyTree
+from jmp_policy._words import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +131,7 @@ def get_policy(text: PolicyLike) -> Policy:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, known)
     raise ValueError(
         f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
         "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
@@ -145,8 +144,7 @@ def _parse_assignments(text: str) -> Policy:
         key, equals, word = (piece.strip().lower() for piece in part.partition("="))
         key = _SHORT_KEYS.get(key, key)
         if not equals or key not in _WORD_TO_FIELD:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(key, _KEYS)
             raise ValueError(
                 f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
                 f"the keys {', '.join(_KEYS)}."

@@ -31,6 +31,9 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     path patterns count from that method's module. Values that a module returns straight to the code in
     the block have the policy's output dtype. One object may be entered again and by several threads.
 
+    Modules of one `nn.jit` class share one trace where their fields are equal, so that rules cannot tell
+    them apart by their paths; call `nn.jit` once for each.
+
     As a decorator of a module's method the method itself is governed too: its arguments, parameters and
     results are cast as if it were the `__call__` of a module of its own.
 

@@ -1,0 +1,150 @@
+"""Policies, their texts, and casting."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jmp_policy as jmpp
+from jmp_policy._dtypes import best_half_dtype
+
+NAMES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("mixed_float16", ("float32", "float16", "float32")),
+        ("mixed_bfloat16", ("float32", "bfloat16", "float32")),
+        ("mixed_half", ("float32", "bfloat16", "float32")),
+        ("float32", ("float32",) * 3),
+        ("full", ("float32",) * 3),
+        ("float16", ("float16",) * 3),
+        ("bfloat16", ("bfloat16",) * 3),
+        ("half", ("bfloat16",) * 3),
+        (" Mixed_Float16 ", ("float32", "float16", "float32")),
+        ("params=float32,compute=float16,output=float32", ("float32", "float16", "float32")),
+        ("p=f32, c=f16, o=f32", ("float32", "float16", "float32")),
+        ("p=f32,c=f16", ("float32", "float16", "float16")),
+        ("c=bf16", ("float32", "bfloat16", "bfloat16")),
+        ("p=f16", ("float16",) * 3),
+        ("o = f16", ("float32", "float32", "float16")),
+        ("p=full,c=half", ("float32", "bfloat16", "bfloat16")),
+    ],
+)
+def test_texts(text, want):
+    policy = jmpp.get_policy(text)
+    assert tuple(d.name for d in (policy.param_dtype, policy.compute_dtype, policy.output_dtype)) == want
+    assert policy.grad_dtype is None
+    assert jmpp.get_policy(policy) is policy
+
+
+@given(*[st.sampled_from(NAMES)] * 3, st.sampled_from([None, *NAMES]))
+def test_text_round_trip(params, compute, output, grad):
+    policy = jmpp.Policy(params, compute, output, grad)
+    again = jmpp.get_policy(str(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p=f32,c=fp61", "Unknown dtype 'fp61' in policy 'p=f32,c=fp61'. Did you mean 'fp16'"),
+        ("mixed_fp16", "Did you mean 'mixed_float16'"),
+        ("p=f32,q=f16", "Unknown part 'q=f16'"),
+        ("parms=f32", "Did you mean 'params'"),
+        ("p=f32,,c=f16", "Unknown part ''"),
+        ("p=f32,p=f16", "sets 'params' twice"),
+        ("c=int8", "not floating"),
+        ("", "Unknown policy ''"),
+    ],
+)
+def test_bad_texts(text, message):
+    with pytest.raises(ValueError, match=message):
+        jmpp.get_policy(text)
+
+
+def test_bad_types():
+    with pytest.raises(TypeError, match="of type int"):
+        jmpp.get_policy(16)
+    with pytest.raises(ValueError, match="compute_dtype of a Policy is int32"):
+        jmpp.Policy(jnp.float32, jnp.int32, jnp.float32)
+    with pytest.raises(ValueError, match="output_dtype of a Policy is None"):
+        jmpp.Policy(jnp.float32, jnp.float16, None)
+    with pytest.raises(ValueError, match="Unknown dtype 'float61'"):
+        jmpp.Policy("float61", "float16", "float32")
+
+
+@pytest.mark.parametrize("kind", [lambda d: d, np.dtype, lambda d: np.dtype(d).name])
+def test_a_policy_takes_whatever_is_a_dtype(kind):
+    policy = jmpp.Policy(kind(jnp.float32), kind(jnp.bfloat16), kind(jnp.float16))
+    assert str(policy) == "params=float32,compute=bfloat16,output=float16"
+    assert policy.with_output_dtype("float32").output_dtype == jnp.float32
+
+
+POLICY = jmpp.get_policy("p=f32,c=f16,o=bf16")
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        jnp.arange(3),
+        jnp.array([True]),
+        jnp.ones(2, jnp.complex64),
+        jax.random.key(0),
+        np.zeros(2, jax.dtypes.float0),
+        np.arange(3),
+        None,
+        "text",
+        1.5,
+        3,
+        2j,
+        nn.relu,
+        object(),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_not_floating_passes_as_the_same_object(leaf):
+    for cast in (POLICY.cast_to_param, POLICY.cast_to_compute, POLICY.cast_to_output):
+        assert cast(leaf) is leaf
+        tree = {"a": [leaf]}
+        assert cast(tree) is tree
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", *NAMES[4:]])
+@pytest.mark.parametrize("make", [jnp.ones, np.ones, jax.ShapeDtypeStruct])
+def test_floating_leaves_are_cast(make, dtype):
+    x = make((2, 3), dtype)
+    cast = POLICY.cast_to_compute({"x": x, "n": 3})
+    assert cast["x"].dtype == jnp.float16
+    assert cast["x"].shape == (2, 3)
+    assert type(cast["x"]) is type(x)
+    assert POLICY.cast_to_compute(cast) is cast
+
+
+def test_boxed_tracers_scalars_and_weak_types():
+    box = nn.Partitioned(jnp.ones((2, 2)), names=(None, "model"))
+    cast = POLICY.cast_to_compute(box)
+    assert isinstance(cast, nn.Partitioned)
+    assert cast.value.dtype == jnp.float16
+    assert cast.names == (None, "model")
+    assert jax.jit(POLICY.cast_to_compute)(jnp.float32(1)).dtype == jnp.float16
+    assert POLICY.cast_to_compute(np.float32(2)).dtype == jnp.float16
+    assert not POLICY.cast_to_compute(jnp.asarray(2.0)).aval.weak_type
+
+
+def test_best_half_dtype_by_capability():
+    class Device:
+        def __init__(self, platform, capability=None):
+            self.platform, self.compute_capability = platform, capability
+
+    assert best_half_dtype(Device("gpu", "7.5")) == jnp.float16
+    assert best_half_dtype(Device("gpu", "9.0")) == jnp.bfloat16
+    assert best_half_dtype(Device("gpu", "10.0")) == jnp.bfloat16
+    assert best_half_dtype(Device("rocm", "gfx90a")) == jnp.bfloat16
+    assert best_half_dtype(Device("tpu")) == jnp.bfloat16
+    assert best_half_dtype() == jnp.bfloat16

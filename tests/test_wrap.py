@@ -1,0 +1,417 @@
+"""`wrap` as users meet it: rules, islands, submodules, errors."""
+
+import functools
+import pickle
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from helpers import CNN, Encoder, dtypes, products
+
+import jmp_policy as jmpp
+
+
+class Leaf(nn.Module):
+    """Says in which dtypes it was called and what it computed in."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (x.shape[-1],))
+        self.sow("seen", "dtypes", jnp.zeros((), (x * w).dtype))
+        return x * w
+
+
+class Tree(nn.Module):
+    def setup(self):
+        self.encoder = [Leaf(), Leaf()]
+        self.decoder = nn.Sequential([Leaf(), Leaf()])
+        self.head = Leaf()
+
+    def __call__(self, x):
+        for leaf in self.encoder:
+            x = leaf(x)
+        return self.head(self.decoder(x))
+
+
+def computed(policy, module=None, **kwargs):
+    """path -> the dtype that Leaf computed in."""
+    model = jmpp.wrap(module or Tree(), policy)
+    x = jnp.ones((2, 3))
+    variables = model.init(jax.random.key(0), x)
+    out, state = model.apply({"params": variables["params"]}, x, mutable=["seen"], **kwargs)
+    seen = {
+        "/".join(str(k.key) for k in path[:-2]): value.dtype.name
+        for path, value in jax.tree_util.tree_leaves_with_path(state["seen"])
+    }
+    return out, seen
+
+
+F16, F32, BF16 = "float16", "float32", "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "want"),
+    [
+        ({}, [F16, F16, F16, F16, F16]),
+        ({"head": F32}, [F16, F16, F16, F16, F32]),
+        ({"decoder": F32}, [F16, F16, F32, F32, F16]),
+        ({"decoder/layers_1": BF16, "decoder": F32}, [F16, F16, F32, BF16, F16]),
+        ({"encoder_*": F32}, [F32, F32, F16, F16, F16]),
+        ({"*": F32}, [F32, F32, F32, F32, F32]),
+        ({"**/layers_[0]": F32}, [F16, F16, F32, F16, F16]),
+        ({nn.Sequential: F32}, [F16, F16, F32, F32, F16]),
+        ({nn.Sequential: F32, "decoder/layers_0": F16}, [F16, F16, F16, F32, F16]),
+        ({lambda path, module: path == "head": F32}, [F16, F16, F16, F16, F32]),
+        ({"head": BF16, Leaf: F32}, [F32, F32, F32, F32, BF16]),
+    ],
+)
+def test_rules(overrides, want):
+    _, seen = computed(jmpp.PolicyMap("mixed_float16", overrides))
+    paths = ["encoder_0", "encoder_1", "decoder/layers_0", "decoder/layers_1", "head"]
+    assert [seen[path] for path in paths] == want
+
+
+def test_output_dtype_applies_at_the_border_only():
+    dtypes = {}
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, name="a")(x)
+            dtypes["a"] = x.dtype.name
+            x = nn.Dense(4, name="island")(x)
+            dtypes["island"] = x.dtype.name
+            return nn.Dense(4, name="b")(x)
+
+    model = jmpp.wrap(Outer(), jmpp.PolicyMap("mixed_float16", {"island": "p=f32,c=bf16,o=f32"}))
+    out, _ = model.init_with_output(jax.random.key(0), jnp.ones((1, 4)))
+    assert dtypes == {"a": F16, "island": F32}
+    assert out.dtype == jnp.float32
+
+
+def test_scalars_of_inner_modules_stay_float32():
+    class Loss(nn.Module):
+        def __call__(self, x):
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Loss()(nn.Dense(4)(x))
+
+    model, x = jmpp.wrap(Outer(), "mixed_float16"), jnp.ones((1, 4))
+    variables = model.init(jax.random.key(0), x)
+    state = jmpp.StaticLossScale(2.0**16)
+    _, grads = jmpp.scaled_value_and_grad(lambda v: model.apply(v, x))(state, variables)
+    assert bool(jmpp.all_finite(grads))
+
+
+def test_a_call_among_own_methods_crosses_no_border():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return self.loss(nn.Dense(4)(x).astype(jnp.float32))
+
+        def loss(self, logits):
+            assert logits.dtype == jnp.float32
+            return logits.sum()
+
+    jmpp.wrap(Net(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 4)))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm])
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "p=f32,c=f16"])
+def test_norms_are_float32_islands(norm, policy):
+    class Sub(norm):
+        """A subclass is an island too."""
+
+    kwargs = {"use_running_average": False} if norm is nn.BatchNorm else {}
+    kwargs |= {"num_groups": 2} if norm is nn.GroupNorm else {}
+    model = nn.Sequential([nn.Dense(4), Sub(**kwargs, force_float32_reductions=False)])
+    x = 300 * jnp.ones((2, 3, 4)) + jnp.arange(4)  # 300**2 is infinite in float16.
+    wrapped = jmpp.wrap(model, policy)
+    variables = wrapped.init(jax.random.key(0), x)
+    stats = {**variables.get("batch_stats", {}), "params": variables["params"]["layers_1"]}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(stats)} == {F32}
+    out, state = wrapped.apply(variables, x, mutable=["batch_stats"], capture_intermediates=True)
+    assert out.dtype == jmpp.get_policy(policy).output_dtype
+    assert bool(jmpp.all_finite((out, state)))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        jmpp.PolicyMap("mixed_float16", float32_islands=False),
+        jmpp.PolicyMap("mixed_float16", {nn.BatchNorm: "mixed_float16"}),
+        jmpp.PolicyMap("mixed_float16", {"BatchNorm_*": "mixed_float16"}),
+    ],
+)
+def test_islands_can_be_switched_off(rules):
+    x = jnp.ones((2, 8, 8, 3))
+    text = {}
+    for name, policy in {"on": "mixed_float16", "off": rules}.items():
+        model = jmpp.wrap(CNN(), policy)
+        variables = CNN().init(jax.random.key(0), x)
+        jaxpr = jax.make_jaxpr(lambda v, m=model: m.apply(v, x, mutable=["batch_stats"]))(variables)
+        text[name] = str(jaxpr).count("float16")
+    assert text["off"] > text["on"]  # The norm's own parameters are cast as well.
+
+
+def test_a_sweeping_rule_keeps_the_islands():
+    x = jnp.ones((2, 8, 8, 3))
+    variables = CNN().init(jax.random.key(0), x)
+
+    def trace(policy):
+        model = jmpp.wrap(CNN(), policy)
+        return str(jax.make_jaxpr(lambda v: model.apply(v, x, mutable=["batch_stats"]))(variables))
+
+    assert trace(jmpp.PolicyMap("mixed_bfloat16", {"**": "mixed_float16"})) == trace("mixed_float16")
+
+
+def test_module_dtypes_are_overruled_unless_kept():
+    model, x = nn.Sequential([nn.Dense(4, dtype=jnp.float32), nn.Dense(4)]), jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+
+    def found(policy):
+        return products(lambda v: jmpp.wrap(model, policy).apply(v, x), variables)
+
+    assert found("mixed_float16") == {("dot_general", F16, F16): 2}
+    kept = found(jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
+    assert kept == {("dot_general", F32, F32): 1, ("dot_general", F16, F16): 1}
+
+
+def test_a_field_called_dtype_that_is_none():
+    class Odd(nn.Module):
+        dtype: str = "train"
+
+        @nn.compact
+        def __call__(self, x):
+            assert self.dtype == "train"
+            return nn.Dense(2)(x)
+
+    jmpp.wrap(Odd(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "near"),
+    [
+        ("hed", "'head'"),
+        ("encoder/layer_0", "'encoder_0'"),
+        ("decoder/layer_1", "'decoder/layers_1'"),
+        (nn.Conv, "Conv matches no module of Tree"),
+        (lambda path, module: False, "<lambda>"),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_unused_rules_are_errors_that_name_the_nearest_path(rule, near, jit):
+    model = jmpp.wrap(Tree(), jmpp.PolicyMap("mixed_float16", {rule: "float32"}))
+    init = jax.jit(model.init) if jit else model.init
+    with pytest.raises(ValueError, match=near):
+        init(jax.random.key(0), jnp.ones((2, 3)))
+    variables = Tree().init(jax.random.key(0), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="matches no module"):
+        model.apply(variables, jnp.ones((2, 3)))
+
+
+def test_a_rule_for_a_part_that_this_method_does_not_run_is_no_error():
+    class Net(nn.Module):
+        def setup(self):
+            self.a, self.b = nn.Dense(2), nn.Dense(2)
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+        def encode(self, x):
+            return self.a(x)
+
+    x = jnp.ones((1, 2))
+    variables = Net().init(jax.random.key(0), x)
+    for rule in ("b", nn.Dense):
+        model = jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {rule: "float32"}))
+        model.apply(variables, x, method="encode")
+        model.apply(variables, x)
+    model = jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {"c": "float32"}))
+    with pytest.raises(ValueError, match="'c' matches no module"):
+        model.apply(variables, x, method="encode")
+
+
+def test_as_a_submodule_names_and_tree_stay():
+    class Outer(nn.Module):
+        policy: str | None
+
+        def setup(self):
+            self.inside = self.wrapped(nn.Dense(4))
+
+        def wrapped(self, module):
+            return module if self.policy is None else jmpp.wrap(module, self.policy)
+
+        def __call__(self, x):
+            return self.inside(x)
+
+    class Compact(nn.Module):
+        policy: str | None
+        given: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(4)
+            dense = dense if self.policy is None else jmpp.wrap(dense, self.policy)
+            return Outer(self.policy)(self.given(dense(x)))
+
+    x = jnp.ones((2, 4))
+    bare = Compact(None, nn.Dense(4))
+    outer = Compact("mixed_float16", jmpp.wrap(nn.Dense(4), "mixed_float16"))
+    want, got = bare.init(jax.random.key(0), x), outer.init(jax.random.key(0), x)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+    assert products(lambda v: outer.apply(v, x), got) == {("dot_general", F16, F16): 3}
+    assert outer.apply(got, x).dtype == jnp.float32
+
+
+def test_the_innermost_wrap_wins_and_a_second_replaces_the_first():
+    x = jnp.ones((2, 4))
+    inner = jmpp.wrap(nn.Dense(4), "mixed_bfloat16")
+    outer = jmpp.wrap(nn.Sequential([nn.Dense(4), inner]), "mixed_float16")
+    variables = outer.init(jax.random.key(0), x)
+    found = products(lambda v: outer.apply(v, x), variables)
+    assert found == {("dot_general", F16, F16): 1, ("dot_general", BF16, BF16): 1}
+    again = jmpp.wrap(inner, "mixed_float16")
+    assert again == jmpp.wrap(nn.Dense(4), "mixed_float16")
+    assert "bfloat16" not in repr(again)
+
+
+def test_bind_hash_equality_pickle_and_repr():
+    model = jmpp.wrap(nn.Dense(4), "mixed_float16")
+    x = jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    assert model.bind(variables)(x).dtype == jnp.float32
+    assert products(lambda v: model.bind(v)(x), variables) == {("dot_general", F16, F16): 1}
+    assert hash(model) == hash(jmpp.wrap(nn.Dense(4), "mixed_float16"))
+    assert model == jmpp.wrap(nn.Dense(4), "mixed_float16") != jmpp.wrap(nn.Dense(4), "float32")
+    assert model != nn.Dense(4)
+    tree = jmpp.wrap(Tree(), jmpp.PolicyMap("mixed_float16", {"head": "float32"}))
+    assert pickle.loads(pickle.dumps(tree)) == tree  # Dense itself cannot be pickled.
+    assert isinstance(model, nn.Dense)
+    assert model.features == 4
+    assert "wrap(Dense(" in repr(model)
+    assert "compute=float16" in repr(model)
+
+
+def test_original_module_is_untouched():
+    bare = nn.Dense(4)
+    variables = bare.init(jax.random.key(0), jnp.ones((2, 4)))
+    jmpp.wrap(bare, "mixed_float16").apply(variables, jnp.ones((2, 4)))
+    assert type(bare) is nn.Dense
+    assert bare.dtype is None
+    assert products(lambda v: bare.apply(v, jnp.ones((2, 4))), variables) == {
+        ("dot_general", F32, F32): 1
+    }
+
+
+def test_equal_wraps_share_a_jit_cache_entry():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(model, variables, x):
+        traces.append(model)
+        return model.apply(variables, x)
+
+    x = jnp.ones((2, 4))
+    variables = nn.Dense(4).init(jax.random.key(0), x)
+    for _ in range(3):
+        run(jmpp.wrap(nn.Dense(4), "mixed_float16"), variables, x)
+    assert len(traces) == 1
+
+
+def test_three_lines_in_a_train_state():
+    model = jmpp.wrap(CNN(), "mixed_float16")
+    tx = jmpp.loss_scaled(optax.adamw(1e-2), jmpp.DynamicLossScale())
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8, 8, 3)), jnp.float32)
+    labels = jnp.arange(8)
+    variables = model.init(jax.random.key(0), x)
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(state, stats):
+        def loss_fn(params):
+            logits, new = state.apply_fn(
+                {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
+            )
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new
+
+        value_and_grad = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)
+        (loss, new), grads = value_and_grad(state.opt_state, state.params)
+        state = state.apply_gradients(grads=grads)
+        kept = jmpp.select_tree(jmpp.grads_finite(state.opt_state), new["batch_stats"], stats)
+        return state, kept, loss
+
+    stats, losses = variables["batch_stats"], []
+    state = state.replace(step=jnp.zeros((), jnp.int32))  # Flax starts with a Python int.
+    for _ in range(12):
+        state, stats, loss = step(state, stats)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+    assert step._cache_size() == 1
+    assert int(jmpp.metrics(state.opt_state)["skipped_steps"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda x: x, "got function. Wrap the module"),
+        (nn.Dense, "the class Dense. Make an instance"),
+        (3, "got int"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_cannot_be_wrapped(module, message):
+    with pytest.raises(TypeError, match=message):
+        jmpp.wrap(module, "mixed_float16")
+
+
+def test_bad_policies():
+    with pytest.raises(ValueError, match="Did you mean 'mixed_float16'"):
+        jmpp.wrap(nn.Dense(2), "mixed_flaot16")
+    with pytest.raises(TypeError, match="A policy is a jmp_policy.Policy"):
+        jmpp.wrap(nn.Dense(2), 16)
+    with pytest.raises(ValueError, match="grad="):
+        jmpp.wrap(nn.Dense(2), "p=f32,c=f16,o=f32,g=f32")
+    with pytest.raises(TypeError, match="takes a module, not its class"):
+        jmpp.linen.wrap(nn.Dense, "mixed_float16")
+    with pytest.raises(TypeError, match="takes a flax.linen.Module, got int"):
+        jmpp.linen.wrap(3, "mixed_float16")
+
+
+def test_the_package_does_not_import_flax():
+    code = (
+        "import sys; sys.modules['flax'] = None; import jmp_policy as j, jax.numpy as jnp, optax;"
+        "tx = j.loss_scaled(optax.sgd(1.), j.DynamicLossScale()); tx.init(jnp.ones(3));"
+        "print(j.get_policy('mixed_float16').cast_to_compute(jnp.ones(1)).dtype)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "float16", result.stderr
+    code = "import sys, jmp_policy; print('flax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_partial_dropout_streams_are_the_bare_ones():
+    model = nn.Sequential([nn.Dropout(0.5, deterministic=False)])
+    x, rngs = jnp.ones((4, 64)), {"dropout": jax.random.key(3)}
+    want = model.apply({}, x, rngs=rngs)
+    got = jmpp.wrap(model, "mixed_float16").apply({}, x, rngs=rngs)
+    np.testing.assert_array_equal(want, got)
+
+
+def test_wrapped_checkpoint_is_the_bare_one():
+    x = jnp.zeros((2, 4), jnp.int32)
+    wrapped = jmpp.wrap(Encoder(), "mixed_float16").init(jax.random.key(0), x)
+    bare = Encoder().init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, wrapped, bare)
+    assert dtypes(wrapped) == dtypes(bare)
