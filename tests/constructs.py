@@ -92,9 +92,7 @@ class ScanFunction(nn.Module):
             carry = carry + layer(x)
             return carry, carry
 
-        scan = nn.scan(
-            body, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
-        )
+        scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
         carry, _ = scan(nn.Dense(8), jnp.zeros((len(x), 8), x.dtype), x)
         return carry
 
@@ -240,9 +238,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(x[..., 0])
-        attend = nn.MultiHeadDotProductAttention(
-            2, normalize_qk=True, dropout_rate=0.1, deterministic=False
-        )
+        attend = nn.MultiHeadDotProductAttention(2, normalize_qk=True, dropout_rate=0.1, deterministic=False)
         return attend(x, mask=mask, sow_weights=True)
 
 

@@ -70,9 +70,7 @@ class Encoder(nn.Module):
                 x, _ = EncoderLayer(self.dtype)(x)
         else:
             layer = nn.remat(EncoderLayer) if self.lift == "scan+remat" else EncoderLayer
-            stack = nn.scan(
-                layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
+            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
             x, _ = stack(self.dtype)(x, None)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 

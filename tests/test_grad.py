@@ -105,7 +105,9 @@ def test_a_float16_loss_warns_and_does_not_overflow_for_ever():
 
 def test_the_loss_is_multiplied_in_float32():
     """A loss of 3 * 2**15 times 2**16 is no float16 number, and no reason to skip."""
-    _, grad = jmpp.scaled_value_and_grad(lambda w: 3 * 2.0**15 * w)(jmpp.StaticLossScale(2.0**16), jnp.float32(1))
+    _, grad = jmpp.scaled_value_and_grad(lambda w: 3 * 2.0**15 * w)(
+        jmpp.StaticLossScale(2.0**16), jnp.float32(1)
+    )
     assert float(grad) == 3 * 2.0**31
 
 
@@ -154,7 +156,12 @@ def test_retries_repeat_the_step_with_a_smaller_scale(jit):
         return value, updates, state
 
     step = jax.jit(step) if jit else step
-    for limit, tries, applied in ((2.0**13, 0, True), (2.0**10, 2, True), (2.0**9, 3, True), (2.0**8, 3, False)):
+    for limit, tries, applied in (
+        (2.0**13, 0, True),
+        (2.0**10, 2, True),
+        (2.0**9, 3, True),
+        (2.0**8, 3, False),
+    ):
         value, updates, after = step(params, state, limit)
         assert float(value) == 2.0
         assert bool(after.grads_finite) is applied
@@ -169,6 +176,8 @@ def test_retries_with_aux_and_a_bare_scale():
     def fun(w):
         return jnp.sum(w), {"n": jnp.int32(3), "w": w}
 
-    ((value, aux), grads), scale = jmpp.scaled_value_and_grad(fun, has_aux=True, retries=2)(SCALE, jnp.ones(2))
+    ((value, aux), grads), scale = jmpp.scaled_value_and_grad(fun, has_aux=True, retries=2)(
+        SCALE, jnp.ones(2)
+    )
     assert (float(value), int(aux["n"]), float(grads[0])) == (2.0, 3, 2.0**10)
     assert isinstance(scale, jmpp.StaticLossScale)

@@ -83,7 +83,13 @@ def model(overflows, *, scale, interval, growth, backoff, low, high, hysteresis)
 def test_state_machine_against_a_plain_model(overflows, interval, hysteresis, backoff, growth):
     config = {"low": 2.0**-3, "high": 2.0**5}
     want = model(
-        overflows, scale=2.0, interval=interval, growth=growth, backoff=backoff, hysteresis=hysteresis, **config
+        overflows,
+        scale=2.0,
+        interval=interval,
+        growth=growth,
+        backoff=backoff,
+        hysteresis=hysteresis,
+        **config,
     )
     scale = jmpp.DynamicLossScale(
         2.0, interval, growth, backoff, config["low"], config["high"], hysteresis=hysteresis

@@ -48,9 +48,7 @@ def test_a_literal_path_matches_itself_and_governs_all_below(path):
 
 
 def test_nearest_match_then_first_listed():
-    rules = jmpp.PolicyMap(
-        "mixed_float16", [("a/**", "float32"), ("a/b", "bfloat16"), ("a/b/c", "float16")]
-    )
+    rules = jmpp.PolicyMap("mixed_float16", [("a/**", "float32"), ("a/b", "bfloat16"), ("a/b/c", "float16")])
     assert rules.resolve("a/b") == F32
     assert rules.resolve("a/x/y") == F32
     assert rules.resolve("z") == rules.default

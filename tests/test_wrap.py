@@ -309,9 +309,7 @@ def test_original_module_is_untouched():
     jmpp.wrap(bare, "mixed_float16").apply(variables, jnp.ones((2, 4)))
     assert type(bare) is nn.Dense
     assert bare.dtype is None
-    assert products(lambda v: bare.apply(v, jnp.ones((2, 4))), variables) == {
-        ("dot_general", F32, F32): 1
-    }
+    assert products(lambda v: bare.apply(v, jnp.ones((2, 4))), variables) == {("dot_general", F32, F32): 1}
 
 
 def test_equal_wraps_share_a_jit_cache_entry():
@@ -340,9 +338,7 @@ def test_three_lines_in_a_train_state():
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(state, stats):
         def loss_fn(params):
-            logits, new = state.apply_fn(
-                {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
-            )
+            logits, new = state.apply_fn({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new
 
         value_and_grad = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)

@@ -7,6 +7,9 @@ Three changed lines turn a float32 training step into a mixed-precision one::
     loss, grads = jmp_policy.scaled_value_and_grad(loss_fn)(opt_state, params)
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from jmp_policy._adaptive_scale import PIDLossScale as PIDLossScale
 from jmp_policy._adaptive_scale import StatisticLossScale as StatisticLossScale
 from jmp_policy._dtypes import best_half_dtype as best_half_dtype
@@ -30,3 +33,13 @@ from jmp_policy._wrap import wrap as wrap
 from jmp_policy.optim import loss_scaled as loss_scaled
 
 __version__ = "0.1.0"
+
+if _TYPE_CHECKING:
+    from jmp_policy import linen as linen
+
+
+def __getattr__(name: str) -> object:
+    """`jmp_policy.linen` needs Flax, and is imported when it is first asked for."""
+    if name == "linen":
+        return _importlib.import_module("jmp_policy.linen")
+    raise AttributeError(f"module 'jmp_policy' has no attribute {name!r}")

@@ -29,7 +29,7 @@ DTYPE_WORDS: dict[str, Any] = {
 }
 
 
-def best_half_dtype(device: jax.Device | None = None) -> np.dtype:
+def best_half_dtype(device: Any = None) -> np.dtype:
     """The 16-bit type that suits a device: bfloat16 where its matrix units take it, else float16.
 
     Args:

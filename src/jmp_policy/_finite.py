@@ -42,9 +42,7 @@ def _can_be_non_finite(x: Any) -> bool:
         return False
     if isinstance(x, float | complex):
         return True
-    return isinstance(x, jax.Array | np.ndarray | np.generic) and bool(
-        jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def select_tree(pred: Any, on_true: PyTree, on_false: PyTree) -> PyTree:
@@ -70,12 +68,11 @@ def select_tree(pred: Any, on_true: PyTree, on_false: PyTree) -> PyTree:
       >>> print(select_tree(jnp.array(False), jnp.array(jnp.nan), jnp.array(2.0)))
       2.0
     """
-    if not isinstance(pred, bool):
-        if getattr(pred, "shape", None) != () or pred.dtype != jnp.bool_:
-            raise TypeError(
-                "select_tree needs a boolean scalar as its first argument, such as "
-                f"grads_finite(opt_state); it got {_describe(pred)}."
-            )
+    if not isinstance(pred, bool) and (getattr(pred, "shape", None) != () or pred.dtype != jnp.bool_):
+        raise TypeError(
+            "select_tree needs a boolean scalar as its first argument, such as "
+            f"grads_finite(opt_state); it got {_describe(pred)}."
+        )
     true_leaves, true_def = jax.tree_util.tree_flatten_with_path(on_true)
     false_leaves, false_def = jax.tree.flatten(on_false)
     if true_def != false_def:

@@ -174,9 +174,7 @@ def _with_retries(
         return ~finite & (tries <= retries)
 
     scale = jax.tree.map(jnp.asarray, scale)
-    empty = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: step(scale))
-    )
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: step(scale)))
     start = (jnp.int32(0), scale, empty, jnp.zeros((), jnp.bool_))
     _, scale, result, _ = lax.while_loop(unfinished, body, start)
     return result, scale

@@ -8,6 +8,7 @@ import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -278,9 +279,7 @@ def _widen(x: Any) -> Any:
 
 def _is_number(x: Any) -> bool:
     arrays = (jax.Array, np.ndarray, np.generic)
-    return isinstance(x, complex) or (
-        isinstance(x, arrays) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
-    )
+    return isinstance(x, complex) or (isinstance(x, arrays) and bool(jnp.issubdtype(x.dtype, jnp.inexact)))
 
 
 def _times(x: Any, scale: Any) -> Any:
@@ -296,9 +295,7 @@ def _real_like(scale: Any, x: Any) -> Any:
     return jnp.asarray(scale).astype(jnp.asarray(x).dtype)
 
 
-def scale_leaf(
-    value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE
-) -> Any:
+def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:
     """A strongly typed float32 scalar; a concrete one is checked to lie within [low, high]."""
     shape = np.shape(value)
     if shape != ():
@@ -339,9 +336,7 @@ def positive_int(value: Any, name: str) -> int:
     return int(value)
 
 
-def number(
-    value: Any, name: str, above: float = -math.inf, below: float = math.inf
-) -> float:
+def number(value: Any, name: str, above: float = -math.inf, below: float = math.inf) -> float:
     """A static finite number, strictly between two bounds."""
     try:
         result = float(value)

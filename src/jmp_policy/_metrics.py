@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,9 +50,7 @@ def metrics(opt_state: PyTree) -> dict[str, Any]:
     return values
 
 
-def check(
-    opt_state: PyTree, grads: PyTree = None, *, max_consecutive_skips: int | None = None
-) -> None:
+def check(opt_state: PyTree, grads: PyTree = None, *, max_consecutive_skips: int | None = None) -> None:
     """Raises when training is hopeless; call it on the host every so many steps.
 
     Args:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import numpy as np
 
 from jmp_policy._after_import import after_import
@@ -85,9 +86,7 @@ def _register_with_flax(cls: type, serialization: Any) -> None:
             )
         # A field that the checkpoint lacks keeps the target's value: it was made before the field was.
         restored = {
-            n: serialization.from_state_dict(getattr(obj, n), state[n], name=n)
-            for n in names
-            if n in state
+            n: serialization.from_state_dict(getattr(obj, n), state[n], name=n) for n in names if n in state
         }
         return replace(obj, **restored)
 

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jmp_policy._policy import Policy, PolicyLike, get_policy
 
@@ -133,9 +133,7 @@ class PolicyMap:
             return pattern.__name__ not in ("Module", "Pytree", "object")
         return True
 
-    def unused(
-        self, modules: Iterable[tuple[str | Sequence[Any], Any]]
-    ) -> tuple[Pattern, ...]:
+    def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
         """The patterns that match none of the given modules.
 
         Args:
@@ -214,11 +212,7 @@ def _parts_match(parts: list[str], names: list[str]) -> bool:
         return not names
     if parts[0] == "**":
         return any(_parts_match(parts[1:], names[skip:]) for skip in range(len(names) + 1))
-    return (
-        bool(names)
-        and fnmatch.fnmatchcase(names[0], parts[0])
-        and _parts_match(parts[1:], names[1:])
-    )
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
 
 
 def _as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
@@ -232,20 +226,18 @@ def _as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_pattern(pattern: Any) -> Pattern:
-    if isinstance(pattern, type) or isinstance(pattern, str):
+    if isinstance(pattern, type | str):
         return pattern
     if callable(pattern):
         try:
             inspect.signature(pattern).bind("path", None)
         except TypeError as error:
-            raise TypeError(
-                f"The predicate {show_pattern(pattern)} of a PolicyMap must take (path, module)."
-            ) from error
+            name = show_pattern(cast(Pattern, pattern))
+            raise TypeError(f"The predicate {name} of a PolicyMap must take (path, module).") from error
         except ValueError:
             pass  # A builtin without a signature: it is called and seen.
-        return pattern
+        return cast(Pattern, pattern)
     raise TypeError(
         "A pattern of a PolicyMap is a path glob, a module class or a predicate (path, module) -> "
         f"bool; got {pattern!r} of type {type(pattern).__name__}."
     )
-

@@ -73,9 +73,7 @@ def replace_loss_scale(scale_or_state: Any, new: LossScale) -> Any:
 
 
 def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, LossScaledState)
-    )
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
     found = []
     for path, leaf in leaves:
         if isinstance(leaf, LossScaledState):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """" Did you mean 'x'?", or nothing when no word is near.
+    """The question "Did you mean 'x'?" behind a space, or nothing when no word is near.
 
     Swapped letters are the nearest: 'fp61' is 'fp16', which difflib finds no nearer than 'fp64'.
     """

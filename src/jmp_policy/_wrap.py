@@ -48,6 +48,6 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
 
 
 def _is_instance_of(value: Any, module: str, name: str) -> bool:
-    """isinstance without importing: an object of a module that nobody imported cannot exist."""
+    """Isinstance without importing: an object of a module that nobody imported cannot exist."""
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(value, cls)

@@ -33,8 +33,8 @@ def loss_scaled(
 
     Put everything that looks at gradients inside: `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3)), DynamicLossScale())`. For gradient accumulation, `loss_scaled(optax.MultiSteps(tx, k),
-    scale)` drops single micro-batches and accumulates in float32; `MultiSteps(loss_scaled(tx, scale), k)`
-    keeps one scale for the window and drops the whole window.
+    scale)` drops single micro-batches and accumulates in float32. The other way round, optax's MultiSteps
+    never gets rid of the first NaN in its accumulator.
 
     Args:
       inner: any optax transformation, or object with `init` and `update` (`optax.MultiSteps`).
@@ -87,7 +87,7 @@ def loss_scaled(
         )
 
     def update(
-        updates: PyTree, state: LossScaledState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
         if not isinstance(state, LossScaledState):
             raise TypeError(

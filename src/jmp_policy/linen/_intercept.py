@@ -128,9 +128,7 @@ def _interceptor(
     return _call_governed(scope, module, next_fun, args, kwargs)
 
 
-def _call_governed(
-    scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
     own_call = scope.here == _identity(module)
     with _governed(scope, module) as treatment:
@@ -176,14 +174,11 @@ def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
         named = index is not None and rules.names(index, module)
         policy = rules.resolve(path, module, _ancestors(scope, module))
     own = getattr(module, "dtype", None)
-    if rules.keep_module_dtypes and own is not None and "dtype" not in _original(module):
-        if _layers.is_dtype_or_none(own):
-            policy = dataclasses.replace(policy, compute_dtype=own)
+    keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in _original(module)
+    if keeps_own and _layers.is_dtype_or_none(own):
+        policy = dataclasses.replace(policy, compute_dtype=own)
     island = (
-        rules.float32_islands
-        and not named
-        and is_half(policy.compute_dtype)
-        and _layers.is_island(module)
+        rules.float32_islands and not named and is_half(policy.compute_dtype) and _layers.is_island(module)
     )
     return _Treatment(policy, island)
 
@@ -313,9 +308,7 @@ def _same_dtype(value: Any, dtype: np.dtype) -> bool:
         return False
 
 
-def _cast_inputs(
-    treatment: _Treatment, module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+def _cast_inputs(treatment: _Treatment, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if treatment.island:
         # What arrives in float32 (an image) is normalised as such: half would lose its range.
         return args, kwargs
@@ -340,8 +333,14 @@ def _cast_outputs(scope: Scope, treatment: _Treatment, args: Any, out: Any) -> A
     kept = _in_dtypes_of(args[0], carry)
     carry = map_changed(to_compute, carry) if kept is None else kept
     rest = map_changed(to_compute, rest)
-    same = carry is out[0] and rest is out[1]
-    return out if same else (carry, rest) if type(out) is tuple else type(out)(carry, rest)
+    if carry is out[0] and rest is out[1]:
+        return out
+    return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))
+
+
+def _children_def(pair: Any) -> Any:
+    """The structure of a pair (a NamedTuple, say) whose two children count as leaves."""
+    return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
 
 
 def _in_dtypes_of(given: Any, carry: Any) -> Any:

@@ -57,6 +57,7 @@ def attention_overrides(module: nn.Module) -> dict[str, Any]:
 
 
 def is_dtype_or_none(value: Any) -> bool:
+    """Whether the value of a field called dtype is one that a policy may replace."""
     if value is None:
         return True
     if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):

@@ -8,6 +8,7 @@ would add a level to every checkpoint.
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -87,7 +88,7 @@ def _with_class(module: Any, cls: type[nn.Module]) -> Any:
     return new
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
     """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
     namespace: dict[str, Any] = {
@@ -105,7 +106,7 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
     for name in _RUNS:
         namespace[name] = _run(bare, name)
     try:
-        return type(bare)(bare.__name__, (bare,), namespace)
+        return types.new_class(bare.__name__, (bare,), exec_body=lambda ns: ns.update(namespace))
     except TypeError as error:
         raise TypeError(
             f"wrap makes a subclass of {bare.__name__}, which that class does not allow ({error}). Use "
@@ -116,12 +117,7 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
 def _method_names(cls: type) -> list[str]:
     """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
     own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    names = {
-        name
-        for c in own
-        for name, value in vars(c).items()
-        if hasattr(value, "method_handler_wrapped")
-    }
+    names = {name for c in own for name, value in vars(c).items() if hasattr(value, "method_handler_wrapped")}
     return sorted(names - {"setup"})
 
 
@@ -170,9 +166,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
         module.__dict__[_CHECKED] = True
 
 
-def _check_used(
-    module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any
-) -> None:
+def _check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
     """Raises for rules that match neither a module that was called nor a path among the variables.
 
     A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.

@@ -1,0 +1,72 @@
+"""What must hold of the source as a whole."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "jmp_policy"
+
+#: Lowest first: a file imports only files listed before it.
+ORDER = [
+    "_types", "_words", "_after_import", "_pytree", "_dtypes", "_cast", "_finite", "_policy", "_rules",
+    "_scope", "_loss_scale", "_adaptive_scale", "_state", "_grad", "_metrics", "optim",
+    "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen", "_wrap", "",
+]  # fmt: skip
+
+
+def _modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, path
+
+
+MODULES = list(_modules())
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jmp_policy"):
+            base = node.module.removeprefix("jmp_policy").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                yield inner if inner in ORDER else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("jmp_policy.") for a in node.names if "jmp_policy" in a.name)
+
+
+@pytest.mark.parametrize(("name", "path"), MODULES, ids=lambda x: x if isinstance(x, str) else "")
+def test_imports_point_down(name, path):
+    assert name in ORDER, f"{name} has no place in the order of layers"
+    for imported in imports(path):
+        assert ORDER.index(imported) < ORDER.index(name), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize(("name", "path"), MODULES, ids=lambda x: x if isinstance(x, str) else "")
+def test_public_definitions_have_docstrings_and_no_private_jax(name, path):
+    text = path.read_text()
+    assert not re.search(r"jax\._src|flax\.[\w.]+ import _", text)
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name}.{node.name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("test_*.py")), ids=lambda p: p.name)
+def test_every_raises_has_a_match(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.raises", "pytest.warns"):
+            assert any(k.arg == "match" for k in node.keywords), f"{path.name}:{node.lineno}"
+
+
+def test_no_absolute_paths_or_registries():
+    for pattern in ("*.py", "*.toml", "*.md", "*.json", "Makefile", "run"):
+        for path in ROOT.rglob(pattern):
+            if any(part.startswith((".venv", "build", "dist")) for part in path.relative_to(ROOT).parts):
+                continue
+            text = path.read_text()
+            assert not re.search(r"/(?:root|home)/\w|(?:index|extra-index)-url\s*=", text), path
