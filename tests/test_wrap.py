@@ -303,6 +303,36 @@ def test_bind_hash_equality_pickle_and_repr():
     assert "compute=float16" in repr(model)
 
 
+def test_submodules_of_a_bound_module_are_governed():
+    class Net(nn.Module):
+        given: nn.Module
+
+        def setup(self):
+            self.layers = [nn.Dense(4), nn.Sequential([nn.Dense(4), nn.Dense(4)])]
+            self.head = nn.Dense(4)
+
+        def __call__(self, x):
+            return self.head(self.layers[1](self.layers[0](self.given(x))))
+
+    x = jnp.ones((2, 4))
+    rules = jmpp.PolicyMap("mixed_float16", {"layers_1/layers_0": "mixed_bfloat16", "head": "float32"})
+    model = jmpp.wrap(Net(nn.Dense(4)), rules)
+    variables = model.init(jax.random.key(0), x)
+
+    def parts(variables):
+        bound = model.bind(variables)
+        y = bound.given(bound.layers[0](x))
+        return bound.head(bound.layers[1].layers[0](y)) + bound.layers[1](y)
+
+    found = products(parts, variables)
+    assert found == {
+        ("dot_general", F16, F16): 3,
+        ("dot_general", BF16, BF16): 2,
+        ("dot_general", F32, F32): 1,
+    }
+    assert type(model.given) is nn.Dense
+
+
 def test_original_module_is_untouched():
     bare = nn.Dense(4)
     variables = bare.init(jax.random.key(0), jnp.ones((2, 4)))

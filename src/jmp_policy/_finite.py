@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._finite_reduction import all_finite_arrays
 from jmp_policy._types import PyTree
 
 
@@ -29,8 +30,8 @@ def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:
       >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    checks = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _can_be_non_finite(x)]
-    finite = jnp.all(jnp.stack(checks)) if checks else jnp.ones((), jnp.bool_)
+    numbers = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _can_be_non_finite(x)]
+    finite = all_finite_arrays(numbers) if numbers else jnp.ones((), jnp.bool_)
     if axis_name is not None:
         # A minimum over 0 and 1 is a scalar all-reduce on every backend; booleans are not.
         finite = lax.pmin(finite.astype(jnp.int32), axis_name) > 0

@@ -9,7 +9,7 @@ would add a level to every checkpoint.
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -31,7 +31,9 @@ M = TypeVar("M", bound=nn.Module)
 #: Module's own methods through which a model is run.
 _RUNS = ("apply", "init_with_output", "lazy_init")
 
+#: Instance attributes: the rules were checked to match; where the rules count paths from.
 _CHECKED = "_jmp_policy_checked"
+_BASE = "_jmp_policy_base"
 
 
 def wrap(module: M, policy: PolicyMapLike) -> M:
@@ -81,9 +83,9 @@ def _with_class(module: Any, cls: type[nn.Module]) -> Any:
     if module.scope is None:
         new = module.clone(parent=module.parent)
     else:
+        # One state for both faces: Flax replaces `scope` after each call, and the other must see it.
         new = object.__new__(type(module))
-        new.__dict__.update(module.__dict__)
-        new.__dict__.pop(_CHECKED, None)
+        object.__setattr__(new, "__dict__", module.__dict__)
     object.__setattr__(new, "__class__", cls)
     return new
 
@@ -96,8 +98,9 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
         "__qualname__": bare.__qualname__,
         "__doc__": bare.__doc__,
         "__hash__": bare.__hash__,
-        "__repr__": _repr,
-        "__reduce__": _reduce,
+        "__repr__": nn.nowrap(_repr),
+        "__reduce__": nn.nowrap(_reduce),
+        "__getattribute__": nn.nowrap(_getattribute),
         "_jmp_policy_rules": rules,
         "_jmp_policy_bare": bare,
     }
@@ -154,16 +157,57 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     """The module's policy, unless it is active for this very module already."""
     rules = policy_of(module)
     assert rules is not None
-    base = module.path if module.scope is not None else ()
-    outer = current()
-    if outer is not None and outer.rules == rules and outer.base == base:
+    if _is_active(module, rules):
         yield
         return
+    base = _base(module)
     with _pushed(Scope(rules, base=base)) as scope:
         yield
     if rules.overrides and _CHECKED not in module.__dict__:
         _check_used(module, rules, scope, check_all, variables)
         module.__dict__[_CHECKED] = True
+
+
+def _base(module: nn.Module) -> tuple[str, ...]:
+    """The path from which the module's rules count."""
+    return module.__dict__.get(_BASE, module.path if module.scope is not None else ())
+
+
+def _is_active(module: nn.Module, rules: PolicyMap) -> bool:
+    outer = current()
+    return outer is not None and outer.rules == rules and outer.base == _base(module)
+
+
+def _getattribute(self: Any, name: str) -> Any:
+    """Submodules of a bound module (`model.bind(variables).encoder`) come out under its policy too."""
+    if name.startswith("_") or name in ("parent", "scope"):
+        return object.__getattribute__(self, name)
+    try:
+        value = object.__getattribute__(self, name)
+    except AttributeError:
+        value = type(self).__getattr__(self, name)  # Runs setup.
+    if not _holds_modules(value):
+        return value
+    rules = policy_of(self)
+    if self.scope is None or rules is None or _is_active(self, rules):
+        return value
+    return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
+
+
+def _holds_modules(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    return isinstance(value, list | tuple | Mapping) and any(
+        isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)
+    )
+
+
+def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
+    if not isinstance(value, nn.Module) or value.scope is None or policy_of(value) is not None:
+        return value
+    view = _with_class(value, _wrapped_class(type(value), rules))
+    view.__dict__.update({_BASE: base, _CHECKED: True})
+    return view
 
 
 def _check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
