@@ -52,9 +52,7 @@ def test_explicit_sharding_and_shard_map():
     with jax.set_mesh(explicit):
         values = placed(tree("b"), AxisType.Explicit)
         assert not bool(jax.jit(jmpp.all_finite)(values))
-    local = jax.shard_map(
-        lambda t: jmpp.all_finite(t, "d"), mesh=mesh(), in_specs=(SPECS,), out_specs=P()
-    )
+    local = jax.shard_map(lambda t: jmpp.all_finite(t, "d"), mesh=mesh(), in_specs=(SPECS,), out_specs=P())
     assert not bool(jax.jit(local)(placed(tree("a"))))
     assert bool(jax.jit(local)(placed(tree())))
 
