@@ -52,6 +52,8 @@ def _cpu() -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, dict) and "median" in value:
+        return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
     if isinstance(value, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items())
     return str(value)

@@ -43,7 +43,12 @@ VARIANTS: dict[str, tuple[Any, Any, Any, Any]] = {
     "by hand, no scaling": (hand, optimizer, _steps.plain_step, tuple),
     "by hand, scaling by hand": (hand, optimizer, _steps.hand_scaled_step, _steps.hand_scale),
     "by hand, loss_scaled": (hand, scaled, _steps.library_step, tuple),
-    "by hand (float32 softmax), no scaling": (lambda: hand(softmax32=True), optimizer, _steps.plain_step, tuple),
+    "by hand (float32 softmax), no scaling": (
+        lambda: hand(softmax32=True),
+        optimizer,
+        _steps.plain_step,
+        tuple,
+    ),
     "wrapped, no scaling": (wrapped, optimizer, _steps.plain_step, tuple),
     "wrapped, NoOpLossScale": (wrapped, unscaled, _steps.library_step, tuple),
     "wrapped, loss_scaled": (wrapped, scaled, _steps.library_step, tuple),

@@ -12,7 +12,8 @@ PACKAGE = ROOT / "src" / "jmp_policy"
 #: Lowest first: a file imports only files listed before it.
 ORDER = [
     "_types", "_words", "_after_import", "_pytree", "_dtypes", "_cast", "_finite_reduction",
-    "_finite", "_policy", "_rules", "_scope", "_loss_scale", "_adaptive_scale", "_state", "_grad", "_metrics", "optim",
+    "_finite", "_policy", "_rules", "_scope", "_loss_scale", "_adaptive_scale", "_state",
+    "_grad", "_metrics", "optim",
     "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen", "_wrap", "",
 ]  # fmt: skip
 
