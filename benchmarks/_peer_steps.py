@@ -1,4 +1,4 @@
-"""The training step with each peer, as its documentation writes it. Imported in the peers' environment only."""
+"""The train step with each peer, as its documentation writes it. Imported in the peers' environment only."""
 
 from typing import Any
 

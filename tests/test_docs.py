@@ -48,6 +48,14 @@ def test_readme():
     assert namespace["losses"][-1] < 0.5 * namespace["losses"][0]
 
 
+def test_readme_numbers_are_the_measured_ones(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    readme = importlib.import_module("benchmarks.readme")
+    text = (ROOT / "README.md").read_text()
+    assert readme.written(text) == text
+    assert "| wrapped, loss_scaled |" in text
+
+
 def test_readme_shows_its_first_example_early_and_stays_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 200
