@@ -55,6 +55,9 @@ def test_explicit_sharding_and_shard_map():
     local = jax.shard_map(lambda t: jmpp.all_finite(t, "d"), mesh=mesh(), in_specs=(SPECS,), out_specs=P())
     assert not bool(jax.jit(local)(placed(tree("a"))))
     assert bool(jax.jit(local)(placed(tree())))
+    # Without agreement each device answers for itself, and the type says so.
+    own = jax.shard_map(lambda t: jmpp.all_finite(t)[None], mesh=mesh(), in_specs=(SPECS,), out_specs=P("d"))
+    assert jax.jit(own)(placed(tree("a"))).tolist() == [True] * 7 + [False]
 
 
 def test_on_one_device_small_arrays_share_a_reduction():

@@ -64,6 +64,14 @@ def test_axis_name():
     assert not bool(mapped(bad))
 
 
+def test_symbolic_shapes():
+    (batch,) = jax.export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((batch, 3), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: jmpp.all_finite([x, x * 2])))(shape)
+    assert bool(exported.call(jnp.ones((4, 3))))
+    assert not bool(exported.call(jnp.full((4, 3), jnp.nan)))
+
+
 def test_vmap_grad_and_jit_of_all_finite():
     assert jax.vmap(jmpp.all_finite)(jnp.array([[1.0, 2.0], [jnp.inf, 0.0]])).tolist() == [True, False]
 

@@ -119,6 +119,24 @@ def test_a_bad_loss_makes_bad_gradients(bad):
     assert not bool(jmpp.all_finite(grad))
 
 
+def test_keyword_arguments_may_have_any_name_and_argnums_any_integer_type():
+    def fun(w, scale, scale_or_opt_state):
+        return jnp.sum(w * scale * scale_or_opt_state)
+
+    value_and_grad = jmpp.scaled_value_and_grad(fun, np.int64(0))
+    _, grad = value_and_grad(SCALE, jnp.ones(2), scale=2.0, scale_or_opt_state=3.0)
+    assert grad.tolist() == [6 * 2.0**10] * 2
+
+
+def test_debug_nans_and_checks_see_nothing_in_a_clean_step():
+    tx = jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale())
+    with jax.debug_nans(True), jax.enable_checks(True), jax.checking_leaks():
+        state = tx.init(PARAMS)
+        for run in (lambda f: f, jax.jit):
+            _, grads = run(lambda s: jmpp.scaled_value_and_grad(loss)(s, PARAMS, X))(state)
+            run(tx.update)(grads, state, PARAMS)
+
+
 def test_second_order():
     def penalised(w, x):
         inner = jax.grad(lambda x: jnp.sum(jnp.tanh(w * x)))(x)
@@ -170,6 +188,18 @@ def test_retries_repeat_the_step_with_a_smaller_scale(jit):
         np.testing.assert_array_equal(updates, [-1.0, -1.0] if applied else [-0.0, -0.0])
     if jit:
         assert step._cache_size() == 1
+
+
+def test_retries_inside_shard_map_are_an_error():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def step(x):
+        value_and_grad = jmpp.scaled_value_and_grad(lambda x: jnp.sum(x**2), retries=1)
+        return value_and_grad(SCALE, x)[0][1]
+
+    with pytest.raises(ValueError, match="cannot run inside shard_map"):
+        jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.ones(8))
 
 
 def test_retries_with_aux_and_a_bare_scale():

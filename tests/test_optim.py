@@ -229,6 +229,21 @@ def test_states_may_be_donated_and_scales_reused():
     assert step._cache_size() == 1
 
 
+def test_states_that_keep_the_parameters_may_be_donated_with_them():
+    tx = jmpp.loss_scaled(optax.lbfgs(0.1, linesearch=None), jmpp.NoOpLossScale())
+    params = jax.tree.map(jnp.array, PARAMS)
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        params, state = step(params, state)
+    assert bool(jmpp.all_finite(params))
+
+
 def test_in_scan_and_vmap():
     tx = jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale(growth_interval=2))
 

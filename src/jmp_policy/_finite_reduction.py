@@ -29,16 +29,27 @@ LONG_ROW = 32
 
 def all_finite_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
     """Whether all elements of all arrays are finite; boolean scalar. At least one array."""
-    if any(_is_placed(x) for x in arrays):
+    if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
         # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
         return _separately(*arrays)
     return _all_finite_p.bind(*arrays)
 
 
+def varies_over_devices(aval: Any) -> bool:
+    """Whether a value (or the shape of one) is local to a device: we are inside shard_map."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(manual, "varying", ()))
+
+
 def _is_placed(x: jax.Array) -> bool:
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", ())
-    return bool(getattr(aval, "vma", None)) or any(part is not None for part in spec)
+    return varies_over_devices(aval) or any(part is not None for part in spec)
+
+
+def _has_known_shape(x: jax.Array) -> bool:
+    """False while exporting with symbolic dimensions."""
+    return all(isinstance(size, int) for size in x.shape)
 
 
 def _separately(*arrays: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ The gradients come out scaled and the loss as the user wrote it; `loss_scaled` (
 divides. Unscaling here already would hide from the optimizer which scale was used.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from jax import lax
 from jmp_policy._cast import map_changed
 from jmp_policy._dtypes import widened
 from jmp_policy._finite import all_finite, select_tree
+from jmp_policy._finite_reduction import varies_over_devices
 from jmp_policy._loss_scale import LossScale, positive_int
 from jmp_policy._state import find_loss_scale, replace_loss_scale
 from jmp_policy._types import PyTree
@@ -71,7 +73,7 @@ def scaled_value_and_grad(
     if retries:
         positive_int(retries, "retries")
 
-    def scaled_loss(scale: LossScale, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def scaled_loss(scale: LossScale, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         loss, aux = _split(fun(*args, **kwargs), has_aux)
         return _scale_loss(scale, loss), (loss, aux)
 
@@ -85,7 +87,7 @@ def scaled_value_and_grad(
         value = (loss, aux) if has_aux else loss
         return value, _restore_scale(scale, loss, grads)
 
-    def value_and_scaled_grad(scale_or_opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state)
         if not retries:
             return once(scale, args, kwargs)
@@ -101,7 +103,7 @@ def _shift(argnums: int | Sequence[int]) -> Any:
     def one(argnum: int) -> int:
         return argnum + 1 if argnum >= 0 else argnum
 
-    return one(argnums) if isinstance(argnums, int) else tuple(map(one, argnums))
+    return tuple(map(one, argnums)) if isinstance(argnums, Sequence) else one(operator.index(argnums))
 
 
 def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -133,13 +135,14 @@ def _scale_loss(scale: LossScale, loss: Any) -> Any:
             stacklevel=2,
         )
     # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
-    # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar.
-    finite = jnp.isfinite(loss)
-    poison = lax.stop_gradient(jnp.where(finite, jnp.float32(1), jnp.float32(jnp.nan)))
+    # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
+    # x - x is 0 for every number, and NaN for inf and NaN.
+    wide = loss.astype(widened(dtype))
+    poison = lax.stop_gradient(wide - wide) + 1
     if dtype == jnp.float16:
         factor = jnp.minimum(jnp.asarray(scale.loss_scale, jnp.float32), _LARGEST_HALF_SEED)
-        return loss.astype(jnp.float32) * (factor * poison)
-    return scale.scale(loss) * poison.astype(widened(dtype))
+        return wide * (factor * poison)
+    return scale.scale(loss) * poison
 
 
 def _restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
@@ -174,7 +177,13 @@ def _with_retries(
         return ~finite & (tries <= retries)
 
     scale = jax.tree.map(jnp.asarray, scale)
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: step(scale)))
+    shapes = jax.eval_shape(lambda: step(scale))
+    if any(map(varies_over_devices, jax.tree.leaves(shapes))):
+        raise ValueError(
+            "scaled_value_and_grad(..., retries=...) cannot run inside shard_map: each device would repeat "
+            "the step on its own. Use jax.jit with shardings, or leave retries out."
+        )
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     start = (jnp.int32(0), scale, empty, jnp.zeros((), jnp.bool_))
     _, scale, result, _ = lax.while_loop(unfinished, body, start)
     return result, scale

@@ -8,6 +8,7 @@ memory), and the wrapped transformation only ever sees float32.
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -78,7 +79,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
-            inner_state=_strong(transformation.init(_widen(params))),
+            inner_state=_own(transformation.init(_widen(params)), params),
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped=jnp.zeros((), jnp.int32),
@@ -139,17 +140,26 @@ def _check_loss_scale(loss_scale: Any) -> None:
         )
 
 
-def _strong(state: PyTree) -> PyTree:
-    """The state with strongly typed arrays, as every later step returns it: no second compilation."""
+def _own(state: PyTree, params: PyTree) -> PyTree:
+    """The state as every later step returns it: strongly typed, and in buffers of its own.
 
-    def strong(x: Any) -> Any:
+    A weak type would compile the step twice; some optimizers keep the very arrays of the parameters (L-BFGS),
+    and those could not be donated together with them.
+    """
+    taken = {id(x) for x in jax.tree.leaves(params)}
+
+    def own(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            if id(x) in taken:
+                x = jnp.array(x)
+            taken.add(id(x))
         if isinstance(x, bool | int | float | complex):
             return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
         if isinstance(x, jax.Array) and x.aval.weak_type:
             return lax.convert_element_type(x, x.dtype)
         return x
 
-    return map_changed(strong, state)
+    return map_changed(own, state)
 
 
 def _nothing_unless(finite: jax.Array, update: Any) -> Any:
