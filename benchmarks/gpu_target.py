@@ -5,7 +5,7 @@ there are no times here; kernels launched and bytes moved decide the time of eve
 """
 
 import dataclasses
-import importlib.util
+import importlib.metadata
 import math
 import re
 from collections import Counter
@@ -95,11 +95,17 @@ def gpu_devices(devices: int = 1, target: str = H100) -> np.ndarray:
 
 
 def _check_plugin() -> None:
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
-        version = jax.__version__
+    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    version = jax.__version__
+    needed = {
+        "jax-cuda12-plugin": f"jax-cuda12-plugin=={version}",
+        "jax-cuda12-pjrt": f"jax-cuda12-pjrt=={version}",
+        "nvidia-cuda-nvcc-cu12": "nvidia-cuda-nvcc-cu12",
+    }
+    if missing := [requirement for name, requirement in needed.items() if name not in installed]:
         raise PluginMissingError(
-            "Compiling for a GPU needs JAX's CUDA plugin, though no GPU: pip install --no-deps "
-            f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
+            "Compiling for a GPU needs JAX's CUDA plugin and ptxas, though no GPU: "
+            f"pip install --no-deps {' '.join(missing)}"
         )
     # Making the first backend initialises every plugin that is installed; doing it here by hand as well would
     # fail with ALREADY_EXISTS.

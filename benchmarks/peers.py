@@ -6,6 +6,7 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import venv
@@ -58,7 +59,8 @@ def measure(cls: Any, batch: Any) -> tuple[dict[str, dict[str, list[float]]], di
                     times["compile"], compiled[name] = _measure.compile_time(lowered)
                     times |= _measure.counts(traced, compiled[name])
             except Exception as error:  # A peer that fails on this JAX is a result.
-                errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                first_line = re.sub(r"/\S*/", "", str(error).splitlines()[0])  # Without the machine's paths.
+                errors[name] = f"{type(error).__name__}: {first_line}"
                 continue
             for quantity, value in times.items():
                 found.setdefault(name, {}).setdefault(quantity, []).append(value)

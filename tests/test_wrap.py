@@ -333,6 +333,35 @@ def test_submodules_of_a_bound_module_are_governed():
     assert type(model.given) is nn.Dense
 
 
+def test_modules_with_attribute_access_and_equality_of_their_own():
+    class Net(nn.Module):
+        inner: nn.Module
+
+        def __getattr__(self, name):
+            return 42 if name.startswith("zz") else super().__getattr__(name)
+
+        def __eq__(self, other):
+            return type(self) is type(other)
+
+        def __hash__(self):
+            return 7
+
+        @property
+        def width(self):
+            return self.zz_width // 10
+
+        @nn.compact
+        def __call__(self, x):
+            return self.inner(nn.Dense(self.width)(x))
+
+    model = jmpp.wrap(Net(nn.Dense(2)), "mixed_float16")
+    variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+    found = products(lambda v: model.apply(v, jnp.ones((1, 2))), variables)
+    assert found == {("dot_general", F16, F16): 2}
+    assert (model.zz, model.width, model.inner.features, hash(model)) == (42, 4, 2, 7)
+    assert model == jmpp.wrap(Net(nn.Dense(3)), "mixed_float16")
+
+
 def test_original_module_is_untouched():
     bare = nn.Dense(4)
     variables = bare.init(jax.random.key(0), jnp.ones((2, 4)))

@@ -155,7 +155,7 @@ def _own(state: PyTree, params: PyTree) -> PyTree:
             taken.add(id(x))
         if isinstance(x, bool | int | float | complex):
             return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-        if isinstance(x, jax.Array) and x.aval.weak_type:
+        if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
             return lax.convert_element_type(x, x.dtype)
         return x
 

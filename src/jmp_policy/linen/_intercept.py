@@ -118,14 +118,21 @@ def _interceptor(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
     scope, module = current(), context.module
-    # Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
-    is_method = callable(getattr(type(module), context.method_name, None))
-    if scope is None or module.scope is None or not is_method:
+    if scope is None or module.scope is None or not _is_method(module, context.method_name):
         return next_fun(*args, **kwargs)
     if context.method_name == "setup":
         with _governed(scope, module):
             return next_fun(*args, **kwargs)
     return _call_governed(scope, module, next_fun, args, kwargs)
+
+
+def _is_method(module: nn.Module, name: str) -> bool:
+    """Whether the module's class has such a method, and not one that Python calls (`__getattr__`).
+
+    Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
+    """
+    special = name.startswith("__") and name != "__call__"
+    return not special and callable(getattr(type(module), name, None))
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -98,9 +98,10 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
         "__qualname__": bare.__qualname__,
         "__doc__": bare.__doc__,
         "__hash__": bare.__hash__,
+        "__eq__": bare.__eq__,
         "__repr__": nn.nowrap(_repr),
         "__reduce__": nn.nowrap(_reduce),
-        "__getattribute__": nn.nowrap(_getattribute),
+        "__getattribute__": _getattribute(bare),
         "_jmp_policy_rules": rules,
         "_jmp_policy_bare": bare,
     }
@@ -121,7 +122,7 @@ def _method_names(cls: type) -> list[str]:
     """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
     own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     names = {name for c in own for name, value in vars(c).items() if hasattr(value, "method_handler_wrapped")}
-    return sorted(names - {"setup"})
+    return sorted(n for n in names if n == "__call__" or (not n.startswith("__") and n != "setup"))
 
 
 def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
@@ -178,20 +179,24 @@ def _is_active(module: nn.Module, rules: PolicyMap) -> bool:
     return outer is not None and outer.rules == rules and outer.base == _base(module)
 
 
-def _getattribute(self: Any, name: str) -> Any:
+def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
     """Submodules of a bound module (`model.bind(variables).encoder`) come out under its policy too."""
-    if name.startswith("_") or name in ("parent", "scope"):
-        return object.__getattribute__(self, name)
-    try:
-        value = object.__getattribute__(self, name)
-    except AttributeError:
-        value = type(self).__getattr__(self, name)  # Runs setup.
-    if not _holds_modules(value):
-        return value
-    rules = policy_of(self)
-    if self.scope is None or rules is None or _is_active(self, rules):
-        return value
-    return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
+
+    def getattribute(self: Any, name: str) -> Any:
+        if name.startswith("_") or name in ("parent", "scope"):
+            return bare.__getattribute__(self, name)
+        try:
+            value = bare.__getattribute__(self, name)
+        except AttributeError:
+            value = bare.__getattr__(self, name)  # Runs setup.
+        if not _holds_modules(value):
+            return value
+        rules = policy_of(self)
+        if self.scope is None or rules is None or _is_active(self, rules):
+            return value
+        return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
+
+    return nn.nowrap(getattribute)
 
 
 def _holds_modules(value: Any) -> bool:
