@@ -11,6 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_policy._cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._dtypes import widened
@@ -283,16 +284,17 @@ def _is_number(x: Any) -> bool:
 
 
 def _times(x: Any, scale: Any) -> Any:
-    return x * _real_like(scale, x) if _is_number(x) else x
+    return lax.mul(jnp.asarray(x), _like(scale, x)) if _is_number(x) else x
 
 
 def _over(x: Any, scale: Any) -> Any:
-    return x / _real_like(scale, x) if _is_number(x) else x
+    return lax.div(jnp.asarray(x), _like(scale, x)) if _is_number(x) else x
 
 
-def _real_like(scale: Any, x: Any) -> Any:
-    """The scale in the type of x, so that float64 and complex keep theirs (Flax: float64 falls to 32)."""
-    return jnp.asarray(scale).astype(jnp.asarray(x).dtype)
+def _like(scale: Any, x: Any) -> jax.Array:
+    """The scale in the shape and type of x: float64 and complex keep theirs (in Flax they do not)."""
+    shape, dtype = np.shape(x), jnp.asarray(x).dtype
+    return lax.broadcast(lax.convert_element_type(scale, dtype), shape)
 
 
 def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:
