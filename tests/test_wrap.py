@@ -1,9 +1,11 @@
 """`wrap` as users meet it: rules, islands, submodules, errors."""
 
 import functools
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import flax.linen as nn
 import jax
@@ -360,6 +362,76 @@ def test_modules_with_attribute_access_and_equality_of_their_own():
     assert found == {("dot_general", F16, F16): 2}
     assert (model.zz, model.width, model.inner.features, hash(model)) == (42, 4, 2, 7)
     assert model == jmpp.wrap(Net(nn.Dense(3)), "mixed_float16")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, carry, _):
+        return carry + nn.Dense(4)(nn.LayerNorm()(carry)), None
+
+
+class Stack(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        scan = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(4, name="head")(scan(name="scanned")(x, None)[0])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("rule", [Block, "scanned", "scanned/Dense_0"])
+@pytest.mark.parametrize("types", [(F16, F32), (F32, F16), (F16, BF16)])
+def test_rules_inside_a_scan_keep_its_carry(remat, rule, types):
+    outer, inner = types
+    model = jmpp.wrap(Stack(remat), jmpp.PolicyMap(f"c={outer}", {rule: f"c={inner}"}))
+    x = jnp.ones((2, 4))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = products(lambda v: model.apply(v, x), variables)
+    assert set(found) == {("dot_general", inner, inner), ("dot_general", outer, outer)}
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.OptimizedLSTMCell])
+@pytest.mark.parametrize("types", [(F32, F16), (F16, F32)])
+def test_rules_for_recurrent_cells(cell, types):
+    model = jmpp.wrap(
+        nn.RNN(cell(4)), jmpp.PolicyMap(f"mixed_{types[0]}".replace("mixed_float32", F32), {cell: types[1]})
+    )
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 3, 4)))
+    found = products(lambda v: model.apply(v, jnp.ones((2, 3, 4))), variables)
+    assert set(found) == {("dot_general", types[1], types[1])}
+
+
+class Lifting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Stack()(nn.remat(nn.Dense)(4)(x))
+
+
+@pytest.mark.parametrize("rule", ["", "inner", Lifting])
+def test_what_is_lifted_inherits_the_rule_of_the_module_around_it(rule):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Lifting(name="inner")(x)
+
+    model = jmpp.wrap(Net(), jmpp.PolicyMap("float32", {rule: "mixed_float16"}))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 4)))
+    found = products(lambda v: model.apply(v, jnp.ones((2, 4))), variables)
+    assert set(found) == {("dot_general", F16, F16)}
+
+
+def test_rules_keep_neither_parameters_nor_tracers_alive():
+    model = jmpp.wrap(nn.Sequential([nn.Dense(4)]), jmpp.PolicyMap("mixed_float16", {"layers_0": "float32"}))
+    variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
+    kernel = weakref.ref(variables["params"]["layers_0"]["kernel"])
+    with jax.checking_leaks():
+        jax.jit(model.apply)(variables, jnp.ones((2, 4)))
+    model.apply(variables, jnp.ones((2, 4)))
+    del variables
+    gc.collect()
+    assert kernel() is None
 
 
 def test_original_module_is_untouched():

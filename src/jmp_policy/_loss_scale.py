@@ -309,7 +309,8 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
         if not low <= concrete <= high:
             raise ValueError(
                 f"{name} is {concrete:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
-                "number between min_loss_scale and max_loss_scale, else gradients become 0 or inf."
+                "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
+                "become 0 or inf."
             )
     return jnp.asarray(value, jnp.float32)
 

@@ -16,6 +16,17 @@ from jmp_policy._rules import PolicyMap, path_text
 
 
 @dataclasses.dataclass(frozen=True)
+class Seen:
+    """Paths of the modules met, and indices of the rules that matched one of them.
+
+    No modules: jit caches keep the scopes they were traced under, and a module holds its parameters.
+    """
+
+    paths: set[str]
+    matched: set[int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Scope:
     """One entry of the ambient state. Equal scopes trace equal programs.
 
@@ -24,15 +35,15 @@ class Scope:
       caller: the policy of the module whose code is running, None for code outside every module.
       base: path of the module below which `rules` counts paths.
       here: identity of the module whose code is running, to tell a call among its own methods.
-      visited: path -> module, of every module that the rules were asked about; shared by all scopes
-        below one entry, to find rules that matched nothing.
+      seen: what the rules were asked about and what matched; shared by all scopes below one entry, to
+        find rules that matched nothing.
     """
 
     rules: PolicyMap
     caller: Policy | None = None
     base: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     here: Any = dataclasses.field(default=None, compare=False)
-    visited: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:
         """A module's path as the rules count it."""

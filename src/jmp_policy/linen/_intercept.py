@@ -19,7 +19,7 @@ import numpy as np
 from jmp_policy._cast import cast_floating, cast_leaf, is_floating_array, map_changed
 from jmp_policy._dtypes import is_half, widened
 from jmp_policy._policy import Policy
-from jmp_policy._rules import PolicyMapLike, as_policy_map
+from jmp_policy._rules import PolicyMapLike, as_policy_map, matches
 from jmp_policy._scope import Scope, current, entered
 from jmp_policy.linen import _layers
 
@@ -145,7 +145,7 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             return call(*args, **kwargs)
         new_args, new_kwargs = _cast_inputs(treatment, module, args, kwargs)
         out = call(*new_args, **new_kwargs)
-    return _cast_outputs(scope, treatment, args, out)
+    return _cast_outputs(scope, treatment, module, args, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,15 +171,8 @@ class _Treatment:
 
 
 def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
-    path = scope.relative(module.path)
     rules = scope.rules
-    if not rules.overrides:
-        policy, named = rules.default, False
-    else:
-        scope.visited[path] = module
-        index = rules.match(path, module)
-        named = index is not None and rules.names(index, module)
-        policy = rules.resolve(path, module, _ancestors(scope, module))
+    policy, named = _governing(scope, module) if rules.overrides else (rules.default, False)
     own = getattr(module, "dtype", None)
     keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in _original(module)
     if keeps_own and _layers.is_dtype_or_none(own):
@@ -190,14 +183,30 @@ def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
     return _Treatment(policy, island)
 
 
-def _ancestors(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules above, nearest first, up to where the rules begin."""
-    parent = module.parent
-    while isinstance(parent, nn.Module) and parent.scope is not None:
-        if parent.path[: len(scope.base)] != scope.base:
-            return
-        yield scope.relative(parent.path), parent
-        parent = parent.parent
+def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool]:
+    """The policy of the nearest match at or above a module, and whether a rule names the module itself."""
+    rules, path = scope.rules, scope.relative(module.path)
+    matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
+    scope.seen.paths.add(path)
+    scope.seen.matched.update(matched)
+    if matched:
+        return rules.overrides[matched[0]][1], rules.names(matched[0], module)
+    above = module
+    while isinstance(above.parent, nn.Module) and above.parent.scope is not None:
+        above = above.parent
+        if above.path[: len(scope.base)] != scope.base:
+            break
+        index = rules.match(scope.relative(above.path), above)
+        if index is not None:
+            return rules.overrides[index][1], False
+    # A module that a lifted transform runs has no parent; it belongs to the one whose code lifted it.
+    lifted = _is_lifted(scope, above) and scope.caller is not None
+    return (scope.caller if lifted else rules.default), False  # type: ignore[return-value]
+
+
+def _is_lifted(scope: Scope, module: nn.Module) -> bool:
+    """Whether a transform (nn.scan, nn.remat, nn.jit) runs the module: it has a scope, but no parent."""
+    return not isinstance(module.parent, nn.Module) and module.path != scope.base
 
 
 def _identity(module: nn.Module) -> Any:
@@ -325,21 +334,22 @@ def _cast_inputs(treatment: _Treatment, module: nn.Module, args: Any, kwargs: An
     return cast_floating((args, kwargs), dtype)
 
 
-def _cast_outputs(scope: Scope, treatment: _Treatment, args: Any, out: Any) -> Any:
+def _cast_outputs(scope: Scope, treatment: _Treatment, module: nn.Module, args: Any, out: Any) -> Any:
     policy = treatment.policy
-    if scope.caller != policy:
-        return cast_floating(out, policy.output_dtype)
+    at_border = scope.caller != policy
 
-    def to_compute(x: Any) -> Any:
+    def cast(x: Any) -> Any:
+        if at_border:
+            return cast_leaf(x, policy.output_dtype)
         # Scalars stay: they cost nothing and are mostly losses, whose cotangent is the loss scale.
         return x if np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
 
-    if not (isinstance(out, tuple) and len(out) == 2 and args):
-        return map_changed(to_compute, out)
-    carry, rest = out
-    kept = _in_dtypes_of(args[0], carry)
-    carry = map_changed(to_compute, carry) if kept is None else kept
-    rest = map_changed(to_compute, rest)
+    may_be_scanned = not at_border or _is_lifted(scope, module)
+    if not (may_be_scanned and isinstance(out, tuple) and len(out) == 2 and args):
+        return map_changed(cast, out)
+    kept = _in_dtypes_of(args[0], out[0])
+    carry = map_changed(cast, out[0]) if kept is None else kept
+    rest = map_changed(cast, out[1])
     if carry is out[0] and rest is out[1]:
         return out
     return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))

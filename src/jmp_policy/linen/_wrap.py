@@ -223,12 +223,13 @@ def _check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bo
     places = _variable_paths(variables)
     unused = [
         pattern
-        for pattern in rules.unused(scope.visited.items())
-        if not any(isinstance(pattern, str) and matches(pattern, path, None) for path in places)
+        for index, (pattern, _) in enumerate(rules.overrides)
+        if index not in scope.seen.matched
+        and not any(isinstance(pattern, str) and matches(pattern, path, None) for path in places)
         and (check_all or isinstance(pattern, str))
     ]
     if unused and (check_all or variables is not None):
-        raise unused_error(unused, type(module).__name__, {*scope.visited, *places})
+        raise unused_error(unused, type(module).__name__, scope.seen.paths | places)
 
 
 def _variable_paths(variables: Any) -> set[str]:
