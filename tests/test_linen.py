@@ -117,9 +117,9 @@ def test_init_variants_agree(case):
     assert "params" in model.tabulate(rngs(), x)
 
 
-def test_loss_helper_updates_state():
-    model = jmpp.wrap(CONSTRUCTS[13].make(), "mixed_float16")
-    x = CONSTRUCTS[13].inputs()
+def test_mutable_collections_are_updated_and_keep_their_dtypes():
+    case = next(c for c in CONSTRUCTS if c.name == "stateful")
+    model, x = jmpp.wrap(case.make(), "mixed_float16"), case.inputs()
     variables = model.init(rngs(), x)
     _, new = loss_of(model, variables, x)(variables["params"])
     assert int(new["counts"]["n"]) == 1

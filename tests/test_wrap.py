@@ -243,6 +243,32 @@ def test_a_rule_for_a_part_that_this_method_does_not_run_is_no_error():
         model.apply(variables, x, method="encode")
 
 
+@pytest.mark.parametrize("as_submodule", [False, True])
+def test_a_module_left_out_of_a_later_run_is_no_error(as_submodule):
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dense(4)(x)
+            return nn.Dropout(0.5, deterministic=False)(x) if train else x
+
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        def __call__(self, x, train):
+            return self.inner(x, train)
+
+    def model(rule):
+        inner = jmpp.wrap(Inner(), jmpp.PolicyMap("mixed_float16", {rule: "float32"}))
+        return Outer(inner) if as_submodule else inner
+
+    x, rngs = jnp.ones((2, 4)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    good = model(nn.Dropout)
+    variables = good.init(rngs, x, train=True)
+    good.apply(variables, x, train=False)
+    with pytest.raises(ValueError, match="'Dropout_1' matches no module"):
+        model("Dropout_1").init(rngs, x, train=True)
+
+
 def test_as_a_submodule_names_and_tree_stay():
     class Outer(nn.Module):
         policy: str | None

@@ -27,9 +27,10 @@ from jmp_policy.linen import _layers
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Runs the Linen modules called in a with-block, or in a decorated function, under a policy.
 
-    Usable around `module.apply` and inside a module's method; the innermost policy wins. Inside a method,
-    path patterns count from that method's module. Values that a module returns straight to the code in
-    the block have the policy's output dtype. One object may be entered again and by several threads.
+    Usable around `module.apply` and inside a module's method; the innermost policy wins. Inside a method of
+    a governed module path patterns count from that module, elsewhere from the root. Values that a module
+    returns straight to the code in the block have the policy's output dtype. One object may be entered again
+    and by several threads.
 
     Modules of one `nn.jit` class share one trace where their fields are equal, so that rules cannot tell
     them apart by their paths; call `nn.jit` once for each.

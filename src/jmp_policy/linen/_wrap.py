@@ -164,8 +164,13 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     base = _base(module)
     with _pushed(Scope(rules, base=base)) as scope:
         yield
-    if rules.overrides and _CHECKED not in module.__dict__:
+    # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
+    # may leave modules out (dropout in evaluation) without its being an error.
+    checked: Any = module if module.scope is None else type(module)
+    if rules.overrides and _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
         _check_used(module, rules, scope, check_all, variables)
+        if module.scope is not None:
+            setattr(type(module), _CHECKED, True)
         module.__dict__[_CHECKED] = True
 
 
