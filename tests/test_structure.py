@@ -11,10 +11,12 @@ PACKAGE = ROOT / "src" / "jmp_policy"
 
 #: Lowest first: a file imports only files listed before it.
 ORDER = [
-    "_types", "_words", "_after_import", "_pytree", "_dtypes", "_cast", "_finite_reduction",
-    "_finite", "_policy", "_rules", "_scope", "_loss_scale", "_adaptive_scale", "_state",
-    "_grad", "_metrics", "optim",
-    "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen", "_wrap", "",
+    "_types", "_words", "_after_import", "_loaded", "_pytree", "_dtypes", "_cast", "_finite_reduction",
+    "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
+    "_adaptive_scale", "_state", "_grad", "_metrics", "optim",
+    "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen",
+    "nnx._graph", "nnx._attention", "nnx._layers", "nnx._governed", "nnx._wrap", "nnx._train", "nnx",
+    "_wrap", "",
 ]  # fmt: skip
 
 

@@ -36,10 +36,11 @@ __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
     from jmp_policy import linen as linen
+    from jmp_policy import nnx as nnx
 
 
 def __getattr__(name: str) -> object:
-    """`jmp_policy.linen` needs Flax, and is imported when it is first asked for."""
-    if name == "linen":
-        return _importlib.import_module("jmp_policy.linen")
+    """`jmp_policy.linen` and `jmp_policy.nnx` need Flax, and are imported when they are first asked for."""
+    if name in ("linen", "nnx"):
+        return _importlib.import_module(f"jmp_policy.{name}")
     raise AttributeError(f"module 'jmp_policy' has no attribute {name!r}")

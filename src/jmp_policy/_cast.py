@@ -18,13 +18,15 @@ def is_floating_array(x: Any) -> bool:
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)) and is_floating(x.dtype)
 
 
-def map_changed(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def map_changed(
+    function: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
     """`jax.tree.map` that returns the same tree when no leaf changed.
 
     None counts as a leaf that stays. A tree that comes back as the same object costs nothing later:
     containers are not rebuilt and custom nodes are not unflattened.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf)
     new = [function(leaf) for leaf in leaves]
     if all(a is b for a, b in zip(leaves, new, strict=True)):
         return tree

@@ -96,3 +96,15 @@ def widened(dtype: Any) -> np.dtype:
     """float32 for floating types of fewer bits, any other type as it is."""
     narrow = is_floating(dtype) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if narrow else np.dtype(dtype)
+
+
+def is_dtype_or_none(value: Any) -> bool:
+    """Whether the value of a field called dtype is one that a policy may replace."""
+    if value is None:
+        return True
+    if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):
+        return False  # A field that happens to be called dtype.
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    except TypeError:
+        return False

@@ -74,8 +74,8 @@ def scaled_value_and_grad(
         positive_int(retries, "retries")
 
     def scaled_loss(scale: LossScale, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        loss, aux = _split(fun(*args, **kwargs), has_aux)
-        return _scale_loss(scale, loss), (loss, aux)
+        loss, aux = split_loss(fun(*args, **kwargs), has_aux)
+        return scale_loss(scale, loss), (loss, aux)
 
     shift = _shift(argnums)
     gradient = jax.value_and_grad(
@@ -85,7 +85,7 @@ def scaled_value_and_grad(
     def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
         (_, (loss, aux)), grads = gradient(scale, *args, **kwargs)
         value = (loss, aux) if has_aux else loss
-        return value, _restore_scale(scale, loss, grads)
+        return value, restore_scale(scale, loss, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state)
@@ -106,7 +106,8 @@ def _shift(argnums: int | Sequence[int]) -> Any:
     return tuple(map(one, argnums)) if isinstance(argnums, Sequence) else one(operator.index(argnums))
 
 
-def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and what comes beside it, of what a loss function returned."""
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise TypeError(
@@ -121,7 +122,8 @@ def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return out, None
 
 
-def _scale_loss(scale: LossScale, loss: Any) -> Any:
+def scale_loss(scale: LossScale, loss: Any) -> Any:
+    """The loss times its scale, in float32; NaN gradients where the loss is not finite."""
     dtype = getattr(loss, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
@@ -145,7 +147,7 @@ def _scale_loss(scale: LossScale, loss: Any) -> Any:
     return scale.scale(loss) * poison
 
 
-def _restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
+def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
     """Gradients of a float16 loss carry less than the loss scale: multiply by what is missing."""
     if getattr(loss, "dtype", None) != jnp.float16:
         return grads

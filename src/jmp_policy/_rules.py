@@ -146,6 +146,55 @@ class PolicyMap:
             if not any(matches(pattern, path, module) for path, module in places)
         )
 
+    def below(self, path: str | Sequence[Any], policy: Policy) -> "PolicyMap":
+        """The same rules for a model that is part of a larger one, with paths counted from the part.
+
+        Args:
+          path: where the part is in the larger model.
+          policy: what governs the part itself.
+        """
+        start = path_text(path)
+        names = [name for name in start.split("/") if name]
+        overrides: list[tuple[Pattern, Policy]] = []
+        for pattern, override in self.overrides:
+            if isinstance(pattern, str):
+                parts = [part for part in pattern.split("/") if part]
+                rest = dict.fromkeys("/".join(r) for r in _rests(parts, names) if r)
+                overrides += [(glob, override) for glob in rest]
+            elif isinstance(pattern, type):
+                overrides.append((pattern, override))
+            else:
+                overrides.append((_Below(pattern, start), override))
+        return self._with(policy, overrides)
+
+    def handing_on(self, policy: Policy) -> "PolicyMap":
+        """The same rules, with one policy's results left in its compute dtype for code under that policy."""
+        inner = policy.with_output_dtype(policy.compute_dtype)
+
+        def replaced(p: Policy) -> Policy:
+            return inner if p == policy else p
+
+        return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
+
+    def _with(self, default: Policy, overrides: list[tuple[Pattern, Policy]]) -> "PolicyMap":
+        return PolicyMap(
+            default,
+            overrides,
+            keep_module_dtypes=self.keep_module_dtypes,
+            float32_islands=self.float32_islands,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below:
+    """A predicate that is asked about modules of a part, and answers with paths of the whole."""
+
+    predicate: Callable[[str, Any], bool]
+    start: str
+
+    def __call__(self, path: str, module: Any) -> bool:
+        return self.predicate("/".join(part for part in (self.start, path) if part), module)
+
 
 #: What `wrap` and `intercept` take.
 PolicyMapLike: TypeAlias = PolicyMap | Policy | str
@@ -154,6 +203,17 @@ PolicyMapLike: TypeAlias = PolicyMap | Policy | str
 def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
     """A `PolicyMap` as it is; a policy or its text as the default of one without overrides."""
     return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
+
+
+def require_no_grad_dtype(rules: PolicyMap) -> None:
+    """Raises for policies that ask for weight gradients in another dtype than the products'."""
+    for policy in (rules.default, *(p for _, p in rules.overrides)):
+        if policy.grad_dtype is not None and policy.grad_dtype != policy.compute_dtype:
+            raise ValueError(
+                f"The policy {str(policy)!r} asks for weight gradients in another dtype than the products' "
+                "(grad=...), which this version cannot give for Flax modules. Leave grad out: gradients "
+                "are then converted to the parameters' dtype when they leave the cast."
+            )
 
 
 def path_text(path: str | Sequence[Any]) -> str:
@@ -213,6 +273,17 @@ def _parts_match(parts: list[str], names: list[str]) -> bool:
     if parts[0] == "**":
         return any(_parts_match(parts[1:], names[skip:]) for skip in range(len(names) + 1))
     return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
+
+
+def _rests(parts: list[str], names: list[str]) -> list[list[str]]:
+    """What is left of a glob to match the rest of a path that begins with `names`."""
+    if not names:
+        return [parts]
+    if not parts:
+        return []
+    if parts[0] == "**":
+        return [parts, *(rest for skip in range(len(names)) for rest in _rests(parts[1:], names[skip:]))]
+    return _rests(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
 
 
 def _as_pairs(pairs: Any) -> list[tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmp_policy._loaded import loaded
 from jmp_policy._loss_scale import LossScale
 from jmp_policy._types import PyTree
 
@@ -33,7 +34,8 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
 
     Args:
       opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
-        `MultiSteps`, `inject_hyperparams` around it, or any pytree that holds one (`TrainState`).
+        `MultiSteps`, `inject_hyperparams` around it, or any pytree that holds one (`TrainState`,
+        `nnx.Optimizer`, inside a transform too).
 
     Raises:
       ValueError: when there is none, or more than one; the message lists where they are.
@@ -50,7 +52,19 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
             f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
             "mean by passing that part of the state, or its .loss_scale, instead of the whole."
         )
-    return found[0][1]
+    return _unwrapped(found[0][1])
+
+
+def _unwrapped(state: LossScaledState) -> LossScaledState:
+    """The state with plain arrays: `nnx.Optimizer` keeps each in a Variable."""
+    variable = loaded("flax.nnx", "Variable")
+    if variable is None:
+        return state
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, variable) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, variable),
+    )
 
 
 def find_loss_scale(scale_or_state: Any) -> LossScale:

@@ -1,8 +1,8 @@
 """`wrap` for any kind of Flax module; what is specific to each kind is imported when it is met."""
 
-import sys
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from jmp_policy._loaded import is_instance_of
 from jmp_policy._rules import PolicyMapLike
 
 T = TypeVar("T")
@@ -14,18 +14,20 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
     The first of the three lines that make a training step mixed-precision.
 
     Args:
-      module: an instance of `flax.linen.Module`. It is not changed.
+      module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
       policy: `"mixed_float16"` or another policy's text, a `Policy`, or a `PolicyMap` with a policy per
         module.
 
     Returns:
-      A module of the same kind, with the same variables and the same checkpoints: parameters are created
-      in param dtype and cast to compute dtype where they are used, inputs are cast on entering each
-      module, results to output dtype on leaving. See `jmp_policy.linen.wrap`.
+      A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
+      param dtype and cast to compute dtype where they are used, inputs are cast on entering each module,
+      results to output dtype on leaving. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX
+      module shares its Variables with the original.
 
     Raises:
       TypeError: for something that is no module; the message says what would do.
-      ValueError: for an unknown policy; at the first `init` or `apply`, for rules that match no module.
+      ValueError: for an unknown policy; for rules that match no module (Linen: at the first `init` or
+        `apply`; NNX: at once), and for NNX parameters that are not in param dtype.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -34,20 +36,16 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
       >>> model.apply(variables, jnp.ones((1, 3))).dtype
       dtype('float32')
     """
-    if _is_instance_of(module, "flax.linen", "Module"):
+    if is_instance_of(module, "flax.linen", "Module"):
         from jmp_policy import linen
 
         return linen.wrap(module, policy)  # type: ignore[type-var]
+    if is_instance_of(module, "flax.nnx", "Module"):
+        from jmp_policy import nnx
+
+        return nnx.wrap(module, policy)  # type: ignore[type-var]
     given = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__}"
     hint = " Make an instance of it first." if isinstance(module, type) else ""
-    if _is_instance_of(module, "flax.nnx", "Module"):
-        hint = " For NNX modules this version has no policies yet: set dtype= on the layers."
-    elif callable(module) and not isinstance(module, type):
+    if callable(module) and not isinstance(module, type):
         hint = " Wrap the module whose function it calls."
-    raise TypeError(f"wrap takes an instance of flax.linen.Module, got {given}.{hint}")
-
-
-def _is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Isinstance without importing: an object of a module that nobody imported cannot exist."""
-    cls = getattr(sys.modules.get(module), name, None)
-    return cls is not None and isinstance(value, cls)
+    raise TypeError(f"wrap takes an instance of flax.linen.Module or flax.nnx.Module, got {given}.{hint}")

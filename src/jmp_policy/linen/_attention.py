@@ -9,10 +9,10 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype
+
+from jmp_policy._attention import attention_weights, drop
 
 
 @functools.wraps(nn.dot_product_attention)
@@ -43,37 +43,9 @@ def attention(
     )
     scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
     logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", scaled, key)
-    if bias is not None:
-        logits = logits + bias
-    if mask is not None:
-        logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
-    weights = softmax_in_float32(query.dtype, logits)
+    weights = attention_weights(logits, bias, mask, query.dtype)
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)
     if not deterministic and dropout_rate > 0.0:
-        batch_and_heads = weights.shape[:-2]
-        shape = (*(1 for _ in batch_and_heads), *weights.shape[-2:]) if broadcast_dropout else weights.shape
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-        weights = weights * (keep.astype(weights.dtype) / jnp.asarray(1.0 - dropout_rate, weights.dtype))
+        weights = drop(weights, dropout_rng, dropout_rate, broadcast_dropout)
     return (attn_weights_value_einsum or einsum)("...hqk,...khd->...qhd", weights, value)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def softmax_in_float32(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    """Softmax over the last axis, computed in float32 and returned in `dtype`."""
-    return jax.nn.softmax(x.astype(jnp.float32)).astype(dtype)
-
-
-@softmax_in_float32.defjvp
-def _softmax_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    y = softmax_in_float32(dtype, *primals)
-    return y, _softmax_tangent(y, *tangents)
-
-
-# Under checkpoint, so that inside nn.scan the half-precision y is what is saved, and not its float32 copy:
-# a scanned encoder moves 0.93 of the bytes of one with dtype=float16 by hand, instead of 1.08.
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _softmax_tangent(y: jax.Array, t: jax.Array) -> jax.Array:
-    # Only the sum needs float32: y and t carry the rounding of their own dtype already.
-    total = jnp.sum(y.astype(jnp.float32) * t.astype(jnp.float32), axis=-1, keepdims=True)
-    return y * (t - total.astype(t.dtype)).astype(y.dtype)

@@ -16,11 +16,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jmp_policy._cast import cast_floating, cast_leaf, is_floating_array, map_changed
-from jmp_policy._dtypes import is_half, widened
+from jmp_policy._border import cast_results
+from jmp_policy._cast import cast_floating
+from jmp_policy._dtypes import is_dtype_or_none, is_half, widened
 from jmp_policy._policy import Policy
-from jmp_policy._rules import PolicyMapLike, as_policy_map, matches
+from jmp_policy._rules import PolicyMapLike, as_policy_map, matches, require_no_grad_dtype
 from jmp_policy._scope import Scope, current, entered
+from jmp_policy._treatment import Treatment
 from jmp_policy.linen import _layers
 
 
@@ -55,7 +57,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __init__(self, policy: PolicyMapLike):
         self.rules = as_policy_map(policy)
-        _check_supported(self.rules)
+        require_no_grad_dtype(self.rules)
         self._entered = threading.local()
 
     def __enter__(self) -> Scope:
@@ -88,16 +90,6 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __repr__(self) -> str:
         return f"intercept({self.rules!r})"
-
-
-def _check_supported(rules: Any) -> None:
-    for policy in (rules.default, *(p for _, p in rules.overrides)):
-        if policy.grad_dtype is not None and policy.grad_dtype != policy.compute_dtype:
-            raise ValueError(
-                f"The policy {str(policy)!r} asks for weight gradients in another dtype than the products' "
-                "(grad=...), which this version cannot give for Linen modules. Leave grad out: gradients "
-                "are then converted to the parameters' dtype when they leave the cast."
-            )
 
 
 @contextlib.contextmanager
@@ -146,42 +138,22 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             return call(*args, **kwargs)
         new_args, new_kwargs = _cast_inputs(treatment, module, args, kwargs)
         out = call(*new_args, **new_kwargs)
-    return _cast_outputs(scope, treatment, module, args, out)
+    at_border = scope.caller != treatment.policy
+    may_be_scanned = not at_border or _is_lifted(scope, module)
+    return cast_results(out, args, treatment.policy, at_border=at_border, may_be_scanned=may_be_scanned)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Treatment:
-    """What the active rules mean for one module."""
-
-    policy: Policy
-    island: bool
-
-    @property
-    def compute_dtype(self) -> np.dtype:
-        return self.policy.compute_dtype
-
-    @property
-    def param_dtype(self) -> np.dtype:
-        """Dtype that parameters are created in."""
-        return widened(self.policy.param_dtype) if self.island else self.policy.param_dtype
-
-    @property
-    def used_param_dtype(self) -> np.dtype:
-        """Dtype that parameters have where they are used."""
-        return self.param_dtype if self.island else self.policy.compute_dtype
-
-
-def _treatment(scope: Scope, module: nn.Module) -> _Treatment:
+def _treatment(scope: Scope, module: nn.Module) -> Treatment:
     rules = scope.rules
     policy, named = _governing(scope, module) if rules.overrides else (rules.default, False)
     own = getattr(module, "dtype", None)
     keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in _original(module)
-    if keeps_own and _layers.is_dtype_or_none(own):
+    if keeps_own and is_dtype_or_none(own):
         policy = dataclasses.replace(policy, compute_dtype=own)
     island = (
         rules.float32_islands and not named and is_half(policy.compute_dtype) and _layers.is_island(module)
     )
-    return _Treatment(policy, island)
+    return Treatment(policy, island)
 
 
 def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool]:
@@ -216,7 +188,7 @@ def _identity(module: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _governed(scope: Scope, module: nn.Module) -> Iterator[_Treatment]:
+def _governed(scope: Scope, module: nn.Module) -> Iterator[Treatment]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
     treatment = _treatment(scope, module)
     inner = dataclasses.replace(scope, caller=treatment.policy, here=_identity(module))
@@ -233,7 +205,7 @@ _ORIGINAL = "_jmp_policy_original"
 
 
 @contextlib.contextmanager
-def _shadowed(scope: Scope, module: nn.Module, treatment: _Treatment) -> Iterator[None]:
+def _shadowed(scope: Scope, module: nn.Module, treatment: Treatment) -> Iterator[None]:
     new = {}
     if not (scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None):
         new.update(_layers.field_overrides(module, treatment.policy, treatment.island))
@@ -325,7 +297,7 @@ def _same_dtype(value: Any, dtype: np.dtype) -> bool:
         return False
 
 
-def _cast_inputs(treatment: _Treatment, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(treatment: Treatment, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if treatment.island:
         # What arrives in float32 (an image) is normalised as such: half would lose its range.
         return args, kwargs
@@ -333,46 +305,3 @@ def _cast_inputs(treatment: _Treatment, module: nn.Module, args: Any, kwargs: An
     if _layers.keeps_carry(module) and args:
         return (args[0], *cast_floating(args[1:], dtype)), cast_floating(kwargs, dtype)
     return cast_floating((args, kwargs), dtype)
-
-
-def _cast_outputs(scope: Scope, treatment: _Treatment, module: nn.Module, args: Any, out: Any) -> Any:
-    policy = treatment.policy
-    at_border = scope.caller != policy
-
-    def cast(x: Any) -> Any:
-        if at_border:
-            return cast_leaf(x, policy.output_dtype)
-        # Scalars stay: they cost nothing and are mostly losses, whose cotangent is the loss scale.
-        return x if np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
-
-    may_be_scanned = not at_border or _is_lifted(scope, module)
-    if not (may_be_scanned and isinstance(out, tuple) and len(out) == 2 and args):
-        return map_changed(cast, out)
-    kept = _in_dtypes_of(args[0], out[0])
-    carry = map_changed(cast, out[0]) if kept is None else kept
-    rest = map_changed(cast, out[1])
-    if carry is out[0] and rest is out[1]:
-        return out
-    return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))
-
-
-def _children_def(pair: Any) -> Any:
-    """The structure of a pair (a NamedTuple, say) whose two children count as leaves."""
-    return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
-
-
-def _in_dtypes_of(given: Any, carry: Any) -> Any:
-    """A returned carry in the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
-
-    A method that returns a pair whose first part has the structure and shapes of its first argument is
-    the body of a scan as far as types go; `initialize_carry` cannot be intercepted to make them half.
-    """
-    if jax.tree.structure(given) != jax.tree.structure(carry):
-        return None
-    pairs = list(zip(jax.tree.leaves(given), jax.tree.leaves(carry), strict=True))
-    if not any(is_floating_array(a) for a, _ in pairs):
-        return None
-    if any(np.shape(a) != np.shape(b) for a, b in pairs):
-        return None
-    leaves = iter([cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in pairs])
-    return map_changed(lambda _: next(leaves), carry)

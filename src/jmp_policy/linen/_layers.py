@@ -3,9 +3,9 @@
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from flax.linen import recurrent
 
+from jmp_policy._dtypes import is_dtype_or_none
 from jmp_policy._policy import Policy
 from jmp_policy.linen._attention import attention
 
@@ -54,15 +54,3 @@ def attention_overrides(module: nn.Module) -> dict[str, Any]:
     ):
         return {"attention_fn": attention}
     return {}
-
-
-def is_dtype_or_none(value: Any) -> bool:
-    """Whether the value of a field called dtype is one that a policy may replace."""
-    if value is None:
-        return True
-    if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):
-        return False  # A field that happens to be called dtype.
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
-    except TypeError:
-        return False

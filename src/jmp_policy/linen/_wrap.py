@@ -21,10 +21,11 @@ from jmp_policy._rules import (
     as_policy_map,
     matches,
     path_text,
+    require_no_grad_dtype,
     unused_error,
 )
 from jmp_policy._scope import Scope, current
-from jmp_policy.linen._intercept import _check_supported, _pushed
+from jmp_policy.linen._intercept import _pushed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,8 +66,15 @@ def wrap(module: M, policy: PolicyMapLike) -> M:
     if not isinstance(module, nn.Module):
         raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
     rules = as_policy_map(policy)
-    _check_supported(rules)
+    require_no_grad_dtype(rules)
     return _with_class(module, _wrapped_class(_bare_class(module), rules))
+
+
+def wrap_part(module: M, rules: PolicyMap) -> M:
+    """A Linen module inside a larger model, whose rules are checked to match by whoever has the whole."""
+    wrapped = wrap(module, rules)
+    wrapped.__dict__[_CHECKED] = True
+    return wrapped
 
 
 def policy_of(module: nn.Module) -> PolicyMap | None:
