@@ -94,7 +94,7 @@ class Raw(nnx.Module):
         self.dtype = dtype
         self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (32, 16)))
         self.parts = nnx.List([nnx.Param(jnp.ones(16)), nnx.Linear(16, 16, dtype=dtype, rngs=rngs)])
-        self.scales = nnx.data({"out": nnx.Param(jnp.full(16, 2.0))})
+        self.scales = nnx.data({"out": nnx.Param(2 * jnp.ones(16))})
 
     def __call__(self, x):
         x, w, gain, scale = nnx.nn.dtypes.promote_dtype(

@@ -1,17 +1,43 @@
-import importlib.util
+import importlib
+import math
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
-def digits():
-    path = Path(__file__).parent.parent / "examples" / "digits.py"
-    spec = importlib.util.spec_from_file_location("example_digits", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load():
+    """Imports an example by its name, with the others on the path, as Python has them for a script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def digits(load):
+    return load("digits")
+
+
+@pytest.fixture(scope="module")
+def transformer(load):
+    return load("nnx_transformer")
+
+
+def keep_rows(example, monkeypatch):
+    """A dictionary that gets the rows that the example's main judges."""
+    rows, judge = {}, example.judge
+    monkeypatch.setattr(
+        example, "judge", lambda found: rows.update({r.name: r for r in found}) or judge(found)
+    )
+    return rows
 
 
 def fake_rows(digits, **accuracy):
@@ -19,16 +45,17 @@ def fake_rows(digits, **accuracy):
 
 
 # One test for all that needs a run: pytest-xdist would repeat a shared run in every worker.
-def test_it_trains_in_all_precisions_and_saves_the_plot(digits, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["digits", "nnx_digits"])
+def test_digits_trains_in_all_precisions_and_saves_the_plot(
+    name, load, digits, monkeypatch, tmp_path, capsys
+):
     # The run is short, so the scale starts where it overflows at once.
     scale = digits.jmpp.DynamicLossScale(2.0**38, growth_interval=20, max_loss_scale=2.0**60)
     monkeypatch.setitem(digits.RUNS, "float16", ("mixed_float16", scale))
-    rows, judge, out = {}, digits.judge, tmp_path / "new" / "plot.png"
-    monkeypatch.setattr(
-        digits, "judge", lambda found: rows.update({r.name: r for r in found}) or judge(found)
-    )
+    rows, out = keep_rows(digits, monkeypatch), tmp_path / "new" / "plot.png"
 
-    assert digits.main(["--steps", "100", "--out", str(out), "--quiet"]) == 0
+    train = load(name).train
+    assert digits.main(["--steps", "100", "--out", str(out), "--quiet"], train=train) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert list(rows) == ["float32", "bfloat16", "float16", "float16 unscaled"]
     printed = capsys.readouterr()
@@ -54,19 +81,114 @@ def test_it_trains_in_all_precisions_and_saves_the_plot(digits, monkeypatch, tmp
     assert zeros["float16 unscaled"] > 0.5
 
 
-def test_it_fails_where_float16_falls_behind(digits, monkeypatch, tmp_path, capsys):
+def test_digits_fails_where_float16_falls_behind(digits, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(digits, "compare", lambda **_: fake_rows(digits, float32=0.98, float16=0.96))
     assert digits.main(["--out", str(tmp_path / "plot.png")]) == 1
     assert "96.0%, more than 1 point behind float32 (98.0%)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("half", [0.97, 0.975, 0.99])
-def test_it_accepts_up_to_one_point(digits, half):
+def test_digits_accepts_up_to_one_point(digits, half):
     assert digits.judge(fake_rows(digits, float32=0.98, float16=half)) is None
 
 
-@pytest.mark.parametrize("steps", ["0", "-1", "9"])
-def test_it_refuses_too_few_steps(digits, steps, capsys):
+# A small context and a single layer: most of the time is XLA's, and the context is the length of the sample.
+def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatch, capsys):
+    scale = transformer.jmpp.DynamicLossScale(2.0**24, growth_interval=20, max_loss_scale=2.0**60)
+    policy, _ = transformer.RUNS["float16"]
+    monkeypatch.setitem(transformer.RUNS, "float16", (policy, scale))
+    monkeypatch.setattr(transformer, "CONTEXT", 48)
+    monkeypatch.setattr(transformer, "LAYERS", 1)
+    monkeypatch.setattr(transformer, "MARGIN", 0.5)  # The first skips are a good part of so few steps.
+    rows = keep_rows(transformer, monkeypatch)
+
+    assert transformer.main(["--steps", "80", "--quiet"]) == 0
+    assert list(rows) == ["float32", "bfloat16", "float16"]
+    printed = capsys.readouterr()
+    assert all(name in printed.out for name in rows)
+    assert printed.err == ""
+
+    vocabulary = transformer.load().vocabulary
+    for row in rows.values():
+        losses = row.history["loss"]
+        assert losses.shape == (80,)
+        assert np.isfinite(losses).all()
+        assert losses[-10:].mean() < 0.75 * losses[0]
+        assert row.valid_loss < 0.75 * losses[0]
+        assert len(row.sample) == 48
+        assert row.sample.startswith(transformer.PROMPT)
+        assert set(row.sample) <= set(vocabulary)
+
+    history = rows["float16"].history
+    assert 1 <= history["skipped_steps"][-1] < 20
+    assert history["grads_finite"][-10:].any()
+    assert (np.diff(history["loss_scale"]) > 0).any()
+
+
+def test_transformer_writes_what_it_finds_likeliest(transformer):
+    length = 24
+    model = transformer.Transformer(11, nnx.Rngs(0))
+    model.eval()
+    prompt = jnp.array([3, 1, 4])
+    written = transformer.generate(model, prompt, length, 1e-6, jax.random.key(0))
+    assert written.shape == (length,)
+    assert written[:3].tolist() == [3, 1, 4]
+    # The oracle sees the whole text at once, under a causal mask, and no cache.
+    likeliest = model(written[None], jnp.arange(length))[0].argmax(axis=-1)
+    assert written[3:].tolist() == likeliest[2:-1].tolist()
+
+
+def test_transformer_learns_from_one_part_of_the_text_and_is_judged_on_the_other(transformer):
+    data = transformer.load()
+    assert len(data.train) > 8 * len(data.valid) > 8 * 10_000
+    assert set(transformer.PROMPT) <= set(data.vocabulary)
+    assert data.vocabulary.isascii()
+    text = "".join(data.vocabulary[token] for token in data.train)
+    assert "statement is used" in text
+
+
+def transformer_rows(transformer, **valid_loss):
+    return [transformer.Row(name, value, "", {}) for name, value in valid_loss.items()]
+
+
+@pytest.mark.parametrize("half", [1.5, 1.79, math.nextafter(1.75 + 0.05, 0)])
+def test_transformer_accepts_what_keeps_up(transformer, half):
+    rows = transformer_rows(transformer, float32=1.75, bfloat16=1.76, float16=half)
+    assert transformer.judge(rows) is None
+
+
+@pytest.mark.parametrize("behind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("loss", [1.81, math.nan, math.inf])
+def test_transformer_fails_where_a_half_precision_falls_behind(
+    transformer, behind, loss, monkeypatch, capsys
+):
+    losses = {"float32": 1.75, "bfloat16": 1.75, "float16": 1.75} | {behind: loss}
+    monkeypatch.setattr(transformer, "compare", lambda **_: transformer_rows(transformer, **losses))
+    assert transformer.main([]) == 1
+    message = f"validation loss of {behind} ({loss:.3f}) is more than 0.05 above that of float32 (1.750)"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["digits", "nnx_transformer"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 10, got 0"),
+        (["--steps", "-1"], "--steps must be at least 10, got -1"),
+        (["--steps", "9"], "--steps must be at least 10, got 9"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--seed", "-1"], "--seed must be at least 0 and below 2**32, got -1"),
+        (["--seed", "4294967296"], "--seed must be at least 0 and below 2**32, got 4294967296"),
+    ],
+)
+def test_they_refuse_bad_arguments(load, name, arguments, message, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
-        digits.main(["--steps", steps])
-    assert f"--steps must be at least 10, got {steps}" in capsys.readouterr().err
+        load(name).main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_nnx_digits_runs_as_a_script():
+    command = [sys.executable, str(EXAMPLES / "nnx_digits.py"), "--steps", "9"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "nnx_digits.py: error: --steps must be at least 10, got 9" in result.stderr

@@ -8,6 +8,7 @@ alive; casting inputs alone does nothing, since `Dense(dtype=None)` promotes bac
 import contextlib
 import dataclasses
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_floating
 from jmp_policy._dtypes import is_dtype_or_none, is_half, widened
+from jmp_policy._loaded import is_instance_of
 from jmp_policy._policy import Policy
-from jmp_policy._rules import PolicyMapLike, as_policy_map, matches, require_no_grad_dtype
+from jmp_policy._rules import PolicyMapLike, as_policy_map, matches, path_text, require_no_grad_dtype
 from jmp_policy._scope import Scope, current, entered
 from jmp_policy._treatment import Treatment
 from jmp_policy.linen import _layers
@@ -211,6 +213,8 @@ def _shadowed(scope: Scope, module: nn.Module, treatment: Treatment) -> Iterator
         new.update(_layers.field_overrides(module, treatment.policy, treatment.island))
     if scope.rules.float32_islands and is_half(treatment.compute_dtype):
         new.update(_layers.attention_overrides(module))
+    if is_instance_of(module, "flax.nnx.bridge.wrappers", "ToLinen"):
+        new["nnx_class"] = _under_rules(scope, module, treatment)
     state = module.__dict__
     # What an enclosing call of the same instance has put there already comes back afterwards.
     before = {name: state[name] for name in (*new, _ORIGINAL, *_SHADOWS) if name in state}
@@ -226,6 +230,25 @@ def _shadowed(scope: Scope, module: nn.Module, treatment: Treatment) -> Iterator
         for name in (*new, _ORIGINAL, *_SHADOWS):
             state.pop(name, None)
         state.update(before)
+
+
+def _under_rules(scope: Scope, module: Any, treatment: Treatment) -> Callable[..., Any]:
+    """The class of a bridged NNX module, with modules that are under the same rules as the bridge."""
+    make, path = module.nnx_class, scope.relative(module.path)
+    inside = scope.rules.below(path, treatment.policy).handing_on(treatment.policy)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # By name: what NNX needs of Linen for the other bridge is below it.
+        nnx = importlib.import_module("jmp_policy.nnx")
+        new, places = nnx.wrap_part(make(*args, **kwargs), inside)
+        for below, part in places:
+            whole = "/".join(filter(None, (path, path_text(below))))
+            scope.seen.paths.add(whole)
+            overrides = enumerate(scope.rules.overrides)
+            scope.seen.matched.update(i for i, (pattern, _) in overrides if matches(pattern, whole, part))
+        return new
+
+    return wrapped
 
 
 def _shadow_param(module: nn.Module) -> Callable[..., Any]:

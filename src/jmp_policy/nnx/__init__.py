@@ -5,3 +5,4 @@ from jmp_policy.nnx._train import keep_state_on_skip as keep_state_on_skip
 from jmp_policy.nnx._train import scaled_value_and_grad as scaled_value_and_grad
 from jmp_policy.nnx._wrap import cast_params as cast_params
 from jmp_policy.nnx._wrap import wrap as wrap
+from jmp_policy.nnx._wrap import wrap_part as wrap_part

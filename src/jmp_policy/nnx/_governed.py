@@ -62,10 +62,10 @@ def bare_class(cls: type) -> type:
 def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the named methods that a class has, `__call__` among them."""
     has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
-    return tuple(m for m in ("__call__", *has_attend, *methods) if m in _callables(bare))
+    return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))
 
 
-def _callables(cls: type) -> set[str]:
+def own_methods(cls: type) -> set[str]:
     """Names of the methods that a module's class and its bases below `nnx.Module` define."""
     own = [c for c in cls.__mro__ if issubclass(c, nnx.Module) and c is not nnx.Module]
     return {name for c in own for name, value in vars(c).items() if callable(value)}

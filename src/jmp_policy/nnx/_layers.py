@@ -63,9 +63,9 @@ def follows_by_itself(module: nnx.Module, bare: type) -> bool:
     return "dtype" in vars(module) and is_flax(bare)
 
 
-def hands_on_compute_dtype(module: nnx.Module) -> bool:
-    """Whether the results of a module that follows by itself are in compute dtype, whatever comes in."""
-    return not isinstance(module, _CONTAINERS) or isinstance(module, _PASS_ON)
+def passes_on(module: nnx.Module) -> bool:
+    """Whether the results of a module are those of modules that it holds."""
+    return isinstance(module, _PASS_ON)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The training step with NNX modules: gradients of a scaled loss, and state kept on a skipped step."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ def scaled_value_and_grad(
     def value_and_scaled_grad(scale_or_optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_optimizer)
 
+        @functools.wraps(fun)  # NNX puts keyword arguments in their places by the signature.
         def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux)
             return scale_loss(scale, loss), (loss, aux)

@@ -6,6 +6,7 @@ written by hand, and so do its programs.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from jmp_policy._rules import (
 from jmp_policy._treatment import Treatment
 from jmp_policy._words import did_you_mean
 from jmp_policy.nnx import _graph, _layers
-from jmp_policy.nnx._governed import Specification, bare_class, governed_class, governed_methods
+from jmp_policy.nnx._governed import Specification, bare_class, governed_class, governed_methods, own_methods
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -62,10 +63,19 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       (dtype(bfloat16), True)
     """
     plan = _plan(module, policy, tuple(methods))
+    plan.check_used()
     plan.check_params()
-    for place in plan.places:
-        _apply(place, plan.rules, plan.methods)
-    return plan.module
+    return plan.carried_out()
+
+
+def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[_graph.Path, nnx.Module]]]:
+    """An NNX module inside a larger model, whose rules are checked to match by whoever has the whole.
+
+    Its parameters are cast to param dtype. The second result tells what the rules were asked about.
+    """
+    plan = _plan(module, rules, ())
+    plan.cast_params()
+    return plan.carried_out(), plan.seen
 
 
 def cast_params(module: M, policy: PolicyMapLike) -> M:
@@ -83,9 +93,8 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
       TypeError, ValueError: as `wrap` does, before anything is changed.
     """
     plan = _plan(module, policy, ())
-    new = [(v, cast_floating(_graph.read(v), t.param_dtype)) for _, v, t in plan.params() if not _fits(v, t)]
-    for variable, value in new:
-        _graph.write(variable, value)
+    plan.check_used()
+    plan.cast_params()
     return module
 
 
@@ -108,12 +117,65 @@ class _Plan:
     rules: PolicyMap
     methods: tuple[str, ...]
     places: list[_Place]
+    seen: list[tuple[_graph.Path, Any]]
+
+    def carried_out(self) -> Any:
+        """Makes every module follow its policy; returns the root."""
+        needs_class = [self._needs_class(place) for place in self.places]
+        for place, needed in zip(self.places, needs_class, strict=True):
+            _warn_if_never_cast(place, self.methods)
+            _apply(place, self.rules)
+            if needed:
+                spec = Specification(place.treatment, place.at_border, self.methods)
+                cls = governed_class(type(place.module), spec)
+                object.__setattr__(place.module, "__class__", cls)
+        return self.module
+
+    def _needs_class(self, place: _Place) -> bool:
+        """Whether settings alone do not make a module do all that its policy says."""
+        module, policy = place.module, place.treatment.policy
+        if isinstance(module, nnx.List | nnx.Dict):
+            # Not called, but what it holds is read in the dtype that its own rule says.
+            return next(_graph.own_params(module), None) is not None
+        if not _layers.follows_by_itself(module, type(module)):
+            return True
+        output = policy.output_dtype if place.at_border else policy.compute_dtype
+        if _layers.passes_on(module):
+            return not self._is_uniform(module, policy) or output != policy.compute_dtype
+        if _layers.is_bridge(module) or not place.at_border:
+            return False
+        return output != policy.compute_dtype or "dtype" not in vars(module)
+
+    def _is_uniform(self, module: nnx.Module, policy: Policy) -> bool:
+        """Whether a module and all below it are under one policy."""
+        if not self.rules.overrides and not self.rules.keep_module_dtypes:
+            return True
+        policies = {id(place.module): place.treatment.policy for place in self.places}
+        return all(policies[id(below)] == policy for below in _modules(module))
+
+    def check_used(self) -> None:
+        """Raises for rules that match nothing."""
+        unused = self.rules.unused(self.seen)
+        if any(_layers.is_bridge(place.module) for place in self.places):
+            unused = tuple(pattern for pattern in unused if not _may_match_linen(pattern))
+        if unused:
+            raise unused_error(unused, _name(self.module), (path_text(path) for path, _ in self.seen))
 
     def params(self) -> Iterator[tuple[_graph.Path, Any, Treatment]]:
         """Path, Variable and treatment of the modules' own floating Params, at every place they have."""
         for place in self.places:
             for path, variable in _graph.own_params(place.module):
                 yield (*place.path, *path), variable, place.treatment
+
+    def cast_params(self) -> None:
+        """Casts the parameters to param dtype, in place."""
+        new = [
+            (variable, cast_floating(_graph.read(variable), treatment.param_dtype))
+            for _, variable, treatment in self.params()
+            if not _fits(variable, treatment)
+        ]
+        for variable, value in new:
+            _graph.write(variable, value)
 
     def check_params(self) -> None:
         """Raises for parameters that are not in param dtype."""
@@ -147,13 +209,8 @@ def _plan(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> _Plan
     walk = _Walk(rules)
     walk.visit(new, (), rules.default, None, None)
     places = list(walk.places.values())
-    unused = rules.unused(walk.seen)
-    if any(_layers.is_bridge(place.module) for place in places):
-        unused = tuple(pattern for pattern in unused if not _may_match_linen(pattern))
-    if unused:
-        raise unused_error(unused, _name(new), (path_text(path) for path, _ in walk.seen))
     _check_methods(methods, places)
-    plan = _Plan(new, rules, methods, places)
+    plan = _Plan(new, rules, methods, places, walk.seen)
     _check_tied_params(plan)
     return plan
 
@@ -180,6 +237,20 @@ def _name(module: Any) -> str:
 def _may_match_linen(pattern: Any) -> bool:
     """Whether a pattern may be meant for a module inside a bridged Linen module."""
     return not isinstance(pattern, type) or not issubclass(pattern, nnx.Module)
+
+
+def _warn_if_never_cast(place: _Place, methods: tuple[str, ...]) -> None:
+    module, bare = place.module, type(place.module)
+    is_holder = isinstance(module, nnx.List | nnx.Dict) or _layers.is_flax(bare)
+    if is_holder or governed_methods(bare, methods) or next(_graph.own_params(module), None) is None:
+        return
+    public = tuple(sorted(name for name in own_methods(bare) if not name.startswith("_")))
+    warnings.warn(
+        f"{_name(module)} has parameters of its own and no __call__, so that nothing casts them. List the "
+        f"methods that read them: jmp_policy.nnx.wrap(model, policy, methods={public!r}).",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _check_methods(methods: tuple[str, ...], places: list[_Place]) -> None:
@@ -236,6 +307,11 @@ class _Walk:
             return  # A reference back up.
         known = id(node) in self.places
         if isinstance(node, nnx.Module):
+            if isinstance(node, nnx.bridge.Module):
+                raise TypeError(
+                    f"{_name(node)} at {path_text(path)!r} is a flax.nnx.bridge.Module, which makes its "
+                    "submodules when it is called, where wrap cannot reach them. Write it as an nnx.Module."
+                )
             place = self._resolve(node, path, policy, outside, holder)
             self._check_agrees(place)
             self.seen.append((path, node))
@@ -289,10 +365,9 @@ def _check_tied_params(plan: _Plan) -> None:
             )
 
 
-def _apply(place: _Place, rules: PolicyMap, methods: tuple[str, ...]) -> None:
-    """Makes a module of the new tree follow its policy."""
+def _apply(place: _Place, rules: PolicyMap) -> None:
+    """Sets what settings of a module of the new tree can say."""
     module, treatment = place.module, place.treatment
-    bare = type(module)
     if not place.keeps_dtype:
         new = _layers.settings(module, treatment, float32_islands=rules.float32_islands)
         if "dtype" in new:
@@ -300,24 +375,12 @@ def _apply(place: _Place, rules: PolicyMap, methods: tuple[str, ...]) -> None:
         vars(module).update(new)
     if _layers.is_bridge(module):
         _govern_linen(place, rules)
-    if _needs_class(place, bare):
-        spec = Specification(treatment, place.at_border, methods)
-        object.__setattr__(module, "__class__", governed_class(bare, spec))
-
-
-def _needs_class(place: _Place, bare: type) -> bool:
-    module, policy = place.module, place.treatment.policy
-    if isinstance(module, nnx.List | nnx.Dict):
-        # Not called, but what it holds is read in the dtype that its own rule says.
-        return next(_graph.own_params(module), None) is not None
-    if not _layers.follows_by_itself(module, bare):
-        return True
-    handed_on = policy.compute_dtype if _layers.hands_on_compute_dtype(module) else None
-    return place.at_border and policy.output_dtype != handed_on
 
 
 def _govern_linen(place: _Place, rules: PolicyMap) -> None:
     """Puts the Linen module inside a bridge under the same rules, counted from where the bridge is."""
     policy = place.treatment.policy
-    inside = rules.below(place.path, policy).handing_on(policy)
+    inside = rules.below(place.path, policy)
+    if not place.at_border:
+        inside = inside.handing_on(policy)
     vars(place.module)["to_nnx__module"] = linen.wrap_part(place.module.to_nnx__module, inside)

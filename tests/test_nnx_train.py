@@ -1,0 +1,265 @@
+"""The train step with NNX modules: scaled gradients, `nnx.Optimizer`, state kept on a skipped step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from nnx_helpers import CASES, MLP, Raw, stored
+
+import jmp_policy as jmpp
+
+X = jax.random.normal(jax.random.key(0), (16, 32))
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def values(tree):
+    return jax.tree.leaves(nnx.as_pure(tree))
+
+
+def make(scale=None, cls=MLP, tx=None, policy="mixed_float16"):
+    model = jmpp.wrap(cls(rngs=nnx.Rngs(0)), policy)
+    scaled = jmpp.loss_scaled(tx or optax.adam(1e-3), scale or jmpp.DynamicLossScale())
+    return model, nnx.Optimizer(model, scaled, wrt=nnx.Param)
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, x)
+    optimizer.update(model, grads)
+    return loss, jmpp.metrics(optimizer)
+
+
+def test_it_trains_skips_and_recovers():
+    # Close below overflow, so that it comes soon and again.
+    model, optimizer = make(jmpp.DynamicLossScale(2.0**24, growth_interval=4))
+    losses, seen = [], []
+    for _ in range(60):
+        loss, found = step(model, optimizer, X)
+        losses.append(float(loss))
+        seen.append(found)
+    assert losses[-1] < 0.5 * losses[0]
+    assert 0 < int(seen[-1]["skipped_steps"]) < 20
+    assert min(float(found["loss_scale"]) for found in seen) < 2.0**24
+    assert int(seen[-1]["steps"]) == 60
+    assert stored(model) == {"float32"}
+
+
+def test_the_same_as_with_functions_of_arrays():
+    """`jmpp.scaled_value_and_grad` over split state, with the optax state in hand."""
+    model, optimizer = make()
+    graphdef, params = nnx.split(jmpp.wrap(MLP(rngs=nnx.Rngs(0)), "mixed_float16"))
+    params = nnx.as_pure(params)
+    tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
+    state = tx.init(params)
+
+    @jax.jit
+    def pure_step(params, state):
+        loss, grads = jmpp.scaled_value_and_grad(lambda p: loss_fn(nnx.merge(graphdef, p), X))(state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for _ in range(3):
+        params, state, want = pure_step(params, state)
+        loss, _ = step(model, optimizer, X)
+        np.testing.assert_array_equal(loss, want)
+    for a, b in zip(values(nnx.state(model)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(values(optimizer.opt_state), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_second_trace_and_donation():
+    traces = []
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        traces.append(None)
+        loss, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    model, optimizer = make(cls=Raw)
+    for _ in range(3):
+        step(model, optimizer, X)
+    assert len(traces) == 1
+
+
+def test_scaled_gradients_are_the_gradients_times_the_scale():
+    model, _ = make()
+    plain = nnx.grad(loss_fn)(model, X)
+    loss, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(jmpp.StaticLossScale(2.0**10), model, X)
+    np.testing.assert_array_equal(loss, loss_fn(model, X))
+    for a, b in zip(values(plain), values(grads), strict=True):
+        np.testing.assert_allclose(b / 2**10, a, rtol=2e-3, atol=1e-6)
+    assert jax.tree.structure(nnx.as_pure(grads)) == jax.tree.structure(nnx.as_pure(plain))
+
+
+def test_signature_of_value_and_grad():
+    scale = jmpp.StaticLossScale(4.0)
+    model = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))
+    x = X[:, :8]
+
+    def with_aux(x, model, power):
+        out = model(x)
+        return jnp.mean(out**power), {"out": out}
+
+    value_and_grad = jmpp.nnx.scaled_value_and_grad(
+        with_aux, argnums=nnx.DiffState(1, nnx.LoRAParam), has_aux=True
+    )
+    (loss, aux), grads = value_and_grad(scale, x, model, power=2)
+    plain = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))
+    want, want_grads = plain(model)
+    np.testing.assert_array_equal(loss, want)
+    assert aux["out"].shape == (16, 8)
+    for a, b in zip(values(grads), values(want_grads), strict=True):
+        np.testing.assert_allclose(a, 4 * b, rtol=1e-6)
+    both = jmpp.nnx.scaled_value_and_grad(lambda a, b: (a(x) + b(x)).mean(), argnums=(0, 1))
+    _, grads = both(scale, model, nnx.clone(model))
+    assert len(grads) == 2
+    _, tree = jmpp.nnx.scaled_value_and_grad(loss_fn, graph=False)(scale, MLP(rngs=nnx.Rngs(0)), X)
+    assert {g.dtype.name for g in values(tree)} == {"float32"}
+
+
+def test_a_float16_loss_draws_a_warning_and_trains():
+    model, optimizer = make(policy="p=f32,c=f16,o=f16")
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, X)
+    optimizer.update(model, grads)
+    assert bool(jmpp.grads_finite(optimizer))
+
+
+def test_bad_input():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="needs a loss function, got None"):
+        jmpp.nnx.scaled_value_and_grad(None)
+    with pytest.raises(TypeError, match="must return one scalar"):
+        jmpp.nnx.scaled_value_and_grad(lambda m, x: (m(x).sum(), 1))(optimizer, model, X)
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
+        jmpp.nnx.scaled_value_and_grad(lambda m, x: m(x).sum(), has_aux=True)(optimizer, model, X)
+    plain = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    with pytest.raises(ValueError, match="There is no loss scale in this Optimizer: wrap the optimizer with"):
+        jmpp.nnx.scaled_value_and_grad(loss_fn)(plain, model, X)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_metrics_and_state_of_every_kind_of_optimizer():
+    model, optimizer = make(jmpp.DynamicLossScale(2.0**12))
+    both = nnx.ModelAndOptimizer(model, optimizer.tx)
+    chained = nnx.Optimizer(model, optax.chain(optax.clip(1.0), optimizer.tx), wrt=nnx.Param)
+    for holder in (optimizer, optimizer.opt_state, both, chained):
+        assert float(jmpp.metrics(holder)["loss_scale"]) == 2.0**12
+        assert isinstance(jmpp.metrics(holder)["loss_scale"], jax.Array)
+        jmpp.check(holder)
+        assert bool(nnx.jit(jmpp.grads_finite)(holder))
+        state = jmpp.get_loss_scale_state(holder)
+        assert isinstance(state.loss_scale, jmpp.DynamicLossScale)
+        assert float(state.loss_scale.scale(jnp.float32(1.0))) == 2.0**12
+    _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(both, model, X)
+    both.update(grads)
+    assert int(jmpp.metrics(both)["steps"]) == 1
+    with pytest.raises(ValueError, match="There are 2 loss scales"):
+        jmpp.metrics({"a": optimizer, "b": chained})
+
+
+def cnn(scale):
+    case = next(c for c in CASES if c.name == "cnn")
+    model = jmpp.wrap(case(), "mixed_float16")
+    tx = jmpp.loss_scaled(optax.adam(1e-3), scale)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param), case.inputs()
+
+
+def test_batch_statistics_are_kept_on_a_skipped_step():
+    model, optimizer, x = cnn(jmpp.DynamicLossScale())
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        with jmpp.nnx.keep_state_on_skip(optimizer, model):
+            loss, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, x)
+            optimizer.update(model, grads)
+        return loss
+
+    def state():
+        return values(nnx.state(model))
+
+    before = state()
+    step(model, optimizer, jnp.asarray(x).at[0, 0, 0, 0].set(1e30))  # inf in float16.
+    assert not bool(jmpp.grads_finite(optimizer))
+    for a, b in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    step(model, optimizer, x)
+    assert bool(jmpp.grads_finite(optimizer))
+    assert not jnp.array_equal(model.bn1.mean[...], jnp.zeros(8))
+    assert all(bool(jnp.isfinite(v).all()) for v in state())
+
+
+def test_without_it_an_overflow_stays_in_the_statistics():
+    """What it is for: this is the defect of the Flax examples."""
+    model, optimizer, x = cnn(jmpp.DynamicLossScale())
+    step(model, optimizer, jnp.asarray(x).at[0, 0, 0, 0].set(1e30))
+    assert not bool(jnp.isfinite(model.bn1.mean[...]).all())
+
+
+def test_caches_random_counts_and_chosen_variables_are_kept():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(32, 4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.cache = nnx.Cache(jnp.zeros(()))
+            self.counts = nnx.Variable({"calls": jnp.zeros((), jnp.int32)})
+
+        def __call__(self, x):
+            self.cache[...] += jnp.sum(x).astype(jnp.float32)
+            self.counts["calls"] += 1
+            return self.dropout(self.linear(x))
+
+    for only, kept_count in ((None, True), (nnx.Cache, False)):
+        model, optimizer = make(cls=lambda rngs: Net(rngs))
+        kwargs = {} if only is None else {"only": only}
+        with jmpp.nnx.keep_state_on_skip(optimizer, model, **kwargs):
+            _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, X * jnp.inf)
+            optimizer.update(model, grads)
+        assert float(model.cache[...]) == 0
+        assert (int(model.counts["calls"]) == 0) == kept_count
+        assert (int(model.dropout.rngs.count[...]) == 0) == kept_count
+        with jmpp.nnx.keep_state_on_skip(optimizer, model):
+            _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model, X)
+            optimizer.update(model, grads)
+        assert float(model.cache[...]) != 0
+
+
+def test_an_exception_inside_the_block_passes_through():
+    model, optimizer = make()
+
+    def failing_step():
+        with jmpp.nnx.keep_state_on_skip(optimizer, model):
+            raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        failing_step()
+
+
+def test_training_the_wrapped_trains_the_original():
+    bare = MLP(rngs=nnx.Rngs(0))
+    model = jmpp.wrap(bare, "mixed_float16")
+    optimizer = nnx.Optimizer(model, jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()), wrt=nnx.Param)
+    before = bare(X)
+    step(model, optimizer, X)
+    assert not jnp.array_equal(bare(X), before)
+    np.testing.assert_allclose(bare(X), model(X), atol=2e-3)
+
+
+def test_one_decision_for_all_devices():
+    """The batch split over eight devices, an infinity on one of them."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model, optimizer = make()
+    sharded = jax.device_put(X.at[3, 0].set(jnp.inf), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    before = values(nnx.state(model))
+    step(model, optimizer, sharded)
+    assert not bool(jmpp.grads_finite(optimizer))
+    for a, b in zip(values(nnx.state(model)), before, strict=True):
+        np.testing.assert_array_equal(a, b)
