@@ -1,12 +1,14 @@
 """Train one CNN in float32, bfloat16 and float16 with the same train step, and compare.
 
 Run `python examples/digits.py` (or `make demo`): it takes less than a minute on two CPU cores and needs no
-network. The three lines that make a train step mixed-precision are marked (1), (2) and (3).
+network. The three lines that make a train step mixed-precision are marked (1), (2) and (3). The network is a
+Linen module; nnx_digits.py does the same with NNX.
 """
 
 import argparse
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ RUNS = {
     "float16 unscaled": ("mixed_float16", jmpp.NoOpLossScale()),
 }
 State = namedtuple("State", "params batch_stats opt_state")
+Data = namedtuple("Data", "images labels test_images test_labels")
 Row = namedtuple("Row", "name accuracy history param_bytes temp_bytes")  # history: arrays, one value a step
 
 
@@ -78,18 +81,23 @@ def train_step(model: nn.Module, tx: Any, state: State, images: Any, labels: Any
     return State(params, batch_stats, opt_state), seen
 
 
+def load(rng: np.random.Generator) -> Data:
+    """1797 images of 8 x 8 pixels, 500 of them for the test."""
+    digits = load_digits()
+    order = rng.permutation(len(digits.target))
+    images = (digits.images[order, ..., None] / 16).astype(np.float32)
+    labels = digits.target[order].astype(np.int32)
+    return Data(images[500:], labels[500:], images[:500], labels[:500])
+
+
 def train(name: str, steps: int, seed: int, progress: Progress) -> Row:
     """Trains in one of the precisions of RUNS, from the same weights and on the same batches in each."""
     policy, loss_scale = RUNS[name]
     model = jmpp.wrap(Net(), policy)  # (1) was: Net()
     tx = jmpp.loss_scaled(optax.sgd(LEARNING_RATE, momentum=0.9), loss_scale)  # (2) was: optax.sgd(...)
 
-    rng, digits = np.random.default_rng(seed), load_digits()
-    order = rng.permutation(len(digits.target))  # 1797 images of 8 x 8 pixels
-    images = (digits.images[order, ..., None] / 16).astype(np.float32)
-    labels = digits.target[order].astype(np.int32)
-    (test_images, images), (test_labels, labels) = np.split(images, [500]), np.split(labels, [500])
-
+    rng = np.random.default_rng(seed)
+    images, labels, test_images, test_labels = load(rng)
     variables = jax.jit(partial(model.init, train=False))(jax.random.key(seed), images[:1])
     state = State(**variables, opt_state=tx.init(variables["params"]))
     step = jax.jit(partial(train_step, model, tx), donate_argnums=0)
@@ -168,7 +176,7 @@ XLA temp.:  activations and other temporaries of the train step, as XLA reports
             in float32, so the figures say little about a GPU's memory."""
 
 
-def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
+def compare(steps: int, seed: int, out: Path, quiet: bool = False, train: Callable = train) -> list[Row]:
     """Trains all of RUNS, prints the table and saves the plot."""
     console = Console(highlight=False)
     if not quiet:
@@ -183,16 +191,18 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, train: Callable = train, out: str = "out/digits.png") -> int:
     parser = argparse.ArgumentParser(description="Train a CNN on digits in four precisions, and compare.")
     parser.add_argument("--steps", type=int, default=600, help="train steps of each run (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and test split (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out/digits.png", help="the plot")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / out, help="the plot")
     parser.add_argument("--quiet", action="store_true", help="only the table: no words, no progress bar")
     options = parser.parse_args(argv)
     if options.steps < 10:
         parser.error(f"--steps must be at least 10, got {options.steps}")
-    failure = judge(compare(**vars(options)))
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
+    failure = judge(compare(**vars(options), train=train))
     if failure:
         print(failure, file=sys.stderr)
     return 1 if failure else 0

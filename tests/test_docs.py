@@ -45,7 +45,17 @@ def test_readme():
     namespace = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["losses"][-1] < 0.5 * namespace["losses"][0]
+    for losses in (namespace["losses"], namespace["nnx_losses"]):
+        assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_docs_pages(path):
+    namespace = {"__name__": path.stem}
+    blocks = python_blocks(path)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, path.name, "exec"), namespace)
 
 
 def test_readme_numbers_are_the_measured_ones(monkeypatch):

@@ -489,6 +489,36 @@ class Slotted(nnx.Linear):
         return super().__call__(x) * self.gain
 
 
+class Residual(nnx.Sequential):
+    """A container of Flax's with arithmetic of its own."""
+
+    def __init__(self):
+        super().__init__(nnx.Linear(8, 8, rngs=rngs()))
+
+    def __call__(self, x):
+        out = x + super().__call__(x)
+        assert out.dtype == jnp.float16
+        return out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    linear: typing.Any
+    w: typing.Any
+
+
+class InRegistered(nnx.Module):
+    """Modules and Params in a container that only JAX knows."""
+
+    def __init__(self):
+        self.pair = nnx.data(Pair(nnx.Linear(8, 8, rngs=rngs()), nnx.Param(jnp.ones(8))))
+
+    def __call__(self, x):
+        assert self.pair.w[...].dtype == jnp.float16
+        return self.pair.linear(x) * self.pair.w
+
+
 class InContainers(nnx.Module):
     def __init__(self):
         self.linears = nnx.data([nnx.Linear(8, 8, rngs=rngs())])
@@ -508,6 +538,8 @@ class InContainers(nnx.Module):
         pytest.param(Rematted, id="rematted call"),
         pytest.param(Slotted, id="subclassed layer"),
         pytest.param(InContainers, id="containers"),
+        pytest.param(InRegistered, id="registered container"),
+        pytest.param(Residual, id="subclassed container"),
     ],
 )
 def test_modules_of_all_kinds(make):

@@ -214,9 +214,7 @@ class _Copies:
         return new
 
     def _of_attribute(self, node: Any, name: str, value: Any, dtype: np.dtype) -> Any:
-        if isinstance(value, list | tuple | dict):
-            return map_changed(lambda x: self._of_value(node, name, x, dtype), value, _graph.is_node)
-        return self._of_value(node, name, value, dtype)
+        return map_changed(lambda x: self._of_value(node, name, x, dtype), value, _graph.is_node)
 
     def _of_value(self, node: Any, name: str, value: Any, dtype: np.dtype) -> Any:
         if isinstance(value, nnx.Variable):

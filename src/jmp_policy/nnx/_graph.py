@@ -28,12 +28,9 @@ def children(node: nnx.Pytree) -> Iterator[Child]:
     for name, attribute in sorted(vars(node).items()):
         if name.startswith("_pytree__"):
             continue
-        if is_node(attribute):
-            yield Child((name,), attribute)
-        elif isinstance(attribute, list | tuple | dict):
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
-                if is_node(leaf):
-                    yield Child((name, *map(_key, keys)), leaf)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
+            if is_node(leaf):
+                yield Child((name, *map(_key, keys)), leaf)
 
 
 def _key(key: Any) -> Any:

@@ -56,11 +56,9 @@ def follows_by_itself(module: nnx.Module, bare: type) -> bool:
     True for Flax's layers with a `dtype`, with two exceptions: recurrent cells hand on the wider of
     compute and carry dtype, and attention writes into a cache that may have any dtype.
     """
-    if isinstance(module, _CONTAINERS) or is_bridge(module):
-        return True
-    if isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
+    if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
         return False
-    return "dtype" in vars(module) and is_flax(bare)
+    return isinstance(module, _CONTAINERS) or is_bridge(module) or "dtype" in vars(module)
 
 
 def passes_on(module: nnx.Module) -> bool:
@@ -85,14 +83,23 @@ class InFloat32:
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
 
 
-def settings(module: nnx.Module, treatment: Treatment, *, float32_islands: bool) -> dict[str, Any]:
-    """The static attributes that make a layer follow a policy, for those that it has."""
+def settings(
+    module: nnx.Module, treatment: Treatment, *, float32_islands: bool, keeps_dtype: bool
+) -> dict[str, Any]:
+    """The static attributes that make a layer follow a policy, for those that it has.
+
+    Args:
+      module: the layer.
+      treatment: what the rules mean for it.
+      float32_islands: whether the softmax of attention is to be float32.
+      keeps_dtype: whether the layer's own `dtype` wins over the policy.
+    """
     attributes, new = vars(module), {}
-    if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]):
+    if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype:
         # Weight normalisations store what they compute, and would round the master weights for good.
         stores = isinstance(module, WEIGHT_NORMS)
         new["dtype"] = scalar_type(treatment.param_dtype if stores else treatment.compute_dtype)
-    if treatment.island and isinstance(module, NORMS) and "promote_dtype" in attributes:
+    if treatment.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
         new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
     # Without islands too in float16: Flax's own function does not compile for it on a CPU.
     half = is_half(treatment.compute_dtype) and (float32_islands or treatment.compute_dtype == jnp.float16)

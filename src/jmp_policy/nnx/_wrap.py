@@ -134,7 +134,7 @@ class _Plan:
     def _needs_class(self, place: _Place) -> bool:
         """Whether settings alone do not make a module do all that its policy says."""
         module, policy = place.module, place.treatment.policy
-        if isinstance(module, nnx.List | nnx.Dict):
+        if type(module) in (nnx.List, nnx.Dict):
             # Not called, but what it holds is read in the dtype that its own rule says.
             return next(_graph.own_params(module), None) is not None
         if not _layers.follows_by_itself(module, type(module)):
@@ -368,11 +368,12 @@ def _check_tied_params(plan: _Plan) -> None:
 def _apply(place: _Place, rules: PolicyMap) -> None:
     """Sets what settings of a module of the new tree can say."""
     module, treatment = place.module, place.treatment
-    if not place.keeps_dtype:
-        new = _layers.settings(module, treatment, float32_islands=rules.float32_islands)
-        if "dtype" in new:
-            _layers.remember_own_dtype(module, vars(module)["dtype"])
-        vars(module).update(new)
+    new = _layers.settings(
+        module, treatment, float32_islands=rules.float32_islands, keeps_dtype=place.keeps_dtype
+    )
+    if "dtype" in new:
+        _layers.remember_own_dtype(module, vars(module)["dtype"])
+    vars(module).update(new)
     if _layers.is_bridge(module):
         _govern_linen(place, rules)
 
