@@ -27,7 +27,8 @@ def test_same_products_and_no_more_bytes_or_memory(pair):
     (by_hand, wrapped), params = pair
     assert products(wrapped, params) == products(by_hand, params)
     (hand_bytes, hand_temp), (bytes_accessed, temp) = cost(by_hand, params), cost(wrapped, params)
-    assert bytes_accessed <= 1.01 * hand_bytes
+    # The softmax is in float32, and by hand in float16; that may show where everything else is small.
+    assert bytes_accessed <= 1.02 * hand_bytes
     assert temp <= 1.01 * hand_temp
 
 
@@ -67,7 +68,7 @@ def test_attention_keeps_large_logits_and_masks():
 
 def test_attention_softmax_weights_sum_to_one():
     """2048 equal weights of float16 summed in float16 would stop at 1 - 2**-11 * k."""
-    from jmp_policy.linen._attention import softmax_in_float32
+    from jmp_policy._attention import softmax_in_float32
 
     x = jnp.zeros((1, 2048), jnp.float16)
     y = softmax_in_float32(jnp.dtype("float16"), x)
@@ -78,3 +79,19 @@ def test_attention_softmax_weights_sum_to_one():
     assert float(jnp.abs(tangent).max()) == 0.0  # A shift of all logits changes nothing.
     hessian = jax.hessian(lambda x: softmax_in_float32(jnp.dtype("float32"), x)[0])(jnp.ones(3))
     np.testing.assert_allclose(hessian, jax.hessian(lambda x: jax.nn.softmax(x)[0])(jnp.ones(3)), atol=1e-6)
+
+
+def test_attention_softmax_gradient_sums_in_float32():
+    """As accurate as half precision can tell: the transposed tangent must not sum in half."""
+    from jmp_policy._attention import softmax_in_float32
+
+    x = jax.random.normal(jax.random.key(0), (64, 128))
+    cotangent = 1 + jax.random.normal(jax.random.key(1), (64, 128))
+    x, cotangent = x.astype(jnp.float16), cotangent.astype(jnp.float16)
+
+    def gradient(softmax, dtype):
+        return jax.vjp(softmax, x.astype(dtype))[1](cotangent.astype(dtype))[0].astype(jnp.float32)
+
+    want = gradient(jax.nn.softmax, jnp.float32)
+    got = gradient(lambda x: softmax_in_float32(x.dtype, x), jnp.float16)
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 2.0**-11
