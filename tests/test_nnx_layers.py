@@ -238,10 +238,13 @@ def test_recurrent_cells_accumulate_in_float32_and_hand_on_half():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_attention_softmax_is_float32(dropout):
+@pytest.mark.parametrize("partial", [False, True])
+def test_attention_softmax_is_float32(dropout, partial):
+    function = functools.partial(nnx.dot_product_attention, bias=jnp.ones((2, 64, 64)))
     attend = nnx.MultiHeadAttention(
-        2, 16, dropout_rate=dropout, deterministic=False, decode=False, rngs=nnx.Rngs(0)
-    )
+        2, 16, dropout_rate=dropout, deterministic=False, decode=False, rngs=nnx.Rngs(0),
+        attention_fn=function if partial else nnx.dot_product_attention,
+    )  # fmt: skip
     model = jmpp.wrap(attend, "mixed_float16")
     jaxpr = jax.make_jaxpr(run(model))(8 * image(2, 64, 16))
     exps = {e.outvars[0].aval.dtype.name for e in equations(jaxpr.jaxpr) if e.primitive.name == "exp"}

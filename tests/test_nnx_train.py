@@ -232,6 +232,31 @@ def test_caches_random_counts_and_chosen_variables_are_kept():
         assert float(model.cache[...]) != 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_optimizers_own_state_moves_on():
+    model, _ = make()
+    both = nnx.ModelAndOptimizer(model, jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()))
+    with jmpp.nnx.keep_state_on_skip(both, both):
+        _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(both, model, X * jnp.inf)
+        both.update(grads)
+    assert int(jmpp.metrics(both)["skipped_steps"]) == 1
+    assert float(jmpp.metrics(both)["loss_scale"]) == 2.0**15
+
+
+def test_what_is_no_module_to_keep():
+    model, optimizer = make()
+    for modules, error, message in (
+        ((), ValueError, "needs the model whose state is to be kept"),
+        ((nnx.state(model),), TypeError, "keeps the state of modules, got State"),
+        (([model],), TypeError, "keeps the state of modules, got list"),
+        ((optimizer,), TypeError, "keeps the state of modules, got Optimizer"),
+    ):
+        with pytest.raises(error, match=message), jmpp.nnx.keep_state_on_skip(optimizer, *modules):
+            pass
+    with pytest.raises(ValueError, match="no loss scale"), jmpp.nnx.keep_state_on_skip(model, model):
+        pass
+
+
 def test_an_exception_inside_the_block_passes_through():
     model, optimizer = make()
 

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
@@ -115,7 +116,8 @@ def test_writing_goes_to_the_shared_variable_in_its_own_dtype():
     bare = Writer()
     bare.gone = 1
     model = jmpp.wrap(bare, "mixed_float16")
-    model(jnp.full((1, 1), 0.5))
+    with pytest.warns(UserWarning, match="stored in float32 was overwritten with values computed in float16"):
+        model(jnp.full((1, 1), 0.5))
     assert bare.w.dtype == jnp.float32
     np.testing.assert_array_equal(bare.w[...], jnp.full(3, 2.0))
     np.testing.assert_array_equal(bare.rows[0][...], jnp.array([0.5, 0.0]))
@@ -132,7 +134,10 @@ def test_writing_goes_to_the_shared_variable_in_its_own_dtype():
             raise RuntimeError("after writing")
 
     bare = Failing()
-    with pytest.raises(RuntimeError, match="after writing"):
+    with (
+        pytest.raises(RuntimeError, match="after writing"),
+        pytest.warns(UserWarning, match="was overwritten with values computed in float16"),
+    ):
         jmpp.wrap(bare, "mixed_float16")(X)
     assert float(bare.w[0]) == 2
 
@@ -143,12 +148,13 @@ def test_an_assigned_parameter_replaces_the_old_one():
             self.w = nnx.Param(jnp.zeros(3))
 
         def __call__(self, x):
-            self.w = nnx.Param(jnp.ones(3))
+            self.w = nnx.Param(self.w[...] + 1)
             return x
 
     model = jmpp.wrap(Replacing(), "mixed_float16")
     model(X)
     assert float(model.w[0]) == 1
+    assert model.w.dtype == jnp.float32
 
 
 def test_a_method_may_return_the_module_or_nothing_or_anything():
@@ -331,6 +337,8 @@ def test_a_modules_own_dtype_is_overruled_or_kept():
     assert model(X)[0] == "float32"
     assert (model.unset.dtype, model.embed.dtype, model.cell.dense_i.dtype) == (jnp.float16,) * 3
     assert jmpp.wrap(Own(), kept)(X) == ["float16"] * 5
+    embed = jmpp.nnx.cast_params(nnx.Embed(4, 8, rngs=rngs()), "bfloat16")
+    assert jmpp.wrap(embed, jmpp.PolicyMap("bfloat16", keep_module_dtypes=True)).dtype == jnp.bfloat16
     assert jmpp.wrap(Own(dtype=jnp.bfloat16), kept)(X)[0] == "bfloat16"
     assert bare.set.dtype == jnp.float32
     # The new policy replaces the old one, which has not left its dtypes behind as wishes.
@@ -604,6 +612,10 @@ def test_methods_called_from_outside_are_governed_when_listed():
     assert model.encode(X).dtype == jnp.float32
     assert model.seen == "float16"
     model(X)
+    with pytest.raises(TypeError, match=r"got the text 'encode': methods=\['encode'\]"):
+        jmpp.nnx.wrap(Coder(), "mixed_float16", methods="encode")
+    with pytest.raises(ValueError, match="'__init__' is a method that Python calls"):
+        jmpp.nnx.wrap(Coder(), "mixed_float16", methods=["__init__"])
     with pytest.raises(ValueError, match=r"no module of this model defines 'encod'. Did you mean 'encode'"):
         jmpp.nnx.wrap(Coder(), "mixed_float16", methods=["encod"])
 
@@ -671,6 +683,11 @@ def test_what_is_no_nnx_module():
         jmpp.nnx.wrap(nn.Dense(3), "mixed_float16")
     with pytest.raises(TypeError, match="got GraphDef. Merge it first"):
         jmpp.nnx.wrap(nnx.graphdef(MLP(rngs=rngs())), "mixed_float16")
+    optimizer = nnx.Optimizer(MLP(rngs=rngs()), optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match="got Optimizer. Wrap the model, and make the optimizer from"):
+        jmpp.nnx.wrap(optimizer, "mixed_float16")
+    with pytest.raises(TypeError, match="got Param. Wrap the module that holds it"):
+        jmpp.nnx.wrap(nnx.Param(X), "mixed_float16")
     with pytest.raises(TypeError, match="got dict"):
         jmpp.nnx.wrap({}, "mixed_float16")
     with pytest.raises(ValueError, match="weight gradients in another dtype"):
@@ -744,6 +761,9 @@ def test_a_linen_module_inside():
     jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s)(x))(state, X)
     dots = [e.invars[0].aval.dtype.name for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert dots == ["float16", "float32"]
+    for unused in ("haed", nnx.Linear):
+        with pytest.raises(ValueError, match="matches no module of Outer"):
+            jmpp.wrap(bare, jmpp.PolicyMap("mixed_float16", {unused: "float32"}))
     # Wrapped again, made by the wrapped one, at the root.
     bare.seen = model.seen
     assert nnx.graphdef(jmpp.wrap(model, rules)) == nnx.graphdef(jmpp.wrap(bare, rules))

@@ -15,7 +15,8 @@ ORDER = [
     "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
     "_adaptive_scale", "_state", "_grad", "_metrics", "optim",
     "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen",
-    "nnx._graph", "nnx._attention", "nnx._layers", "nnx._governed", "nnx._wrap", "nnx._train", "nnx",
+    "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
+    "nnx._wrap", "nnx._train", "nnx",
     "_wrap", "",
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ def cast_results(
     *,
     at_border: bool,
     may_be_scanned: bool,
+    alone: bool = False,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """The result of a module's method as its caller is to see it.
@@ -27,7 +28,9 @@ def cast_results(
       policy: the module's policy.
       at_border: whether the caller is under another policy, so that the output dtype applies. Inside,
         results are handed on in compute dtype.
-      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry must keep its dtype.
+      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry must keep its dtype:
+        the first of a pair.
+      alone: whether the carry may be all that it returns.
       is_leaf: as for `jax.tree.flatten`: what is not to be looked into.
     """
 
@@ -37,6 +40,10 @@ def cast_results(
         # Scalars stay: they cost nothing and are mostly losses, whose cotangent is the loss scale.
         return x if not is_floating_array(x) or np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
 
+    if alone and given:
+        kept = _in_dtypes_of(given[0], out, is_leaf)
+        if kept is not None:
+            return kept
     if not (may_be_scanned and isinstance(out, tuple) and len(out) == 2 and given):
         return map_changed(cast, out, is_leaf)
     kept = _in_dtypes_of(given[0], out[0], is_leaf)

@@ -6,6 +6,7 @@ float16 on a CPU.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,15 +87,24 @@ def with_float32_softmax(attention_fn: Any) -> Any:
     """What to call instead of an attention function of Flax's own; any other comes back as it is."""
     if attention_fn is nnx.dot_product_attention:
         return attention
-    if isinstance(attention_fn, functools.partial) and attention_fn.func is _with_rope is not None:
-        return functools.partial(attention_with_rope, *attention_fn.args, **attention_fn.keywords)
-    return attention_fn
+    if _with_rope is not None and attention_fn is _with_rope:
+        return attention_with_rope
+    return _in_partial(with_float32_softmax, attention_fn)
 
 
 def as_in_flax(attention_fn: Any) -> Any:
     """The inverse of `with_float32_softmax`."""
     if attention_fn is attention:
         return nnx.dot_product_attention
-    if isinstance(attention_fn, functools.partial) and attention_fn.func is attention_with_rope:
-        return functools.partial(_with_rope, *attention_fn.args, **attention_fn.keywords)
-    return attention_fn
+    if attention_fn is attention_with_rope:
+        return _with_rope
+    return _in_partial(as_in_flax, attention_fn)
+
+
+def _in_partial(replaced: Callable[[Any], Any], attention_fn: Any) -> Any:
+    if not isinstance(attention_fn, functools.partial):
+        return attention_fn
+    new = replaced(attention_fn.func)
+    if new is attention_fn.func:
+        return attention_fn
+    return functools.partial(new, *attention_fn.args, **attention_fn.keywords)

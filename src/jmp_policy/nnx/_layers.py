@@ -27,7 +27,7 @@ POSITIONS: tuple[type, ...] = (vars(nnx)["RoPE"],) if hasattr(nnx, "RoPE") else 
 _CONTAINERS = (nnx.Sequential, nnx.List, nnx.Dict, nnx.Dropout, nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
 #: Of those, the ones whose results come from layers that hand on the compute dtype.
-_PASS_ON = (nnx.Sequential, nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
+_PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
 
 def is_island(module: nnx.Module) -> bool:
@@ -53,16 +53,23 @@ def keeps_carry(module: nnx.Module) -> bool:
 def follows_by_itself(module: nnx.Module, bare: type) -> bool:
     """Whether settings alone make a module compute, and hand on values, as the policy says.
 
-    True for Flax's layers with a `dtype`, with two exceptions: recurrent cells hand on the wider of
-    compute and carry dtype, and attention writes into a cache that may have any dtype.
+    True for Flax's layers with a `dtype`, with exceptions: recurrent cells hand on the wider of compute and
+    carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
+    another one.
     """
     if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
+        return False
+    if vars(module).get("preferred_element_type") is not None:
         return False
     return isinstance(module, _CONTAINERS) or is_bridge(module) or "dtype" in vars(module)
 
 
 def passes_on(module: nnx.Module) -> bool:
-    """Whether the results of a module are those of modules that it holds."""
+    """Whether the results of a module are those of modules that it holds, in their dtype."""
+    if isinstance(module, nnx.Sequential):
+        last = module.layers[-1] if len(module.layers) else None
+        # Flax's and JAX's activation functions keep the dtype; of others nobody knows.
+        return isinstance(last, nnx.Module) or getattr(last, "__module__", "").startswith(("jax.", "flax."))
     return isinstance(module, _PASS_ON)
 
 
@@ -125,20 +132,22 @@ def scalar_type(dtype: np.dtype) -> Any:
     return getattr(jnp, dtype.name, dtype)
 
 
-#: The dtype that a layer had before it was overruled, by the identity of the wrapped layer.
-_OVERRULED: dict[int, tuple[Any, Any]] = {}
+#: Identity of a wrapped layer -> (reference to it, the dtype it had, the dtype it was given). Not an
+#: attribute of the layer, whose graph definition would no longer be that of one written by hand.
+_OVERRULED: dict[int, tuple[Any, Any, Any]] = {}
 
 
-def remember_own_dtype(module: nnx.Module, dtype: Any) -> None:
-    """Notes a layer's own wish, for when the layer gets another policy."""
+def remember_own_dtype(module: nnx.Module, own: Any, given: Any) -> None:
+    """Notes a layer's own wish, for when this very layer gets another policy."""
     key = id(module)
-    _OVERRULED[key] = (weakref.ref(module, lambda _: _OVERRULED.pop(key, None)), dtype)
+    _OVERRULED[key] = (weakref.ref(module, lambda _: _OVERRULED.pop(key, None)), own, given)
 
 
 def own_dtype(module: nnx.Module) -> Any:
-    """The `dtype` that a layer was made with."""
-    reference, dtype = _OVERRULED.get(id(module), (lambda: None, None))
-    return dtype if reference() is module else vars(module).get("dtype")
+    """The `dtype` that a layer was made with, or that was set on it since."""
+    now = vars(module).get("dtype")
+    reference, own, given = _OVERRULED.get(id(module), (lambda: None, None, None))
+    return own if reference() is module and now is given else now
 
 
 def wish(module: nnx.Module, holder: Any) -> Any:
@@ -146,10 +155,10 @@ def wish(module: nnx.Module, holder: Any) -> Any:
 
     `nnx.Embed` and `nnx.SimpleCell` say float32 where nobody said anything.
     """
-    dtype = vars(module).get("dtype")
+    dtype = getattr(module, "dtype", None)
     if dtype is None or not is_dtype_or_none(dtype):
         return None
-    if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
+    if isinstance(module, nnx.Embed) and dtype in (module.embedding.dtype, module.param_dtype):
         return None
     if any(isinstance(m, nnx.SimpleCell) and m.dtype == jnp.float32 for m in (module, holder)):
         return None

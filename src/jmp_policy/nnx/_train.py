@@ -94,8 +94,12 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
 
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
-      modules: the modules whose Variables are kept.
+      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
       only: which Variables, as an NNX filter; all but parameters by default.
+
+    Raises:
+      ValueError: when no loss scale, or more than one, is found; without any module.
+      TypeError: for something that is no module.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -112,10 +116,11 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       >>> float(model.mean[0])
       0.0
     """
+    find_loss_scale(optimizer)  # Raises now, and not after the step.
     selected = nnx.filterlib.to_predicate(only)
     found = {
         id(variable): variable
-        for module in modules
+        for module in _models(modules)
         for path, variable in _graph.variables(module)
         if selected(path, variable)
     }
@@ -126,3 +131,15 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         new = _graph.read(variable)
         if new is not old:
             _graph.write(variable, select_tree(finite, new, old))
+
+
+def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
+    if not modules:
+        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
+    for module in modules:
+        # The optimizer's own state must move on: a loss scale that is put back never recovers.
+        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
+        if not isinstance(model, nnx.Module):
+            given = type(model).__name__
+            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
+        yield model

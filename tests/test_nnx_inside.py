@@ -1,0 +1,229 @@
+"""What the methods of a governed NNX module see and do, for modules written in every way."""
+
+import concurrent.futures
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp_policy as jmpp
+
+F16 = "p=f32,c=f16,o=f16"
+X = jax.random.normal(jax.random.key(0), (2, 8))
+
+
+def linear():
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def test_nothing_is_stale_inside_or_after_a_call():
+    """A method sees itself, its children see it, and what is returned or kept is the module's own."""
+
+    class Child(nnx.Module):
+        def __init__(self, parent, w):
+            self.parent, self.w = parent, w
+
+        def __call__(self, x):
+            assert float(self.w[0]) == 3
+            self.w[...] = self.w[...].astype(jnp.float32) * 5
+            return x * self.parent.factor
+
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.factor = 1.0
+            self.w = nnx.Param(jnp.ones(8))
+            self.parts = nnx.data({"w": nnx.Param(jnp.ones(2)), "calls": 0})
+            self.ws = nnx.data([nnx.Param(jnp.ones(2))])
+            self.list = nnx.List([nnx.Param(jnp.ones(2))])
+            self.child = Child(self, self.w)
+
+        def __call__(self, x):
+            self.factor = 5.0
+            self.w[...] = self.w[...].astype(jnp.float32) * 3
+            x = self.child(x)
+            assert float(self.w[0]) == 15
+            self.parts["calls"] += 1
+            self.ws.append(nnx.Param(jnp.zeros(1)))
+            self.list.append(nnx.Param(jnp.zeros(1)))
+            self.last = nnx.data([self.w, self.list])
+            return x, self.w, self.list, lambda: self.w[...]
+
+    model = jmpp.wrap(Parent(), "mixed_float16")
+    x, w, held, later = model(jnp.ones((1, 8)))
+    assert float(x[0, 0]) == 5
+    assert float(model.w[0]) == 15
+    assert w is model.w
+    assert held is model.list
+    assert model.parts["calls"] == 1
+    assert [len(model.ws), len(model.list)] == [2, 2]
+    assert model.last[0] is model.w
+    assert model.last[1] is model.list
+    model.w[...] = jnp.zeros(8)
+    assert (float(later()[0]), later().dtype) == (0, jnp.float16)
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 6
+
+
+def test_methods_from_bases_that_are_no_modules():
+    class Mixin:
+        def __call__(self, x):
+            assert self.w[...].dtype == jnp.float16
+            return self.linear(x * self.w)
+
+    class Net(Mixin, nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(8))
+            self.linear = linear()
+
+    assert jmpp.wrap(Net(), "mixed_float16")(X).dtype == jnp.float32
+
+
+def test_methods_and_partials_that_a_module_keeps_are_those_of_the_wrapped_one():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = linear()
+            self.method = self.run
+            self.partial = functools.partial(lambda layer, x: layer(x), self.linear)
+
+        def run(self, x):
+            return self.linear(x)
+
+        def __call__(self, x):
+            a, b = self.method(x), self.partial(x)
+            assert a.dtype == b.dtype == jnp.float16
+            return a
+
+    bare = Net()
+    assert jmpp.wrap(bare, "mixed_float16")(X).dtype == jnp.float32
+    assert bare.linear(X).dtype == jnp.float32
+    layer = linear()
+    with pytest.warns(UserWarning, match=r"The function List.1 closes over a module of the model"):
+        jmpp.wrap(nnx.Sequential(layer, lambda x: layer(x)), "mixed_float16")
+
+
+def test_a_dtype_that_the_class_defines():
+    class Net(nnx.Module):
+        dtype = jnp.float32
+
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(8))
+
+        def __call__(self, x):
+            assert self.dtype == expected
+            return x.astype(self.dtype) * self.w
+
+    expected = jnp.float16
+    assert jmpp.wrap(Net(), F16)(X).dtype == jnp.float16
+    expected = jnp.float32
+    assert jmpp.wrap(Net(), jmpp.PolicyMap(F16, keep_module_dtypes=True))(X).dtype == jnp.float16
+    assert Net.dtype == jnp.float32
+
+
+def test_a_class_derived_from_a_wrapped_one_keeps_its_own_code():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(8))
+
+        def __call__(self, x):
+            return x * self.w
+
+    class Doubled(type(jmpp.wrap(Net(), "mixed_float16"))):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    derived = Doubled()
+    assert derived(X).dtype == jnp.float32
+    np.testing.assert_allclose(derived(X), 2 * X, rtol=2e-3)
+    np.testing.assert_allclose(jmpp.wrap(derived, "mixed_bfloat16")(X), 2 * X, rtol=2e-2)
+
+
+def test_results_in_another_dtype_by_a_layers_own_means():
+    wide = nnx.Linear(8, 8, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0))
+    assert jmpp.wrap(wide, F16)(X).dtype == jnp.float16
+    ends = nnx.Sequential(linear(), lambda x: x.astype(jnp.float32))
+    assert jmpp.wrap(ends, F16)(X).dtype == jnp.float16
+
+
+def test_the_output_dtype_of_a_tied_module_does_not_depend_on_names():
+    class Net(nnx.Module):
+        def __init__(self):
+            layer = linear()
+            self.a, self.b = nnx.Dict(l=layer), nnx.Dict(l=layer)
+
+    for other in "ab":
+        rules = jmpp.PolicyMap("mixed_float16", {other: "mixed_bfloat16", "*/l": "mixed_float16"})
+        assert jmpp.wrap(Net(), rules).a["l"](X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("pattern", ["layers", nnx.Linear])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_rules_for_layers_that_are_scanned(pattern, policy):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.linear(x)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.first = linear()
+            self.layers = nnx.vmap(Layer)(nnx.Rngs(0).split(3))
+
+        def __call__(self, x):
+            scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return scan(self.first(x), self.layers)
+
+    bare = Net()
+    out = jmpp.wrap(bare, jmpp.PolicyMap("mixed_float16", {pattern: policy}))(X)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, bare(X), atol=0.3)
+
+
+def test_a_pair_in_a_plain_loop_is_no_carry():
+    class Block(nnx.Module):
+        def __init__(self):
+            self.linear = linear()
+
+        def __call__(self, x):
+            return self.linear(x), None
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.block = Block()
+
+        def __call__(self, x):
+            x, _ = self.block(x.astype(jnp.float32))
+            assert x.dtype == jnp.float16
+            return x
+
+    jmpp.wrap(Net(), "mixed_float16")(X)
+
+
+def test_one_class_however_many_threads_ask():
+    for _ in range(10):
+
+        class Local(nnx.Module):
+            def __call__(self, x):
+                return x
+
+        def ask(_, cls=Local):
+            return type(jmpp.wrap(cls(), "mixed_float16"))
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(ask, range(16)))) == 1
+
+
+def test_shared_modules_at_too_many_paths():
+    class Pair(nnx.Module):
+        def __init__(self, inner):
+            self.a = self.b = inner
+
+    model = linear()
+    for _ in range(20):
+        model = Pair(model)
+    jmpp.wrap(model, "mixed_float16")
+    with pytest.raises(ValueError, match="shared so often that they are at more than 100000 paths"):
+        jmpp.wrap(model, jmpp.PolicyMap("mixed_float16", {"a": "float32"}))
