@@ -1,12 +1,15 @@
 """Measuring compiled steps on the CPU: always as ratios of two things timed in turn in one run."""
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+COUNTS = ("equations", "bytes", "temp")
 
 
 def equations(jaxpr: Any) -> int:
@@ -56,16 +59,29 @@ def counts(traced: Any, compiled: Any) -> dict[str, float]:
 
 
 def interleaved(functions: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Calls all functions in turn, `repeats` times; a slow moment of the machine hits all alike."""
+    """Calls all functions in turn, `repeats` times; a slow moment of the machine hits all alike.
+
+    In another order each time: what a function leaves in the caches is not always there for the same one.
+    """
     found: dict[str, list[float]] = {name: [] for name in functions}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, function in functions.items():
-            found[name].append(function())
+        for name in order.sample(list(functions), len(functions)):
+            found[name].append(functions[name]())
     return found
+
+
+def compare(quantity: str, values: list[float], base: list[float]) -> Any:
+    """What stands in a table for one thing over another: one number for counts, with its spread for times."""
+    return round(values[0] / base[0], 3) if quantity in COUNTS else ratio(values, base)
 
 
 def ratio(values: list[float], base: list[float]) -> dict[str, float]:
     """Median of the paired ratios, and their quartiles as the spread."""
-    pairs = sorted(a / b for a, b in zip(values, base, strict=True))
-    low, middle, high = statistics.quantiles(pairs, n=4)
+    return spread([a / b for a, b in zip(values, base, strict=True)])
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
     return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}

@@ -87,6 +87,27 @@ def compile_for_gpu(jitted: Any, args: tuple[Any, ...], devices: int = 1, target
     return count(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
+def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[str, Any]]:
+    """One row per report, with what it adds to the one that it is to be compared with, if any."""
+    rows = []
+    for name, r in reports.items():
+        row: dict[str, Any] = {
+            "variant": name,
+            "kernels": r.kernels,
+            "gigabytes": round(r.bytes / 1e9, 2),
+            "temp_gigabytes": round(r.temp_bytes / 1e9, 3),
+            "copies": r.copies,
+            "dots": r.dots,
+        }
+        if name in bases:
+            base = reports[bases[name]]
+            row["compared_with"] = bases[name]
+            row["added_kernels"] = f"{r.kernels / base.kernels - 1:+.1%}"
+            row["added_bytes"] = f"{r.bytes / base.bytes - 1:+.2%}"
+        rows.append(row)
+    return rows
+
+
 def gpu_devices(devices: int = 1, target: str = H100) -> np.ndarray:
     """Devices that only compile."""
     _check_plugin()

@@ -12,7 +12,7 @@ import optax
 
 import jmp_policy as jmpp
 from benchmarks import _models, _record, _steps
-from benchmarks.gpu_target import PluginMissingError, Report, compile_for_gpu
+from benchmarks.gpu_target import PluginMissingError, Report, compile_for_gpu, table_rows
 
 WIDTHS = {"vocabulary": 30528, "hidden": 1024, "heads": 16, "mlp": 4096, "layers": 4}
 BATCH, LENGTH = 32, 128
@@ -76,23 +76,7 @@ def report(name: str) -> Report:
 def rows() -> list[dict[str, Any]]:
     """One row per variant, with its ratios to the variant without scaling."""
     reports = {name: report(name) for name in VARIANTS}
-    return [_row(name, reports[name], reports.get(BASES.get(name, ""))) for name in VARIANTS]
-
-
-def _row(name: str, r: Report, base: Report | None) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "variant": name,
-        "kernels": r.kernels,
-        "gigabytes": round(r.bytes / 1e9, 2),
-        "temp_gigabytes": round(r.temp_bytes / 1e9, 3),
-        "copies": r.copies,
-        "dots": r.dots,
-    }
-    if base is not None:
-        row["compared_with"] = BASES[name]
-        row["added_kernels"] = f"{r.kernels / base.kernels - 1:+.1%}"
-        row["added_bytes"] = f"{r.bytes / base.bytes - 1:+.2%}"
-    return row
+    return table_rows(reports, BASES)
 
 
 def main() -> None:

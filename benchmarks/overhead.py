@@ -67,15 +67,9 @@ def rows() -> list[dict[str, Any]]:
         for comparison, (over, under) in COMPARISONS.items():
             row: dict[str, Any] = {"model": model, "comparison": comparison}
             for quantity, by_variant in measured.items():
-                row[quantity] = _show(quantity, by_variant[over], by_variant[under])
+                row[quantity] = _measure.compare(quantity, by_variant[over], by_variant[under])
             found.append(row)
     return found
-
-
-def _show(quantity: str, over: list[float], under: list[float]) -> Any:
-    if quantity in ("equations", "bytes", "temp"):
-        return round(over[0] / under[0], 3)
-    return _measure.ratio(over, under)
 
 
 def main() -> None:

@@ -83,9 +83,7 @@ def rows() -> list[dict[str, Any]]:
         for name, by_quantity in found.items():
             row: dict[str, Any] = {"model": model, "library": name}
             for quantity, values in by_quantity.items():
-                base = found["by hand"][quantity]
-                same = quantity in ("equations", "bytes", "temp")
-                row[quantity] = round(values[0] / base[0], 3) if same else _measure.ratio(values, base)
+                row[quantity] = _measure.compare(quantity, values, found["by hand"][quantity])
             result.append(row)
         result += [{"model": model, "library": name, "error": text} for name, text in errors.items()]
     return result

@@ -46,6 +46,7 @@ def test_nothing_is_stale_inside_or_after_a_call():
             x = self.child(x)
             assert float(self.w[0]) == 15
             self.parts["calls"] += 1
+            self.parts["made"] = nnx.Param(jnp.ones(1))
             self.ws.append(nnx.Param(jnp.zeros(1)))
             self.list.append(nnx.Param(jnp.zeros(1)))
             self.last = nnx.data([self.w, self.list])
@@ -58,12 +59,13 @@ def test_nothing_is_stale_inside_or_after_a_call():
     assert w is model.w
     assert held is model.list
     assert model.parts["calls"] == 1
+    assert model.parts["made"].dtype == jnp.float32
     assert [len(model.ws), len(model.list)] == [2, 2]
     assert model.last[0] is model.w
     assert model.last[1] is model.list
     model.w[...] = jnp.zeros(8)
     assert (float(later()[0]), later().dtype) == (0, jnp.float16)
-    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 6
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 7
 
 
 def test_methods_from_bases_that_are_no_modules():

@@ -7,6 +7,7 @@ saved is the parameter and not a second copy of it.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -33,15 +34,11 @@ class Run:
     """One call of a governed method.
 
     Args:
-      module: the module whose method runs.
-      face: what the method sees as `self`.
       trace: the trace that the call began in; no longer current in the body of a transform.
       faces: every face handed out during the call, with the node it stands for.
       containers: every list, tuple or dict handed out with views in it: the original, and its copy.
     """
 
-    module: Any
-    face: Any = None
     trace: Any = dataclasses.field(default_factory=tracers.TraceState)
     faces: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     containers: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
@@ -69,17 +66,16 @@ def opened(module: Any, bare: type, dtype: np.dtype, class_dtype: Any) -> Iterat
       dtype: what its own Params are read in.
       class_dtype: what a `dtype` that its class defines is read as; None to leave it.
     """
-    run = Run(module)
-    run.face = _face(module, bare, dtype, class_dtype)
-    run.faces.append((run.face, module))
+    run, face = Run(), _face(module, bare, dtype, class_dtype)
+    run.faces.append((face, module))
     before = _RUNS.stack
     _RUNS.stack = (*before, run)
     try:
-        yield run.face
+        yield face
     finally:
         _RUNS.stack = before
-        for original, copy, snapshot in run.containers:
-            _bring_back(original, copy, snapshot)
+        for container, handed_out, as_it_was in run.containers:
+            _bring_back(container, handed_out, as_it_was)
 
 
 def original(value: Any) -> Any:
@@ -112,7 +108,7 @@ def _made_face_class(bare: Any, dtype: np.dtype, class_dtype: Any) -> type:
         value = bare.__getattribute__(self, name)
         if name.startswith(("__", "_pytree__")) or name not in object.__getattribute__(self, "__dict__"):
             return value
-        return _seen(self, bare, name, value, dtype)
+        return _seen(bare, name, value, dtype)
 
     def setattribute(self: Any, name: str, value: Any) -> None:
         if isinstance(value, dataclasses.Field) and "nnx_value" in value.metadata:
@@ -145,7 +141,7 @@ def subclass(bare: Any, namespace: dict[str, Any], **keywords: Any) -> type:
     return types.new_class(bare.__name__, (bare,), keywords, lambda ns: ns.update(namespace))
 
 
-def _seen(face: Any, bare: type, name: str, value: Any, dtype: np.dtype) -> Any:
+def _seen(bare: type, name: str, value: Any, dtype: np.dtype) -> Any:
     """An attribute as the methods of a module see it."""
 
     def one(leaf: Any) -> Any:
@@ -161,11 +157,16 @@ def _seen(face: Any, bare: type, name: str, value: Any, dtype: np.dtype) -> Any:
             return new
         return leaf
 
-    if isinstance(value, nnx.Pytree | nnx.Variable):
+    if _graph.is_node(value):
         return one(value)
+    is_mutable = isinstance(value, list | dict) and bool(_RUNS.stack)
+    if is_mutable:
+        for before, handed_out, _ in _RUNS.stack[-1].containers:
+            if before is value:
+                return handed_out
     new = map_changed(one, value, _graph.is_node)
-    if new is not value and isinstance(value, list | dict) and _RUNS.stack:
-        _RUNS.stack[-1].containers.append((value, new, type(new)(new)))
+    if is_mutable and new is not value:
+        _RUNS.stack[-1].containers.append((value, new, copy.copy(new)))
     return new
 
 
@@ -184,15 +185,13 @@ def _is_holder(node: nnx.Pytree) -> bool:
     return next(_graph.own_params(node), None) is not None
 
 
-def _bring_back(container: Any, copy: Any, snapshot: Any) -> None:
+def _bring_back(container: Any, handed_out: Any, as_it_was: Any) -> None:
     """Repeats on a list or dict what was done to the copy that was handed out."""
     if isinstance(container, list):
-        same = len(copy) == len(snapshot) and all(a is b for a, b in zip(copy, snapshot, strict=True))
-        if not same:
-            container[:] = original(copy)
-        return
-    if copy.keys() != snapshot.keys() or any(copy[key] is not snapshot[key] for key in copy):
-        new = {key: original(value) for key, value in copy.items()}
+        if [*map(id, handed_out)] != [*map(id, as_it_was)]:
+            container[:] = [original(value) for value in handed_out]
+    elif {key: id(value) for key, value in handed_out.items()} != {k: id(v) for k, v in as_it_was.items()}:
+        new = {key: original(value) for key, value in handed_out.items()}
         container.clear()
         container.update(new)
 
