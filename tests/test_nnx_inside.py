@@ -1,6 +1,7 @@
 """What the methods of a governed NNX module see and do, for modules written in every way."""
 
 import concurrent.futures
+import copy
 import functools
 
 import jax
@@ -229,3 +230,132 @@ def test_shared_modules_at_too_many_paths():
     jmpp.wrap(model, "mixed_float16")
     with pytest.raises(ValueError, match="shared so often that they are at more than 100000 paths"):
         jmpp.wrap(model, jmpp.PolicyMap("mixed_float16", {"a": "float32"}))
+
+
+@pytest.mark.parametrize("lift", [lambda f: f, nnx.remat, nnx.jit], ids=["plainly", "remat", "jit"])
+def test_transforms_that_are_no_loops_change_no_dtypes(lift):
+    class Head(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full((8, 8), 0.3))
+
+        def __call__(self, x):
+            return x @ self.w + 1e5
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.first, self.head = linear(), Head()
+
+        def __call__(self, x):
+            return lift(lambda head, x: head(x))(self.head, self.first(x))
+
+    out = jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {"head": "float32"}))(X)
+    assert bool(jnp.isfinite(out).all())
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (..., 0.5),
+        (..., np.ones(8)),
+        (..., np.ones(8, int)),
+        (..., jnp.float32(2)),
+        (0, 3.0),
+        (slice(0, 4), np.ones((4, 8))),
+    ],
+    ids=range(6),
+)
+def test_writing_as_without_a_policy(index, value):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full((8, 8), 0.30001))
+
+        def __call__(self, x):
+            self.w[index] = value
+            return x
+
+    bare, other = Net(), Net()
+    bare(X)
+    jmpp.wrap(other, "mixed_bfloat16")(X)
+    np.testing.assert_array_equal(other.w.get_raw_value(), bare.w.get_raw_value())
+    assert (other.w.get_raw_value().dtype, other.w.get_raw_value().shape) == (jnp.float32, (8, 8))
+
+
+def test_writing_part_of_a_parameter_in_half_rounds_that_part():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full(8, 0.30001))
+
+        def __call__(self, x):
+            self.w[:4] = jnp.clip(self.w[:4], -1, 1)
+            return x
+
+    model = jmpp.wrap(Net(), "mixed_bfloat16")
+    with pytest.warns(UserWarning, match="overwritten with values computed in bfloat16"):
+        model(X)
+    assert float(model.w[7]) == float(jnp.float32(0.30001))
+
+
+def test_parameters_in_nested_containers():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Dict(w=nnx.Param(jnp.ones((8, 8)))) for _ in range(2)])
+            self.plain = nnx.data(
+                {"a": {"w": nnx.Param(jnp.ones(2)), "n": 0}, "t": ([nnx.Param(jnp.ones(1))],)}
+            )
+
+        def __call__(self, x):
+            for layer in self.layers:
+                assert layer["w"].dtype == jnp.float16
+                x = x @ layer["w"]
+            self.plain["a"]["n"] += 1
+            self.plain["t"][0].append(1)
+            assert self.plain["a"]["w"].dtype == jnp.float16
+            return x
+
+    model = jmpp.wrap(Net(), "mixed_float16")
+    model(X)
+    assert model.plain["a"]["n"] == 1
+    assert len(model.plain["t"][0]) == 2
+    assert model.plain["a"]["w"].dtype == jnp.float32
+
+
+def test_nothing_of_the_inside_gets_out():
+    class Child(nnx.Module):
+        def __init__(self, w):
+            self.w = w
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            assert self.w is self.w
+            assert self.w.type is nnx.Param
+            self.child, self.list = Child(self.w), nnx.List([self.w])
+            self.ema = nnx.clone(self)
+            return x @ self.w, Child(self.w)
+
+    model = jmpp.wrap(Net(), "mixed_float16")
+    _, child = model(X)
+    assert child.w is model.child.w is model.list[0] is model.w
+    assert model.ema.w.dtype == jnp.float32
+    assert type(model.ema) is type(model)
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 2  # The clone's is another.
+
+
+def test_methods_of_variables():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(8))
+
+        def __call__(self, x):
+            self.w.set_metadata(note="here")
+            self.w.copy_from(nnx.Param(jnp.zeros(8), note="copied"))
+            self.kept = copy.copy(self.w)
+            return x
+
+    model = jmpp.wrap(Net(), "mixed_float16")
+    model(X)
+    assert model.w.note == "copied"
+    assert float(model.w[0]) == 0
+    assert model.kept.dtype == jnp.float32

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_policy._loaded import loaded
+from jmp_policy._cast import map_changed
+from jmp_policy._loaded import is_instance_of
 from jmp_policy._loss_scale import LossScale
 from jmp_policy._types import PyTree
 
@@ -40,6 +41,10 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
     Raises:
       ValueError: when there is none, or more than one; the message lists where they are.
     """
+    return _unwrapped(_find_one(opt_state))
+
+
+def _find_one(opt_state: PyTree) -> LossScaledState:
     found = _find(opt_state)
     if not found:
         raise ValueError(
@@ -52,19 +57,17 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
             f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
             "mean by passing that part of the state, or its .loss_scale, instead of the whole."
         )
-    return _unwrapped(found[0][1])
+    return found[0][1]
 
 
-def _unwrapped(state: LossScaledState) -> LossScaledState:
-    """The state with plain arrays: `nnx.Optimizer` keeps each in a Variable."""
-    variable = loaded("flax.nnx", "Variable")
-    if variable is None:
-        return state
-    return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, variable) else x,
-        state,
-        is_leaf=lambda x: isinstance(x, variable),
-    )
+def _is_variable(x: Any) -> bool:
+    """Whether `nnx.Optimizer` has put an array of the state into a Variable."""
+    return is_instance_of(x, "flax.nnx", "Variable")
+
+
+def _unwrapped(state: Any) -> Any:
+    """The state with plain arrays, and the very state where it has them already."""
+    return map_changed(lambda x: x.get_value() if _is_variable(x) else x, state, _is_variable)
 
 
 def find_loss_scale(scale_or_state: Any) -> LossScale:
@@ -78,9 +81,15 @@ def replace_loss_scale(scale_or_state: Any, new: LossScale) -> Any:
     """What was given to `find_loss_scale`, with another loss scale in the same place."""
     if isinstance(scale_or_state, LossScale) and not isinstance(scale_or_state, type):
         return new
-    old = get_loss_scale_state(scale_or_state)
+    old = _find_one(scale_or_state)
+    kept_as = jax.tree.map(
+        lambda before, value: before.replace(value) if _is_variable(before) else value,
+        old.loss_scale,
+        new,
+        is_leaf=_is_variable,
+    )
     return jax.tree.map(
-        lambda x: x._replace(loss_scale=new) if x is old else x,
+        lambda x: x._replace(loss_scale=kept_as) if x is old else x,
         scale_or_state,
         is_leaf=lambda x: x is old,
     )

@@ -10,10 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
+import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,11 @@ from flax.nnx import tracers
 from jmp_policy._cast import cast_floating, map_changed
 from jmp_policy._dtypes import is_half
 from jmp_policy.nnx import _graph, _layers
+
+#: Types of attributes that hold no Variables, for which nobody should wait.
+_PLAIN = frozenset(
+    {int, float, bool, str, bytes, type(None), type, types.FunctionType, types.MethodType, np.dtype}
+)
 
 #: Held while classes are made: two threads that make one at a time would get two.
 CLASSES = threading.RLock()
@@ -36,11 +43,13 @@ class Run:
     Args:
       trace: the trace that the call began in; no longer current in the body of a transform.
       faces: every face handed out during the call, with the node it stands for.
+      views: every view handed out, by the Variable's identity and the dtype it is read in.
       containers: every list, tuple or dict handed out with views in it: the original, and its copy.
     """
 
     trace: Any = dataclasses.field(default_factory=tracers.TraceState)
     faces: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    views: dict[Any, Any] = dataclasses.field(default_factory=dict)
     containers: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -51,9 +60,22 @@ class _Runs(threading.local):
 _RUNS = _Runs()
 
 
-def is_lifted() -> bool:
-    """Whether a transform (nnx.scan, nnx.vmap, nnx.remat) runs this code for the governed call around it."""
-    return bool(_RUNS.stack) and not _RUNS.stack[-1].trace.is_valid()
+def is_loop_body() -> bool:
+    """Whether a loop of JAX's (`lax.scan`, `nnx.scan`, while loops) runs this inside a governed call.
+
+    Such a body must return its carry in the dtype it came in. Other transforms must not change dtypes, and
+    all look alike from inside, but for the frames of the code that traces the body.
+    """
+    if not _RUNS.stack or _RUNS.stack[-1].trace.is_valid():
+        return False
+    frame: Any = sys._getframe(1)
+    runs = 0
+    while frame is not None and runs < 2:
+        if os.path.basename(frame.f_code.co_filename) == "loops.py" and "jax" in frame.f_code.co_filename:
+            return True
+        runs += frame.f_code.co_name == "entry" and frame.f_globals.get("__package__") == __package__
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
@@ -79,33 +101,50 @@ def opened(module: Any, bare: type, dtype: np.dtype, class_dtype: Any) -> Iterat
 
 
 def original(value: Any) -> Any:
-    """A value with the Variables and nodes themselves in place of views and faces of them."""
+    """A value with the Variables and nodes themselves in place of views and faces of them.
+
+    Nodes that were made during the call, and took views or faces up, are put right in place.
+    """
+    seen: set[int] = set()
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, _View):
             return leaf._jmp_policy_origin
-        if getattr(type(leaf), "_jmp_policy_is_face", False):
-            return next((node for run in _RUNS.stack for face, node in run.faces if face is leaf), leaf)
+        if not isinstance(leaf, nnx.Pytree) or id(leaf) in seen:
+            return leaf
+        outer = getattr(type(leaf), "_jmp_policy_face_of", None)
+        if outer is not None:
+            for run in _RUNS.stack:
+                for face, node in run.faces:
+                    if face is leaf:
+                        return node
+            object.__setattr__(leaf, "__class__", outer)  # A copy that the method made of itself.
+        seen.add(id(leaf))
+        attributes = vars(leaf)
+        for name, attribute in list(attributes.items()):
+            if type(attribute) not in _PLAIN and not name.startswith("_pytree__"):
+                new = map_changed(one, attribute, _graph.is_node)
+                if new is not attribute:
+                    attributes[name] = new
         return leaf
 
     return map_changed(one, value, _graph.is_node)
 
 
 def _face(node: Any, bare: type, dtype: np.dtype, class_dtype: Any = None) -> Any:
-    face = object.__new__(_face_class(bare, dtype, class_dtype))
+    with CLASSES:
+        cls = _face_class(bare, type(node), dtype, class_dtype)
+    face = object.__new__(cls)
     object.__setattr__(face, "__dict__", vars(node))
     return face
 
 
-def _face_class(bare: type, dtype: np.dtype, class_dtype: Any) -> type:
-    with CLASSES:
-        return _made_face_class(bare, dtype, class_dtype)
-
-
 @functools.cache
-def _made_face_class(bare: Any, dtype: np.dtype, class_dtype: Any) -> type:
+def _face_class(bare: Any, outer: type, dtype: np.dtype, class_dtype: Any) -> type:
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
+        if type(value) in _PLAIN:
+            return value
         if name.startswith(("__", "_pytree__")) or name not in object.__getattribute__(self, "__dict__"):
             return value
         return _seen(bare, name, value, dtype)
@@ -127,7 +166,7 @@ def _made_face_class(bare: Any, dtype: np.dtype, class_dtype: Any) -> type:
         "__doc__": bare.__doc__,
         "__getattribute__": getattribute,
         "_setattr": setattribute,
-        "_jmp_policy_is_face": True,
+        "_jmp_policy_face_of": outer,
     }
     if class_dtype is not None:
         namespace["dtype"] = class_dtype
@@ -157,16 +196,29 @@ def _seen(bare: type, name: str, value: Any, dtype: np.dtype) -> Any:
             return new
         return leaf
 
+    return _shown(value, one)
+
+
+def _shown(value: Any, one: Callable[[Any], Any]) -> Any:
+    """A value with `one` of every node in it; copies of lists and dicts are noted, at every depth."""
     if _graph.is_node(value):
         return one(value)
-    is_mutable = isinstance(value, list | dict) and bool(_RUNS.stack)
-    if is_mutable:
-        for before, handed_out, _ in _RUNS.stack[-1].containers:
-            if before is value:
-                return handed_out
-    new = map_changed(one, value, _graph.is_node)
-    if is_mutable and new is not value:
-        _RUNS.stack[-1].containers.append((value, new, copy.copy(new)))
+    if not isinstance(value, list | dict | tuple):
+        return map_changed(one, value, _graph.is_node)
+    containers = _RUNS.stack[-1].containers if _RUNS.stack else []
+    for before, handed_out, _ in containers:
+        if before is value:
+            return handed_out
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    parts = [_shown(value[key], one) for key in keys]
+    if all(part is value[key] for key, part in zip(keys, parts, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    new = copy.copy(value)
+    for key, part in zip(keys, parts, strict=True):
+        new[key] = part
+    containers.append((value, new, copy.copy(new)))
     return new
 
 
@@ -182,7 +234,11 @@ def _is_holder(node: nnx.Pytree) -> bool:
     """Whether a node is no module that is called, but holds Params for the one that holds it."""
     if isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
         return False
-    return next(_graph.own_params(node), None) is not None
+    return any(
+        _graph.is_floating(value) if isinstance(value, nnx.Param) else _is_holder(value)
+        for _, value in _graph.children(node)
+        if isinstance(value, nnx.Param | nnx.Pytree)
+    )
 
 
 def _bring_back(container: Any, handed_out: Any, as_it_was: Any) -> None:
@@ -216,11 +272,14 @@ def _view(variable: nnx.Variable, dtype: np.dtype) -> nnx.Variable:
         variable = variable._jmp_policy_origin  # The innermost decides.
     if _graph.dtypes(variable) <= {dtype}:
         return variable
-    with CLASSES:
-        cls: Any = _view_class(variable.var_type, dtype)
-    view = object.__new__(cls)
-    object.__setattr__(view, "_jmp_policy_origin", variable)
-    return view
+    known = _RUNS.stack[-1].views if _RUNS.stack else {}
+    if (id(variable), dtype) not in known:
+        with CLASSES:
+            cls: Any = _view_class(variable.var_type, dtype)
+        view = object.__new__(cls)
+        object.__setattr__(view, "_jmp_policy_origin", variable)
+        known[(id(variable), dtype)] = view
+    return known[(id(variable), dtype)]
 
 
 @functools.cache
@@ -228,13 +287,13 @@ def _view_class(base: Any, dtype: np.dtype) -> type[nnx.Variable]:
     def get_value(self: Any, **kwargs: Any) -> Any:
         return cast_floating(base.get_value(self, **kwargs), dtype)
 
-    def set_value(self: Any, value: Any, *, index: Any = ..., **kwargs: Any) -> None:
-        if index is not ...:
-            base.set_value(self, value, index=index, **kwargs)
-            return
+    def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         _warn_if_rounded(self._jmp_policy_origin, value)
         stored = _graph.dtypes(self)
         base.set_value(self, cast_floating(value, *stored) if len(stored) == 1 else value, **kwargs)
+
+    def copy_from(self: Any, other: Any) -> None:
+        self._jmp_policy_origin.copy_from(original(other))
 
     def getattribute_of_value(self: Any, name: str) -> Any:
         if name.startswith("_") or name in self._var_metadata:
@@ -251,8 +310,12 @@ def _view_class(base: Any, dtype: np.dtype) -> type[nnx.Variable]:
         "__qualname__": base.__qualname__,
         "__slots__": ("_jmp_policy_origin",),
         "_raw_value": property(_raw_value, lambda self, value: self._jmp_policy_origin.set_raw_value(value)),
-        "_var_metadata": property(_metadata),
+        "_var_metadata": property(_metadata, _set_metadata),
         "_trace_state": property(_trace_state),
+        "var_type": property(lambda self: base),
+        "type": property(lambda self: base),
+        "copy_from": copy_from,
+        "__copy__": lambda self: self._jmp_policy_origin.copy(),
         "_new": classmethod(new),
         "get_value": get_value,
         "set_value": set_value,
@@ -269,6 +332,10 @@ def _metadata(view: Any) -> dict[str, Any]:
     origin = view._jmp_policy_origin
     metadata = origin.get_metadata()
     return {**metadata, "hijax": False} if metadata.get("hijax") else origin._var_metadata
+
+
+def _set_metadata(view: Any, metadata: dict[str, Any]) -> None:
+    view._jmp_policy_origin._var_metadata = metadata
 
 
 def _trace_state(view: Any) -> Any:

@@ -153,7 +153,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     spec = specification(module)
     assert spec is not None
     treatment = spec.treatment
-    lifted = _face.is_lifted()
+    in_loop = _face.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, treatment, args, kwargs)
     seen_as = bare_class(type(module)), treatment.used_param_dtype, _class_dtype(bare, spec)
     with _face.opened(module, *seen_as) as face:
@@ -164,8 +164,8 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         args,
         treatment.policy,
         at_border=spec.at_border,
-        may_be_scanned=lifted or isinstance(module, nnx.RNNCellBase),
-        alone=lifted,
+        may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
+        alone=in_loop,
         is_leaf=_graph.is_node,
     )
 
