@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jmp_policy._adaptive_scale import PIDLossScale as PIDLossScale
 from jmp_policy._adaptive_scale import StatisticLossScale as StatisticLossScale
+from jmp_policy._autocast import Explanation as Explanation
+from jmp_policy._autocast import Operation as Operation
+from jmp_policy._autocast import autocast as autocast
+from jmp_policy._autocast import explain as explain
+from jmp_policy._autocast import full_precision as full_precision
+from jmp_policy._autocast import region as region
 from jmp_policy._dtypes import best_half_dtype as best_half_dtype
 from jmp_policy._finite import all_finite as all_finite
 from jmp_policy._finite import select_tree as select_tree

@@ -32,6 +32,7 @@ class Scope:
 
     Args:
       rules: the innermost active rules.
+      marks: modules mark their operations for `autocast` instead of casting.
       caller: the policy of the module whose code is running, None for code outside every module.
       base: path of the module below which `rules` counts paths.
       here: identity of the module whose code is running, to tell a call among its own methods.
@@ -40,6 +41,7 @@ class Scope:
     """
 
     rules: PolicyMap
+    marks: bool = False
     caller: Policy | None = None
     base: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     here: Any = dataclasses.field(default=None, compare=False)

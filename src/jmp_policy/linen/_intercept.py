@@ -17,12 +17,20 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from jmp_policy._autocast import region
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_floating
 from jmp_policy._dtypes import is_dtype_or_none, is_half, widened
 from jmp_policy._loaded import is_instance_of
 from jmp_policy._policy import Policy
-from jmp_policy._rules import PolicyMapLike, as_policy_map, matches, path_text, require_no_grad_dtype
+from jmp_policy._rules import (
+    PolicyMap,
+    PolicyMapLike,
+    as_policy_map,
+    matches,
+    path_text,
+    require_no_grad_dtype,
+)
 from jmp_policy._scope import Scope, current, entered
 from jmp_policy._treatment import Treatment
 from jmp_policy.linen import _layers
@@ -115,10 +123,31 @@ def _interceptor(
     scope, module = current(), context.module
     if scope is None or module.scope is None or not _is_method(module, context.method_name):
         return next_fun(*args, **kwargs)
+    if scope.marks:
+        return _call_marked(scope, module, next_fun, args, kwargs)
     if context.method_name == "setup":
         with _governed(scope, module):
             return next_fun(*args, **kwargs)
     return _call_governed(scope, module, next_fun, args, kwargs)
+
+
+@contextlib.contextmanager
+def marking(rules: PolicyMap) -> Iterator[Scope]:
+    """Lets each module that is called mark its operations with the policy that governs it; casts nothing.
+
+    For `autocast`, which reads the marks.
+    """
+    with _pushed(Scope(rules, marks=True)) as scope:
+        yield scope
+
+
+def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    policy = _treatment(scope, module).policy
+    with entered(dataclasses.replace(scope, caller=policy, here=_identity(module))):
+        if policy.compute_dtype == (scope.caller or scope.rules.default).compute_dtype:
+            return call(*args, **kwargs)
+        with region(policy):
+            return call(*args, **kwargs)
 
 
 def _is_method(module: nn.Module, name: str) -> bool:

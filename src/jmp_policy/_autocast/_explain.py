@@ -1,0 +1,141 @@
+"""Showing a plan: which operation runs in which dtype, and which rule chose it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jmp_policy._autocast import _jax
+from jmp_policy._autocast._interpreter import Settings, check_function
+from jmp_policy._autocast._plan import MOVED, Plan, Step
+from jmp_policy._autocast._regions import is_marker
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What autocast does with one operation on float32 arrays.
+
+    Args:
+      operation: name of the primitive, as a jaxpr shows it.
+      path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
+      line: where it is in the source: "model.py:12 (function)"; "" if unknown.
+      traced: dtype of its results without autocast.
+      operands: dtype that its float32 operands are read in, the widest first if they differ.
+      chosen: dtype of its results; that of the operands for comparisons.
+      why: the rule that chose it.
+      note: what to know if it stays in float32 against expectation, or "".
+    """
+
+    operation: str
+    path: str
+    line: str
+    traced: str
+    operands: str
+    chosen: str
+    why: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation(Sequence[Operation]):
+    """What autocast does with a function: a sequence of its operations, in order.
+
+    `str` is a table. Operations without float32 arrays, and those of a loop's second trip, are left out.
+
+    Args:
+      operations: one for each operation of the trace, those inside loops and calls included.
+    """
+
+    operations: tuple[Operation, ...]
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.operations[index]
+
+    def of(self, *names: str) -> list[Operation]:
+        """The operations of these primitives."""
+        return [row for row in self.operations if row.operation in names]
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """Columns by name, as `pandas.DataFrame` takes them."""
+        return {
+            f.name: [getattr(row, f.name) for row in self.operations] for f in dataclasses.fields(Operation)
+        }
+
+    def __str__(self) -> str:
+        names = ("operation", "path", "line", "traced", "operands", "chosen", "why")
+        table = [names, *(tuple(getattr(row, name) for name in names) for row in self.operations)]
+        widths = [min(max(map(len, column)), 48) for column in zip(*table, strict=True)]
+        lines = []
+        for *cells, why in table:
+            columns = [_shortened(c, width).ljust(width) for c, width in zip(cells, widths, strict=False)]
+            lines.append("  ".join([*columns, why]))
+        notes = sorted({f"Note: {row.note}" for row in self.operations if row.note})
+        return "\n".join([*lines, *notes])
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Explanation]:
+    """What `autocast` would do with a function: a function of the same arguments, which runs nothing.
+
+    Args:
+      fn, policy, options: as `autocast` takes them.
+
+    Returns:
+      A function that traces `fn` and returns an `Explanation`.
+
+    Raises:
+      TypeError, ValueError: as `autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> rows = explain(lambda w, x: jnp.exp(x @ w), "bfloat16")(jnp.ones((4, 2)), jnp.ones((3, 4)))
+      >>> [(row.operation, row.operands, row.chosen) for row in rows]
+      [('dot_general', 'bfloat16', 'float32'), ('exp', 'float32', 'float32')]
+    """
+    check_function(fn, "explain")
+    settings = Settings(policy, **options)
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        plan = settings.trace(fn, args, kwargs).plan
+        return Explanation(tuple(_rows(plan, ())))
+
+    return explained
+
+
+def _rows(plan: Plan, outer: tuple[str, ...]) -> Iterator[Operation]:
+    for step in plan.steps:
+        scopes = _jax.scopes(step.eqn.source_info.name_stack)
+        path = (*outer, *(name for name in scopes if not is_marker(name)))
+        if step.inner:
+            for inner in step.inner:
+                yield from _rows(inner, path)
+        elif any(map(_jax.is_float32, (*step.eqn.invars, *step.eqn.outvars))):
+            yield _row(step, "/".join(path))
+
+
+def _row(step: Step, path: str) -> Operation:
+    eqn = step.eqn
+    operands = {d.name for d in step.reads if d is not None}
+    results = {v.dtype.name for v, var in zip(step.outs, eqn.outvars, strict=True) if _jax.is_float32(var)}
+    traced = {str(var.aval.dtype) for var in eqn.outvars if hasattr(var.aval, "dtype")}
+    if step.why == MOVED:
+        operands = results = {"each use's"}
+    return Operation(
+        operation=eqn.primitive.name,
+        path=path,
+        line=_jax.source_line(eqn),
+        traced=_joined(traced),
+        operands=_joined(operands),
+        chosen=_joined(results or operands),
+        why=step.why,
+        note=step.note,
+    )
+
+
+def _joined(names: set[str]) -> str:
+    return ", ".join(sorted(names, reverse=True))

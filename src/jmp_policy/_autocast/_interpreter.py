@@ -1,0 +1,232 @@
+"""Op-level mixed precision for any JAX function: trace it, plan it, run the plan."""
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from jmp_policy._autocast import _calls, _jax, _loops, _operations, _ops
+from jmp_policy._autocast._plan import Plan, Planner, Rule, traced
+from jmp_policy._autocast._regions import Regions, as_rules, compute_dtype, rules_of
+from jmp_policy._autocast._run import run
+from jmp_policy._autocast._values import computed
+from jmp_policy._dtypes import parse_dtype
+from jmp_policy._loaded import is_instance_of, loaded
+from jmp_policy._policy import PolicyLike
+from jmp_policy._rules import PolicyMap, as_policy_map, require_no_grad_dtype, unused_error
+from jmp_policy._types import DTypeLike
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: The rules of primitives that need more than their list says.
+_RULES: dict[str, Rule] = {**_operations.OWN, **_calls.RULES, **_loops.RULES}
+
+
+class Traced(NamedTuple):
+    """A function, traced and planned.
+
+    Args:
+      plan: what is done with its operations.
+      arrays: its arguments, of those that are arrays.
+      rebuild: gives the function's result from a list of its arrays.
+    """
+
+    plan: Plan
+    arrays: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+class Settings:
+    """What `autocast` and `explain` were told, checked when they are called."""
+
+    def __init__(
+        self,
+        policy: "PolicyMap | PolicyLike | DTypeLike",
+        rules: Any = (),
+        ops: Mapping[str, _ops.OpList] | None = None,
+        lower: Iterable[str] = (),
+        full: Iterable[str] = (),
+        follow: Iterable[str] = (),
+    ):
+        self.policy_map = _as_policy_map(policy)
+        require_no_grad_dtype(self.policy_map)
+        self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
+        self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
+        self.table = _ops.changed_table(ops, lower=lower, full=full, follow=follow)
+        self._names = {name for name, (_, why) in self.table.items() if why == _ops.ASKED}
+        self._warned: set[str] = set()
+
+    def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+        """Traces a function for arguments like these, and plans it.
+
+        Raises:
+          ValueError: for rules that match no scope.
+          TypeError: for NNX modules among the arguments.
+        """
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_module)
+        is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+        if any(map(_is_nnx_module, leaves)):
+            raise TypeError(
+                "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
+                "updates (batch statistics, random streams). Use jmp_policy.nnx.autocast, which splits and "
+                "merges it."
+            )
+        outs: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            whole = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+            new_args, new_kwargs = jax.tree.unflatten(structure, whole)
+            out_leaves, out_structure = jax.tree.flatten(fn(*new_args, **new_kwargs))
+            is_made = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in out_leaves]
+            kept = [None if made else leaf for leaf, made in zip(out_leaves, is_made, strict=True)]
+            outs[:] = [out_structure, is_made, kept]
+            return [leaf for leaf, made in zip(out_leaves, is_made, strict=True) if made]
+
+        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        with self._marked() as seen:
+            jaxpr = jax.make_jaxpr(flat)(*arrays)
+        regions = Regions(self.half, self.rules, self.map_rules)
+        planner = Planner(regions, self._planner_rules(), self.table, _operations.AS_TRACED)
+        opened = _jax.open_jaxpr(jaxpr)
+        wishes = [True if _jax.is_float32(atom) else None for atom in opened.outvars]
+        plan = planner.plan(jaxpr, [traced(var, "leaf") for var in opened.invars], wishes, regions.outermost)
+        self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
+
+        def rebuild(made: list[Any]) -> Any:
+            out_structure, is_made, kept = outs
+            given = iter(made)
+            return jax.tree.unflatten(
+                out_structure,
+                [next(given) if array else leaf for leaf, array in zip(kept, is_made, strict=True)],
+            )
+
+        # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
+        arrays = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in arrays]
+        return Traced(plan, arrays, rebuild)
+
+    def _planner_rules(self) -> dict[str, Rule]:
+        by_list = {name: _operations.LISTS[op_list] for name, (op_list, _) in self.table.items()}
+        # A name that the caller has put on a list is treated as the list says, moves and casts too.
+        own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
+        return {**by_list, **own}
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[Any]:
+        """Lets Flax modules that are called say which policy of the `PolicyMap` governs them."""
+        if not self.policy_map.overrides or not loaded("flax.linen", "Module"):
+            yield None
+            return
+        intercept = importlib.import_module("jmp_policy.linen._intercept")
+        with intercept.marking(self.policy_map) as scope:
+            yield scope.seen
+
+    def _check(self, planner: Planner, seen: Any, name: str) -> None:
+        regions = planner.regions
+        unused = [glob for glob, _ in self.rules if glob not in regions.matched]
+        by_module = set() if seen is None else seen.matched
+        unused += [
+            pattern
+            for index, (pattern, _) in enumerate(self.policy_map.overrides)
+            if index not in by_module and pattern not in regions.matched
+        ]
+        if unused:
+            paths = regions.paths | (set() if seen is None else seen.paths)
+            raise unused_error(unused, f"the function {name}, as autocast sees it", paths)
+        names = _ops.unknown_names(self._names, planner.met)
+        texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
+        texts += [f"no operation met so far has the name {text}" for text in names]
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
+
+
+def _as_policy_map(policy: Any) -> PolicyMap:
+    if not isinstance(policy, PolicyMap) and not hasattr(policy, "compute_dtype"):
+        is_text = isinstance(policy, str)
+        if not is_text:
+            dtype = parse_dtype(policy, "of autocast").name
+            return as_policy_map(f"p=f32,c={dtype},o=f32")
+    return as_policy_map(policy)
+
+
+def _is_nnx_module(value: Any) -> bool:
+    return is_instance_of(value, "flax.nnx", "Module")
+
+
+def autocast(
+    fn: F,
+    policy: "PolicyMap | PolicyLike | DTypeLike",
+    *,
+    rules: Any = (),
+    lower: Iterable[str] = (),
+    full: Iterable[str] = (),
+    follow: Iterable[str] = (),
+    ops: Mapping[str, _ops.OpList] | None = None,
+) -> F:
+    """A function whose operations each run in the precision that suits them.
+
+    Matrix products and convolutions take half operands, exponentials, logarithms and sums stay in float32,
+    the rest follows. The function and its model stay as they are: what they do is traced, and only the
+    float32 operations of that trace are changed. Gradients come out in the arguments' dtypes, so it stands
+    where `wrap` stands: under `jax.jit`, inside `scaled_value_and_grad`.
+
+    Args:
+      fn: a function of pytrees that `jax.jit` could trace. Arguments that are no arrays are static.
+      policy: a half dtype ("float16"), a policy or its text, of which the compute dtype counts; or a
+        `PolicyMap`, whose rules hold for Flax modules as they do in `wrap`, and for named scopes
+        elsewhere.
+      rules: pairs of a path glob and `"off"`, `"lower"`, a half dtype or a policy. A glob such as
+        `"*head*"` or `"decoder/layer_*"` is matched against the names of the scopes around an operation
+        (Flax's and Haiku's modules are such scopes), and governs what is inside.
+      lower, full, follow: names of primitives to put on that list: operands to half; float32; the widest
+        operand's dtype. Others of `jmp_policy.explain`'s table stay.
+      ops: the same as a mapping from names to lists, "lookup" among them.
+
+    Returns:
+      A function with the same signature, output structure and output dtypes.
+
+    Raises:
+      TypeError, ValueError: for something that is no function, policy, rule or list, when it is made; when it
+        is called, for rules that match nothing and for NNX modules among its arguments.
+
+    Warns:
+      UserWarning: once, for products that stay in float32 against expectation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     return jax.nn.logsumexp(x @ w)
+      >>> half = autocast(loss, "float16")
+      >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+      >>> half(w, x).dtype, jax.grad(half)(w, x).dtype
+      (dtype('float32'), dtype('float32'))
+      >>> "f16[4,2]" in str(jax.make_jaxpr(half)(w, x))
+      True
+    """
+    check_function(fn, "autocast")
+    settings = Settings(policy, rules, ops, lower, full, follow)
+
+    @functools.wraps(fn)
+    def in_half(*args: Any, **kwargs: Any) -> Any:
+        plan, arrays, rebuild = settings.trace(fn, args, kwargs)
+        outs = run(plan, [computed(array) for array in arrays])
+        atoms = _jax.open_jaxpr(plan.jaxpr).outvars
+        dtypes = [_jax.FLOAT32 if _jax.is_float32(atom) else None for atom in atoms]
+        return rebuild([cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)])
+
+    return in_half  # type: ignore[return-value]
+
+
+def check_function(fn: Any, name: str) -> None:
+    """Raises for what is no function, and for Flax modules, which keep more than a function does."""
+    if _is_nnx_module(fn) or not callable(fn):
+        hint = " For an NNX module use jmp_policy.nnx.autocast." if _is_nnx_module(fn) else ""
+        hint = " Give it module.apply." if is_instance_of(fn, "flax.linen", "Module") else hint
+        raise TypeError(f"{name} takes a function of arrays, got {type(fn).__name__}.{hint}")

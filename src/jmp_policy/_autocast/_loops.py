@@ -1,0 +1,199 @@
+"""The rules of scan, while and cond: dtypes of carries and of branches are found before any tracing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jmp_policy._autocast import _jax
+from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy._autocast._operations import AS_TRACED, as_traced
+from jmp_policy._autocast._plan import Planner, Rule, Step, Wish
+from jmp_policy._autocast._regions import Region
+from jmp_policy._autocast._run import as_function, rebound
+from jmp_policy._autocast._values import Cell, Value, computed
+
+
+def _held(values: Sequence[Value], atoms: Sequence[Any]) -> list[np.dtype | None]:
+    return [v.dtype if _jax.is_float32(a) else None for v, a in zip(values, atoms, strict=True)]
+
+
+def _joined(carry: Value, out: Value, atom: Any) -> Value:
+    wide = _jax.is_float32(atom) and carry.dtype != out.dtype
+    return Value(FLOAT32) if wide else carry
+
+
+def _both(one: Wish, other: Wish) -> Wish:
+    """What is wanted of a value with two users."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one and other
+
+
+class _Loop:
+    """Base of the rules of control flow."""
+
+    def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
+        if not step.inner or step.is_unchanged:
+            reads = [FLOAT32 if _jax.is_float32(atom) else None for atom in step.eqn.invars]
+            return rebound(step.eqn, reads, cells)
+        arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
+        return [computed(out) for out in self.call(step, arrays)]
+
+    def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Does it, when something inside changes."""
+        raise NotImplementedError
+
+
+def _has_references(eqn: Any) -> bool:
+    return not all(map(_jax.is_plain_array, (*eqn.invars, *eqn.outvars)))
+
+
+class Scan(_Loop):
+    """lax.scan: carries have the least dtypes that the body gives back; constants are cast in the body.
+
+    Carries that start as zeros or as a parameter are float32: they often are sums. Constants that were cast
+    outside would have their gradients summed over the steps in half.
+    """
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region) -> Sequence[Wish]:
+        ins, _ = self._wishes(planner, eqn, outs, region)
+        return ins
+
+    def _wishes(
+        self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region
+    ) -> tuple[Sequence[Wish], Sequence[Wish]]:
+        consts, carries = _jax.scan_sizes(eqn.params)
+        wanted = list(outs)
+        while True:
+            ins = planner.wishes(eqn.params["jaxpr"], wanted, region).ins
+            inside = ins[consts : consts + carries]
+            new = [*(_both(w, i) for w, i in zip(wanted[:carries], inside, strict=True)), *wanted[carries:]]
+            if new == wanted:
+                return ins, wanted
+            wanted = new
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
+    ) -> Step:
+        if _has_references(eqn) or len(_jax.open_jaxpr(eqn.params["jaxpr"]).outvars) != len(eqn.outvars):
+            return as_traced(self, eqn, "as traced: it takes references")
+        _, wanted = self._wishes(planner, eqn, outs, region)
+        consts, carries = _jax.scan_sizes(eqn.params)
+        stop = consts + carries
+        carry = [Value(value.dtype) for value in ins[consts:stop]]
+        while True:
+            body = planner.plan(eqn.params["jaxpr"], [*ins[:consts], *carry, *ins[stop:]], wanted, region)
+            new = [_joined(*three) for three in zip(carry, body.outs, eqn.outvars, strict=False)]
+            if new == carry:
+                break
+            carry = new
+        results = (*carry, *(v._replace(source="computed") for v in body.outs[carries:]))
+        return Step(eqn, self, tuple(_held(body.ins, eqn.invars)), results, "what is inside decides", (body,))
+
+    def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
+        params, (plan,) = step.eqn.params, step.inner
+        consts, carries = _jax.scan_sizes(params)
+        function = as_function(plan, _held(step.outs, step.eqn.outvars))
+
+        def body(carry: Any, xs: Any) -> Any:
+            outs = function(*arrays[:consts], *carry, *xs)
+            return outs[:carries], outs[carries:]
+
+        init, xs = list(arrays[consts : consts + carries]), list(arrays[consts + carries :])
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        final, ys = lax.scan(body, init, xs, **options)
+        return [*final, *ys]
+
+
+class While(_Loop):
+    """lax.while_loop: as scan."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region) -> Sequence[Wish]:
+        params = eqn.params
+        conds, bodies = params["cond_nconsts"], params["body_nconsts"]
+        ins, _ = self._wishes(planner, eqn, outs, region)
+        test = planner.wishes(params["cond_jaxpr"], [None], region).ins
+        carry = [_both(a, b) for a, b in zip(ins[bodies:], test[conds:], strict=True)]
+        return [*test[:conds], *ins[:bodies], *carry]
+
+    def _wishes(
+        self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region
+    ) -> tuple[Sequence[Wish], Sequence[Wish]]:
+        bodies, wanted = eqn.params["body_nconsts"], list(outs)
+        while True:
+            ins = planner.wishes(eqn.params["body_jaxpr"], wanted, region).ins
+            new = [_both(w, i) for w, i in zip(wanted, ins[bodies:], strict=True)]
+            if new == wanted:
+                return ins, wanted
+            wanted = new
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
+    ) -> Step:
+        if _has_references(eqn):
+            return as_traced(self, eqn, "as traced: it takes references")
+        params = eqn.params
+        _, wanted = self._wishes(planner, eqn, outs, region)
+        conds, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = [Value(value.dtype) for value in ins[stop:]]
+        while True:
+            body = planner.plan(params["body_jaxpr"], [*ins[conds:stop], *carry], wanted, region)
+            new = [_joined(*three) for three in zip(carry, body.outs, eqn.outvars, strict=True)]
+            if new == carry:
+                break
+            carry = new
+        test = planner.plan(params["cond_jaxpr"], [*ins[:conds], *carry], [None], region)
+        reads = _held([*ins[:stop], *carry], eqn.invars)
+        return Step(eqn, self, tuple(reads), tuple(carry), "what is inside decides", (body, test))
+
+    def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
+        params, (body, test) = step.eqn.params, step.inner
+        conds, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        function = as_function(body, _held(step.outs, step.eqn.outvars))
+        go_on = as_function(test, [None])
+        return lax.while_loop(
+            lambda carry: go_on(*arrays[:conds], *carry)[0],
+            lambda carry: function(*arrays[conds:stop], *carry),
+            list(arrays[stop:]),
+        )
+
+
+class Cond(_Loop):
+    """lax.cond and lax.switch: a result has the widest dtype that a branch gives it."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region) -> Sequence[Wish]:
+        if self._is_opaque(eqn):
+            return AS_TRACED.wish(planner, eqn, outs, region)
+        branches = [planner.wishes(branch, outs, region).ins for branch in eqn.params["branches"]]
+        wishes = list(branches[0])
+        for branch in branches[1:]:
+            wishes = [_both(a, b) for a, b in zip(wishes, branch, strict=True)]
+        return [None, *wishes]
+
+    @staticmethod
+    def _is_opaque(eqn: Any) -> bool:
+        # Branches by platform: a kernel per platform, written for its dtypes.
+        return eqn.params.get("branches_platforms") is not None or _has_references(eqn)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
+    ) -> Step:
+        if self._is_opaque(eqn):
+            step = AS_TRACED.plan(planner, eqn, ins, outs, region)
+            return as_traced(self, eqn, step.why, step.note)
+        plans = [planner.plan(branch, ins[1:], outs, region) for branch in eqn.params["branches"]]
+        results = []
+        for var, *values in zip(eqn.outvars, *(plan.outs for plan in plans), strict=True):
+            dtypes = {value.dtype for value in values}
+            results.append(Value(FLOAT32 if len(dtypes) > 1 and _jax.is_float32(var) else values[0].dtype))
+        reads = _held(ins, eqn.invars)
+        return Step(eqn, self, tuple(reads), tuple(results), "what is inside decides", tuple(plans))
+
+    def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
+        dtypes = _held(step.outs, step.eqn.outvars)
+        return lax.switch(arrays[0], [as_function(plan, dtypes) for plan in step.inner], *arrays[1:])
+
+
+RULES: dict[str, Rule] = {"scan": Scan(), "while": While(), "cond": Cond()}

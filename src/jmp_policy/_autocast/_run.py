@@ -1,0 +1,66 @@
+"""Running a plan: each operation on operands of the planned dtypes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_policy._autocast import _jax
+from jmp_policy._autocast._plan import Plan
+from jmp_policy._autocast._values import Cell, computed
+
+
+def run(plan: Plan, cells: Sequence[Cell]) -> list[Cell]:
+    """Runs the operations of a plan, on behalf of the lines of code they come from.
+
+    Args:
+      plan: what is to be done.
+      cells: the arguments. Casts made of them are kept in them.
+
+    Returns:
+      The results.
+    """
+    jaxpr = _jax.open_jaxpr(plan.jaxpr)
+    known = dict(zip(jaxpr.invars, cells, strict=True))
+    known |= {
+        var: Cell(value, var.aval.dtype if _jax.is_plain_array(var) else None)
+        for var, value in zip(jaxpr.constvars, _jax.constants(plan.jaxpr), strict=True)
+    }
+
+    def cell_of(atom: Any) -> Cell:
+        return _literal(atom) if isinstance(atom, _jax.Literal) else known[atom]
+
+    for step, dead in zip(plan.steps, plan.last_uses, strict=True):
+        operands = [cell_of(atom) for atom in step.eqn.invars]
+        with _jax.at(step.eqn):
+            known.update(zip(step.eqn.outvars, step.rule.run(step, operands), strict=True))
+        for var in dead:
+            del known[var]
+    return [cell_of(atom) for atom in jaxpr.outvars]
+
+
+def _literal(atom: Any) -> Cell:
+    value = atom.val
+    dtype = _jax.dtype_of(atom)
+    return Cell(value, dtype, lambda half: np.asarray(value, dtype).astype(half))
+
+
+def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+    """A plan as a function of arrays in the dtypes it was made for.
+
+    Args:
+      plan: what is to be done.
+      dtypes: of each result; None for results as they come.
+    """
+
+    def function(*arrays: Any) -> list[Any]:
+        outs = run(plan, [computed(array) for array in arrays])
+        return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+
+    return function
+
+
+def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], cells: Sequence[Cell]) -> list[Cell]:
+    """The operation itself, with its own parameters, on operands in the given dtypes."""
+    arrays = [cell.read(dtype) for cell, dtype in zip(cells, reads, strict=True)]
+    return [computed(out) for out in _jax.bind(step_eqn, *arrays)]
