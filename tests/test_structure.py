@@ -19,7 +19,7 @@ ORDER = [
     "_autocast._interpreter", "_autocast._explain", "_autocast",
     "linen._attention", "linen._layers", "linen._intercept", "linen._wrap", "linen",
     "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
-    "nnx._wrap", "nnx._train", "nnx",
+    "nnx._wrap", "nnx._train", "nnx._autocast", "nnx",
     "_wrap", "",
 ]  # fmt: skip
 

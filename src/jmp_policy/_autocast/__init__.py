@@ -9,5 +9,6 @@ from jmp_policy._autocast._explain import Explanation as Explanation
 from jmp_policy._autocast._explain import Operation as Operation
 from jmp_policy._autocast._explain import explain as explain
 from jmp_policy._autocast._interpreter import autocast as autocast
+from jmp_policy._autocast._interpreter import autocast_policy as autocast_policy
 from jmp_policy._autocast._regions import full_precision as full_precision
 from jmp_policy._autocast._regions import region as region

@@ -17,7 +17,7 @@ from jmp_policy._autocast._run import run
 from jmp_policy._autocast._values import computed
 from jmp_policy._dtypes import parse_dtype
 from jmp_policy._loaded import is_instance_of, loaded
-from jmp_policy._policy import PolicyLike
+from jmp_policy._policy import Policy, PolicyLike
 from jmp_policy._rules import PolicyMap, as_policy_map, require_no_grad_dtype, unused_error
 from jmp_policy._types import DTypeLike
 
@@ -53,7 +53,7 @@ class Settings:
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
     ):
-        self.policy_map = _as_policy_map(policy)
+        self.policy_map = autocast_policy(policy)
         require_no_grad_dtype(self.policy_map)
         self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
@@ -68,9 +68,9 @@ class Settings:
           ValueError: for rules that match no scope.
           TypeError: for NNX modules among the arguments.
         """
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_module)
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_node)
         is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
-        if any(map(_is_nnx_module, leaves)):
+        if any(map(_is_nnx_node, leaves)):
             raise TypeError(
                 "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
                 "updates (batch statistics, random streams). Use jmp_policy.nnx.autocast, which splits and "
@@ -147,17 +147,20 @@ class Settings:
                 warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
 
 
-def _as_policy_map(policy: Any) -> PolicyMap:
-    if not isinstance(policy, PolicyMap) and not hasattr(policy, "compute_dtype"):
-        is_text = isinstance(policy, str)
-        if not is_text:
-            dtype = parse_dtype(policy, "of autocast").name
-            return as_policy_map(f"p=f32,c={dtype},o=f32")
-    return as_policy_map(policy)
+def autocast_policy(policy: Any) -> PolicyMap:
+    """The `PolicyMap` of what `autocast` takes: a dtype too.
+
+    Raises:
+      TypeError, ValueError: for what is neither a policy nor a dtype.
+    """
+    if isinstance(policy, PolicyMap | Policy | str):
+        return as_policy_map(policy)
+    dtype = parse_dtype(policy, "of autocast").name
+    return PolicyMap(f"params=float32,compute={dtype},output=float32")
 
 
-def _is_nnx_module(value: Any) -> bool:
-    return is_instance_of(value, "flax.nnx", "Module")
+def _is_nnx_node(value: Any) -> bool:
+    return is_instance_of(value, "flax.nnx", "Pytree")
 
 
 def autocast(
@@ -226,7 +229,7 @@ def autocast(
 
 def check_function(fn: Any, name: str) -> None:
     """Raises for what is no function, and for Flax modules, which keep more than a function does."""
-    if _is_nnx_module(fn) or not callable(fn):
-        hint = " For an NNX module use jmp_policy.nnx.autocast." if _is_nnx_module(fn) else ""
+    if _is_nnx_node(fn) or not callable(fn):
+        hint = " For an NNX module use jmp_policy.nnx.autocast." if _is_nnx_node(fn) else ""
         hint = " Give it module.apply." if is_instance_of(fn, "flax.linen", "Module") else hint
         raise TypeError(f"{name} takes a function of arrays, got {type(fn).__name__}.{hint}")

@@ -4,6 +4,7 @@ Public modules of JAX only; each function says which versions force it.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def scopes(name_stack: Any) -> list[str]:
 def source_line(eqn: Any) -> str:
     """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown."""
     text = source_info_util.summarize(eqn.source_info)
-    return "" if text == "unknown" else text
+    return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
 
 
 def closed_over_arguments(jaxpr: Any) -> Any:

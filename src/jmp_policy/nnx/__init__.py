@@ -1,5 +1,7 @@
 """Policies for Flax NNX modules: `wrap`, and what a training step with modules needs."""
 
+from jmp_policy.nnx._autocast import autocast as autocast
+from jmp_policy.nnx._autocast import explain as explain
 from jmp_policy.nnx._governed import policy_of as policy_of
 from jmp_policy.nnx._train import keep_state_on_skip as keep_state_on_skip
 from jmp_policy.nnx._train import scaled_value_and_grad as scaled_value_and_grad

@@ -142,6 +142,13 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     return plan
 
 
+def resolved(module: Any, rules: PolicyMap) -> tuple[dict[int, Place], list[tuple[_graph.Path, Any]]]:
+    """What the rules mean for each module of a model by its identity, and every `(path, module)` met."""
+    walk = _Walk(rules)
+    walk.visit(module, (), rules.default, None, None)
+    return walk.places, walk.seen
+
+
 def name_of(module: Any) -> str:
     """The class name of a module, as its author wrote it."""
     return bare_class(type(module)).__name__
