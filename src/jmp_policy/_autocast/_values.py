@@ -5,7 +5,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from jmp_policy._autocast import _jax
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
 #: or zeros and ones made of a mask. "computed": anything else.
@@ -65,6 +66,6 @@ def computed(value: Any) -> Cell:
     return Cell(value, getattr(value, "dtype", None))
 
 
-def cast(value: Any, dtype: np.dtype) -> Any:
+def cast(value: Any, dtype: Any) -> Any:
     """An array in another dtype."""
-    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
+    return value if value.dtype == dtype else _jax.converted(value, dtype)
