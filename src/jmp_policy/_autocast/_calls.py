@@ -72,11 +72,11 @@ class Jit(_Call):
         plan = super()._inner(planner, eqn, ins, outs, region)
         if region.half is None or _is_inlined(eqn):
             return plan
-        # A weight that is only used in half is cast outside, once for all calls.
-        only_half = frozenset([region.half])
+        # A weight that is only used in half is cast outside, once for all calls; not if it is donated.
+        only_half, donated = frozenset([region.half]), eqn.params["donated_invars"]
         narrowed = [
-            v._replace(dtype=region.half) if v.source == "leaf" and reads == only_half else v
-            for v, reads in zip(ins, plan.reads, strict=True)
+            v._replace(dtype=region.half) if v.source == "leaf" and reads == only_half and not given else v
+            for v, reads, given in zip(ins, plan.reads, donated, strict=True)
         ]
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 

@@ -190,7 +190,7 @@ def autocast(
         (Flax's and Haiku's modules are such scopes), and governs what is inside.
       lower, full, follow: names of primitives to put on that list: operands to half; float32; the widest
         operand's dtype. Others of `jmp_policy.explain`'s table stay.
-      ops: the same as a mapping from names to lists, "lookup" among them.
+      ops: the same as a mapping from names to lists; also "inside": in float32, handed on in half.
 
     Returns:
       A function with the same signature, output structure and output dtypes.
@@ -229,7 +229,8 @@ def autocast(
 
 def check_function(fn: Any, name: str) -> None:
     """Raises for what is no function, and for Flax modules, which keep more than a function does."""
-    if _is_nnx_node(fn) or not callable(fn):
-        hint = " For an NNX module use jmp_policy.nnx.autocast." if _is_nnx_node(fn) else ""
-        hint = " Give it module.apply." if is_instance_of(fn, "flax.linen", "Module") else hint
+    is_nnx, is_linen = _is_nnx_node(fn), is_instance_of(fn, "flax.linen", "Module")
+    if is_nnx or is_linen or not callable(fn):
+        hint = " For an NNX module use jmp_policy.nnx.autocast." if is_nnx else ""
+        hint = " Give it module.apply." if is_linen else hint
         raise TypeError(f"{name} takes a function of arrays, got {type(fn).__name__}.{hint}")

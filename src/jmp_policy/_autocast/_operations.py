@@ -62,7 +62,8 @@ class AsTraced(_Bound):
             why = "on no list: as traced"
             inside = {name for part in _jax.subjaxprs(eqn) for name in _jax.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
-            if products and any(_floats(eqn)):
+            # What a solver is made of is nothing that the user wrote.
+            if products and any(_floats(eqn)) and eqn.primitive.name != "custom_linear_solve":
                 note = (
                     f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
                     "float32: autocast doesn't look into it"
@@ -200,13 +201,13 @@ class Follow(_Bound):
 
 
 def _read_broadcast(cell: Cell, dtype: Any, atom: Any, like: Any) -> Any:
-    """An operand; one that is cast to half and is broadcast is broadcast first.
+    """An operand; one that is read in half and is broadcast is broadcast in float32 and then cast.
 
     The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
     then has a relative error of 5e-3 instead of 7e-4.
     """
-    narrowed = dtype is not None and is_half(dtype) and not isinstance(atom, _jax.Literal)
-    if narrowed and _jax.shape_of(atom) != _jax.shape_of(like) and cell.is_wider(dtype):
+    in_half = dtype is not None and is_half(dtype) and not isinstance(atom, _jax.Literal)
+    if in_half and _jax.shape_of(atom) != _jax.shape_of(like):
         return computed(_jax.broadcast_like(cell.read(FLOAT32), like)).read(dtype)
     return cell.read(dtype)
 
@@ -249,15 +250,19 @@ class Move(Follow):
         value = ins[0]
         if value.source != "computed" and len(eqn.outvars) == 1:
             same_size = eqn.outvars[0].aval.size == eqn.invars[0].aval.size
-            if same_size or value.source == "constant":
+            one_to_one = same_size and eqn.primitive.name not in _ops.SUMMED
+            if one_to_one or value.source == "constant":
                 return Step(eqn, self, (value.dtype,), (value,), MOVED)
-            # A broadcast is cast after it, or its gradient would be summed in half.
+            # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
             return Step(eqn, self, (value.dtype,), (value,), "follow: a parameter, moved")
-        out = Value(value.dtype, value.source, value.number)
-        return Step(eqn, self, (value.dtype,), (out,) * len(eqn.outvars), "follow: moves data")
+        # Copied in float32, or the gradient would be a sum in half.
+        read = FLOAT32 if eqn.primitive.name in _ops.SUMMED else value.dtype
+        return Step(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
     def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
-        return _made_at_use(step, cells[0]) if step.why == MOVED else rebound(step.eqn, step.reads, cells)
+        if step.why == MOVED:
+            return _made_at_use(step, cells[0])
+        return _handed_on(step, rebound(step.eqn, step.reads, cells))
 
 
 def _made_at_use(step: Step, cell: Cell) -> Sequence[Cell]:
@@ -271,23 +276,31 @@ def _made_at_use(step: Step, cell: Cell) -> Sequence[Cell]:
     return [Cell(None, step.outs[0].dtype, make)]
 
 
-class Lookup(Follow):
-    """Rows of a parameter: read in float32, so that gradients are summed in it, and handed on in half."""
+class Inside(Follow):
+    """An operation in float32 inside, so that its derivative is; what comes of half is handed on in half.
+
+    Rows of a parameter (an embedding) are handed on in half too.
+    """
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
     ) -> Step:
         step = super().plan(planner, eqn, ins, outs, region)
-        is_table = region.half is not None and ins[0].source == "leaf" and _jax.is_float32(eqn.invars[0])
-        if not is_table or _wanted_full(outs):
-            return step
-        why = f"lookup: {planner.table[eqn.primitive.name][1]}"
-        return Step(eqn, self, _reads(eqn, FLOAT32), _results(eqn, region.half), why)
+        looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(outs)
+        is_float = _jax.is_float32(eqn.invars[0]) and region.half is not None
+        if is_float and (looked_up or step.outs[0].dtype == region.half):
+            why = f"inside: {planner.table[eqn.primitive.name][1]}"
+            return Step(eqn, self, _reads(eqn, FLOAT32), _results(eqn, region.half), why)
+        return step
 
     def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
-        outs = rebound(step.eqn, step.reads, cells)
-        return [computed(cell.read(v.dtype)) if v.dtype == step.region.half else cell
-                for cell, v in zip(outs, step.outs, strict=True)]  # fmt: skip
+        return _handed_on(step, rebound(step.eqn, step.reads, cells))
+
+
+def _handed_on(step: Step, outs: Sequence[Cell]) -> Sequence[Cell]:
+    """Results in the dtypes they were planned in."""
+    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
+    return [computed(cell.read(v.dtype)) if _jax.is_float32(var) else cell for cell, v, var in results]
 
 
 class Convert(_Bound):
@@ -331,7 +344,7 @@ class Convert(_Bound):
 FOLLOW = Follow()
 
 #: The rules of the lists.
-LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "lookup": Lookup()}
+LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "inside": Inside()}
 
 #: The rules of primitives that are on no list, or on one with something of their own.
 OWN: dict[str, Rule] = {"convert_element_type": Convert(), **{name: Move() for name in _ops.MOVES}}

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from jmp_policy._words import did_you_mean
 
-#: lower: operands to half. full: float32. follow: as the widest operand. lookup: rows of a parameter are read
-#: in float32 and handed on in half.
-OpList: TypeAlias = Literal["lower", "full", "follow", "lookup"]
+#: lower: operands to half. full: float32. follow: as the widest operand. inside: in float32, and what comes
+#: of half operands is handed on in half.
+OpList: TypeAlias = Literal["lower", "full", "follow", "inside"]
 
 _LOWER = {
     "dot_general": "Tensor Cores take half operands and accumulate in float32",
@@ -93,7 +93,6 @@ _FOLLOW = {
     "integer_pow": "a product of few factors",
     "tanh": "bounded, and 1-Lipschitz",
     "logistic": "bounded, and 1/4-Lipschitz",
-    "erf": "bounded",
     "select_n": "picks a value",
     "eq": "a comparison",
     "ne": "a comparison",
@@ -102,8 +101,6 @@ _FOLLOW = {
     "gt": "a comparison",
     "ge": "a comparison",
     "is_finite": "a comparison",
-    "reduce_max": "exact",
-    "reduce_min": "exact",
     "cummax": "exact",
     "cummin": "exact",
     "reduce_window_max": "exact (max pooling)",
@@ -112,7 +109,6 @@ _FOLLOW = {
     "pmin": "exact",
     "concatenate": "moves data",
     "pad": "moves data",
-    "gather": "moves data",
     "dynamic_update_slice": "moves data",
     "dynamic_slice": "moves data",
     "all_gather": "moves data",
@@ -120,6 +116,13 @@ _FOLLOW = {
     "all_to_all": "moves data",
     "ppermute": "moves data",
     "pbroadcast": "moves data",
+}
+
+_INSIDE = {
+    "gather": "an embedding: its gradient is a sum over tokens",
+    "reduce_max": "its gradient is a sum over ties",
+    "reduce_min": "its gradient is a sum over ties",
+    "erf": "its derivative is an exponential",
 }
 
 #: Elementwise with several operands, of which one may be broadcast along axes of size 1, or be a scalar.
@@ -142,6 +145,9 @@ BROADCASTING = frozenset(
         "ge",
     ]
 )
+
+#: Moves whose transpose is a sum, over copies or devices: done in float32, before a parameter is cast.
+SUMMED = frozenset(["broadcast_in_dim", "pvary", "pcast", "pbroadcast"])
 
 #: Of one array, to one or several: transposes, reshapes and slices of a parameter still are the parameter.
 MOVES = {
@@ -173,7 +179,7 @@ TABLE: Mapping[str, tuple[OpList, str]] = {
     **{name: ("full", why) for name, why in _FULL.items()},
     **{name: ("follow", why) for name, why in _FOLLOW.items()},
     **{name: ("follow", why) for name, why in MOVES.items()},
-    "gather": ("lookup", "an embedding: its gradient is summed over tokens, in float32"),
+    **{name: ("inside", why) for name, why in _INSIDE.items()},
 }
 
 
@@ -194,7 +200,7 @@ def changed_table(
 
     Args:
       ops: primitive's name -> list.
-      lists: `lower=`, `full=`, `follow=`, `lookup=`: names of primitives to put on that list.
+      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list.
 
     Raises:
       ValueError: for a list that there is not, for a name on two lists, and for a name that is empty.

@@ -56,10 +56,6 @@ class Cell:
             self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
         return self._made[dtype]
 
-    def is_wider(self, dtype: Any) -> bool:
-        """Whether the value is not in such a dtype to begin with."""
-        return self._dtype != dtype
-
 
 def computed(value: Any) -> Cell:
     """The cell of an array that an operation gave."""

@@ -1,0 +1,701 @@
+"""autocast of small functions: every transformation, every kind of operation, every way to steer it."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import equations, products
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy import autocast, explain, full_precision, region
+
+KEY = jax.random.key(0)
+W = jax.random.normal(KEY, (8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (4, 8))
+B = jnp.linspace(-1, 1, 8)
+
+
+def layer(w, x):
+    return jnp.sum(jnp.tanh(x @ w + B) @ w)
+
+
+def names(function, *args):
+    """(primitive, dtypes of its array operands) of every equation."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return [
+        (e.primitive.name, tuple(v.aval.dtype.name for v in e.invars if hasattr(v.aval, "dtype")))
+        for e in equations(jaxpr.jaxpr)
+    ]
+
+
+def casts(function, *args):
+    """(from, to) of every cast."""
+    return [
+        (e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name)
+        for e in equations(jax.make_jaxpr(function)(*args).jaxpr)
+        if e.primitive.name == "convert_element_type"
+    ]
+
+
+def assert_close(got, expected, half="float16", roundings=8):
+    """Equal but for `roundings` roundings to half, in norm; the same structure and dtypes."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        bound = roundings * float(jnp.finfo(half).eps) * max(np.linalg.norm(b), 1.0)
+        assert np.linalg.norm(a - b) <= bound, (np.linalg.norm(a - b), bound)
+
+
+def scanned(w, x):
+    carry, ys = lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x @ w, length=3)
+    return carry.sum() + ys.sum()
+
+
+def looped(w, x):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x @ w))[1].sum()
+
+
+def branched(w, x):
+    return lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.exp(x @ w.T), x).sum()
+
+
+def switched(w, x):
+    branches = [lambda x: x @ w, lambda x: x * 2.0, lambda x: x @ w.T]
+    return lax.switch(jnp.int32(2), branches, x).sum()
+
+
+def checkpointed(w, x):
+    return jax.checkpoint(layer)(w, x)
+
+
+def batched(w, x):
+    return jax.vmap(layer, (None, 0))(w, jnp.stack([x, 2 * x])).sum()
+
+
+def called(w, x):
+    return jax.jit(layer)(w, x) + jax.jit(layer)(w.T, x)
+
+
+@jax.custom_jvp
+def gated(x, gate):
+    return jnp.exp(x) * gate
+
+
+@gated.defjvp
+def _(primals, tangents):
+    (x, gate), (dx, _) = primals, tangents
+    return gated(x, gate), gated(x, gate) * dx
+
+
+def with_custom_jvp(w, x):
+    return gated(x @ w / 4, jnp.arange(8)).sum() / 8
+
+
+FUNCTIONS = [
+    layer, scanned, looped, branched, switched, checkpointed, batched, called, with_custom_jvp,
+    jax.grad(layer), jax.grad(scanned), jax.grad(checkpointed), jax.value_and_grad(branched),
+]  # fmt: skip
+
+
+def _name(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=_name)
+def test_values_dtypes_and_products(function, half):
+    cast = autocast(function, half)
+    assert_close(cast(W, X), function(W, X), half, roundings=16)
+    found = products(cast, W, X)
+    assert found
+    assert {operand for _, *operands in found for operand in operands} == {half}
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS[:9] if f is not looped], ids=_name)
+def test_derivatives(function):
+    cast = autocast(function, "bfloat16")
+    found = products(jax.grad(cast), W, X)
+    assert {operand for _, *operands in found for operand in operands} == {"bfloat16"}
+    assert_close(jax.jit(jax.grad(cast))(W, X), jax.grad(function)(W, X), "bfloat16", roundings=32)
+
+
+def test_forward_mode_and_second_derivatives():
+    cast, tangent = autocast(layer, "float16"), jnp.ones_like(W)
+    out, push = jax.jvp(cast, (W, X), (tangent, X))
+    expected, expected_push = jax.jvp(layer, (W, X), (tangent, X))
+    assert_close((out, push), (expected, expected_push), roundings=16)
+    vector = X[:1]
+    assert_close(
+        jax.jit(jax.hessian(cast, argnums=1))(W, vector),
+        jax.hessian(layer, argnums=1)(W, vector),
+        roundings=32,
+    )
+    nested = jax.grad(lambda w: jnp.sum(jax.grad(cast)(w, X) ** 2))(W)
+    assert_close(nested, jax.grad(lambda w: jnp.sum(jax.grad(layer)(w, X) ** 2))(W), roundings=64)
+
+
+def test_outer_vmap_jit_remat_and_eval_shape():
+    cast, xs = autocast(layer, "float16"), jnp.stack([X, -X])
+    assert_close(jax.vmap(cast, (None, 0))(W, xs), jax.vmap(layer, (None, 0))(W, xs))
+    assert_close(jax.jit(jax.grad(jax.checkpoint(cast)))(W, X), jax.grad(layer)(W, X), roundings=16)
+    assert jax.eval_shape(cast, W, X) == jax.eval_shape(layer, W, X)
+    exported = jax.export.export(jax.jit(cast))(W, X)
+    assert_close(exported.call(W, X), layer(W, X))
+    donated = jax.jit(autocast(lambda w, x: x @ w, "float16"), donate_argnums=1)
+    assert_close(donated(W, X + 0), X @ W)
+    inside = jax.jit(lambda w, x: x @ w, donate_argnums=1)
+    given = X + 0
+    assert_close(autocast(inside, "float16")(W, given), X @ W)
+    assert given.is_deleted()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("outside", [False, True])
+def test_shard_map_and_sharded_arguments(kind, outside):
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(kind,))
+    w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("batch")))
+
+    def local(w, x):
+        return lax.psum(jnp.tanh(x @ w + jnp.ones(8)).sum(), "batch")
+
+    def mapped(function):
+        return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+
+    cast = mapped(autocast(local, "float16")) if outside else autocast(mapped(local), "float16")
+    assert set(products(jax.grad(cast), w, x)) == {("dot_general", "float16", "float16")}
+    assert_close(jax.jit(jax.grad(cast))(w, x), jax.jit(jax.grad(mapped(local)))(w, x), roundings=16)
+    # Sums over devices, of the loss and of the weight's gradient, are in float32.
+    sums = [dtypes for name, dtypes in names(jax.grad(cast), w, x) if name.startswith("psum")]
+    assert sums
+    assert {d for dtypes in sums for d in dtypes} == {"float32"}
+    assert_close(jax.jit(autocast(layer, "float16"))(w, x), layer(W, X))
+
+
+def test_configurations():
+    cast = autocast(jax.value_and_grad(layer), "float16")
+    with jax.debug_nans(True):
+        assert_close(cast(W, X), jax.value_and_grad(layer)(W, X), roundings=16)
+    with jax.enable_checks(True):
+        jax.clear_caches()
+        assert_close(
+            jax.jit(jax.grad(autocast(scanned, "float16")))(W, X), jax.grad(scanned)(W, X), roundings=32
+        )
+    with jax.numpy_dtype_promotion("strict"):
+        strict = autocast(lambda w, x: jnp.tanh(x @ w) @ w, "bfloat16")
+        assert strict(W, X).dtype == np.float32
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        wide, narrow = jnp.ones((3, 3), jnp.float64), jnp.ones((3, 3), jnp.float32)
+        found = products(autocast(lambda a, b: (a @ a, b @ b), "float16"), wide, narrow)
+        assert found == {("dot_general", "float64", "float64"): 1, ("dot_general", "float16", "float16"): 1}
+        assert autocast(lambda a: a @ a, "float16")(np.ones((2, 2))).dtype == np.float64
+
+
+def test_randomness_is_bit_identical():
+    def draw(key, w):
+        keys = jax.random.split(key)
+        noise = jax.random.normal(keys[0], (4, 8))
+        return noise, jax.random.bernoulli(keys[1], 0.3, (9,)), noise @ w, jax.random.key_data(keys)
+
+    got, expected = autocast(draw, "bfloat16")(KEY, W), draw(KEY, W)
+    for place in (0, 1, 3):
+        np.testing.assert_array_equal(got[place], expected[place])
+
+
+def test_static_arguments_integers_and_other_results():
+    def function(x, flag, *, name, power=2):
+        assert flag is True
+        assert name == "a"
+        return {"out": x**power @ W, "count": jnp.arange(3), "text": name, "none": None, "number": 3}
+
+    out = autocast(function, "float16")(X, True, name="a")
+    assert (out["text"], out["none"], out["number"], out["count"].dtype) == ("a", None, 3, np.int32)
+    assert out["out"].dtype == np.float32
+    assert autocast(lambda x: x, "float16")({}) == {}
+    assert autocast(lambda: jnp.ones(2), "float16")().dtype == np.float32
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
+        autocast(function, "float16")(X, True)
+
+
+def test_callbacks_and_effects(capfd):
+    seen = []
+
+    def function(x):
+        y = jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ W)
+        jax.debug.callback(lambda v: seen.append(v.dtype), y)
+        return y @ W
+
+    out = jax.block_until_ready(jax.jit(autocast(function, "float16"))(X))
+    jax.effects_barrier()
+    assert_close(out, (X @ W * 2) @ W)
+    assert seen == [np.float32]
+
+
+def test_references():
+    def function(x):
+        ref = jax.new_ref(x)
+        ref[...] = x @ W
+        return ref[...] @ W
+
+    assert_close(autocast(function, "float16")(X), X @ W @ W)
+
+
+def test_explicit_casts_are_obeyed():
+    def function(x):
+        return (x @ W).astype(jnp.bfloat16), x.astype(jnp.float16).astype(jnp.float32) * 2.0
+
+    low, _ = autocast(function, "float16")(X)
+    assert low.dtype == jnp.bfloat16
+    assert ("mul", ("float32", "float32")) in names(autocast(function, "float16"), X)
+
+
+def test_a_weight_is_cast_once():
+    def function(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w) @ w.T
+        return x @ w.reshape(8, 8)
+
+    assert casts(autocast(function, "float16"), W, X).count(("float32", "float16")) == 2  # w and x
+    big = jax.jit(lambda w, x: functools.reduce(lambda h, _: jnp.tanh(h @ w + B), range(12), x))
+    jaxpr = jax.make_jaxpr(autocast(lambda w, x: big(w, big(w, x)), "float16"))(W, X)
+    weights = [
+        e for e in equations(jaxpr.jaxpr)
+        if e.primitive.name == "convert_element_type" and e.invars[0].aval.shape == (8, 8)
+    ]  # fmt: skip
+    assert len(weights) == 1
+
+
+def test_nothing_is_cast_there_and_back():
+    def function(w, b, x):
+        h = jax.nn.relu(x @ w + b)
+        return jax.nn.log_softmax(jnp.tanh(h @ w) @ w).mean()
+
+    for program in (autocast(function, "float16"), jax.grad(autocast(function, "float16"))):
+        jaxpr = jax.make_jaxpr(program)(W, B, X).jaxpr
+        made = {id(v): e for e in jaxpr.eqns for v in e.outvars}
+        for eqn in jaxpr.eqns:
+            before = made.get(id(eqn.invars[0])) if eqn.invars else None
+            if eqn.primitive.name == "convert_element_type" and before is not None:
+                assert before.primitive.name != "convert_element_type", (before, eqn)
+
+
+def test_bias_gradients_are_summed_in_float32():
+    def loss(b, w, x):
+        return jnp.sum(jnp.tanh(x @ w + b))
+
+    x = jax.random.normal(KEY, (16384, 8))
+    got = jax.jit(jax.grad(autocast(loss, "bfloat16")))(B, W, x)
+    expected = jax.grad(loss)(B, W, x)
+    # Summed in bfloat16 it is 5e-3: each addition rounds to 8 bits.
+    assert float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)) < 1.5e-3
+    assert ("reduce_sum", ("bfloat16",)) not in names(jax.grad(autocast(loss, "bfloat16")), B, W, x)
+
+
+def test_look_ahead():
+    # Only float32 operations use the product: it is float32, and so is what follows.
+    assert explain(lambda x: jnp.exp(x @ W), "float16")(X).of("dot_general")[0].chosen == "float32"
+    big = jnp.full((4, 8), 300.0)
+    assert jnp.isfinite(
+        autocast(lambda x: jnp.sqrt(jnp.mean(x @ jnp.eye(8) ** 1 * (x @ jnp.eye(8)))), "float16")(big)
+    )
+    assert explain(lambda x: jnp.tanh(x @ W) @ W, "float16")(X).of("dot_general")[0].chosen == "float16"
+
+    def through_loop(x):
+        return jnp.exp(lax.scan(lambda c, _: (c @ W, None), x, length=2)[0])
+
+    def through_branch(x):
+        return jnp.exp(lax.cond(x[0, 0] > 0, lambda x: x @ W, lambda x: x @ W.T, x))
+
+    def through_call(x):
+        return jnp.exp(jax.jit(lambda x: x @ W)(x))
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+
+    def through_shards(x):
+        spec = {"mesh": mesh, "in_specs": P("a"), "out_specs": P("a")}
+        return jnp.exp(jax.shard_map(lambda x: x @ W, **spec)(x))
+
+    for function in (through_branch, through_call, through_shards):
+        assert {row.chosen for row in explain(function, "float16")(X).of("dot_general")} == {"float32"}, (
+            function
+        )
+    # A loop's product is used by the next product too.
+    assert {row.operands for row in explain(through_loop, "float16")(X).of("dot_general")} == {"float16"}
+
+
+def test_constants_that_half_cannot_hold_keep_float32():
+    def epsilon(x):
+        return jnp.tanh((x @ W) + 1e-12) @ W
+
+    def mask(x):
+        scores = x @ W
+        return jnp.maximum(jnp.where(scores > 0, scores, jnp.finfo(jnp.float32).min), -5.0) @ W
+
+    for half in ("float16", "bfloat16"):
+        assert_close(autocast(mask, half)(X), mask(X), half, roundings=32)
+        assert explain(mask, half)(X).of("select_n")[0].chosen == "float32"
+    assert explain(epsilon, "float16")(X).of("add")[0].chosen == "float32"
+    assert explain(epsilon, "bfloat16")(X).of("add")[0].chosen == "bfloat16"
+    array = jnp.float32(1e-12)
+    assert explain(lambda x: jnp.tanh((x @ W) + array) @ W, "float16")(X).of("add")[0].chosen == "float32"
+
+
+def test_masks_and_numbers_take_no_part_in_promotion():
+    def function(x):
+        h = (x @ W) * (x > 0).astype(jnp.float32)
+        return jnp.where(x > 1, h * 0.5 + 2, 0.0) @ W
+
+    rows = explain(function, "float16")(X)
+    assert {row.chosen for row in rows.of("mul", "add", "select_n")} == {"float16"}
+
+
+def test_scan_carries_and_constants():
+    def function(w, xs):
+        return lax.scan(lambda c, x: (c + jnp.tanh(x @ w), None), jnp.zeros((4, 8)), xs)[0]
+
+    xs = jnp.broadcast_to(X, (256, 4, 8)) * 0.1
+    jaxpr = jax.make_jaxpr(autocast(function, "bfloat16"))(W, xs).jaxpr
+    (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    assert {v.aval.dtype for v in scan.invars} == {np.dtype(np.float32)}  # A sum from zero, and a weight.
+
+    def loss(f):
+        return jax.jit(jax.grad(lambda w: jnp.mean(f(w, xs) ** 2)))(W)
+
+    got, expected = loss(autocast(function, "bfloat16")), loss(function)
+    # 256 bfloat16 additions would err by some 2.5e-2; one rounding of each term errs by eps / 2 at most.
+    assert float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)) < float(
+        jnp.finfo(jnp.bfloat16).eps
+    )
+
+
+def test_identity_in_float32_and_idempotence():
+    for function in FUNCTIONS:
+        expected = function(W, X)
+        for policy in ("float32", jnp.float32, "full"):
+            for a, b in zip(
+                jax.tree.leaves(autocast(function, policy)(W, X)), jax.tree.leaves(expected), strict=True
+            ):
+                np.testing.assert_array_equal(a, b)
+        once = autocast(function, "float16")
+        for a, b in zip(
+            jax.tree.leaves(once(W, X)), jax.tree.leaves(autocast(once, "float16")(W, X)), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_parts_in_which_nothing_changes_are_the_same():
+    inner = jax.jit(lambda x: functools.reduce(lambda h, _: jnp.sin(h), range(30), x))
+    before = [e for e in jax.make_jaxpr(inner)(X).jaxpr.eqns if e.primitive.name == "jit"]
+    after = [e for e in jax.make_jaxpr(autocast(inner, "float16"))(X).jaxpr.eqns if e.primitive.name == "jit"]
+    assert str(before) == str(after)
+
+
+def test_large_calls_stay_calls_and_are_traced_once():
+    big = jax.jit(lambda w, x: functools.reduce(lambda h, _: jnp.tanh(h @ w), range(14), x))
+
+    def function(w, x):
+        return big(w, big(w, big(w, x @ w)))
+
+    calls = [
+        e for e in jax.make_jaxpr(autocast(function, "float16"))(W, X).jaxpr.eqns if e.primitive.name == "jit"
+    ]
+    assert len(calls) == 3
+    assert calls[0].params["jaxpr"] is calls[1].params["jaxpr"]
+    assert calls[0].params["name"] == "<lambda>"
+
+
+@jax.custom_vjp
+def attended(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _attended_forward(x, w):
+    return attended(x, w), (x, w)
+
+
+def _attended_backward(residuals, g):
+    x, w = residuals
+    return g @ w.T, x.T @ g
+
+
+attended.defvjp(_attended_forward, _attended_backward)
+
+
+def test_custom_vjp_stays_and_says_so_once():
+    def function(w, x):
+        return attended(x @ w, w).sum()
+
+    cast = autocast(function, "float16")
+    with pytest.warns(UserWarning, match="custom_vjp holds matrix products, which stay in float32") as caught:
+        jax.grad(cast)(W, X)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(cast)(W, X)  # Once.
+        opened = jax.grad(autocast(function, "float16", lower={"custom_vjp_call"}))
+        assert set(products(opened, W, X)) == {("dot_general", "float16", "float16")}
+        assert_close(opened(W, X), jax.grad(function)(W, X), roundings=16)
+
+
+def test_explicit_precision_stays_and_says_so():
+    def function(w, x):
+        return jnp.matmul(x, w, precision="highest")
+
+    with pytest.warns(UserWarning, match="asks for precision="):
+        assert set(products(autocast(function, "float16"), W, X)) == {("dot_general", "float32", "float32")}
+    with jax.default_matmul_precision("highest"):
+        assert set(products(autocast(layer, "float16"), W, X)) == {("dot_general", "float16", "float16")}
+
+
+def test_kernels_that_are_not_looked_into_are_named():
+    def function(w, x):
+        return lax.platform_dependent(x, w, cpu=lambda x, w: x @ w, default=lambda x, w: x @ w * 2)
+
+    with pytest.warns(UserWarning, match="a cond holds dot_general"):
+        out = autocast(function, "float16")(W, X)
+    np.testing.assert_array_equal(out, function(W, X))
+
+
+def test_regions():
+    def function(w, x):
+        h = x @ w
+        with region("off"):
+            h = h @ w
+            with region("bfloat16"):
+                h = h @ w
+        with region("lower"):
+            h = jnp.exp(h * 0.01) + 1.0
+        return full_precision(lambda h: h @ w)(h)
+
+    rows = explain(function, "float16")(W, X)
+    assert [row.operands for row in rows.of("dot_general")] == ["float16", "float32", "bfloat16", "float32"]
+    assert rows.of("exp")[0].chosen == "float16"
+    np.testing.assert_array_equal(function(W, X), function(W, X))  # Outside of autocast: nothing.
+    assert {n for n, d in names(function, W, X) if "float16" in d} == set()
+    # Kept by a jitted function, wherever it is called.
+    inner = jax.jit(function)
+    inner(W, X)
+    jitted = explain(inner, "float16")(W, X).of("dot_general")
+    assert [row.operands for row in jitted] == [row.operands for row in rows.of("dot_general")]
+
+
+def test_region_in_a_linen_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8, name="body")(x)
+            with region("off"):
+                return nn.Dense(2, name="head")(x)
+
+    model = Net()
+    params = model.init(KEY, X)
+    rows = explain(model.apply, "float16")(params, X).of("dot_general")
+    assert [(row.path, row.operands) for row in rows] == [("Net/body", "float16"), ("Net/head", "float32")]
+
+
+def test_rules_by_path():
+    def function(w, x):
+        with jax.named_scope("decoder"):
+            with jax.named_scope("layer_0"):
+                x = x @ w
+            with jax.named_scope("lm_head"):
+                return x @ w
+
+    def operands(rules):
+        return [row.operands for row in explain(function, "float16", rules=rules)(W, X).of("dot_general")]
+
+    assert operands((("*head*", "off"),)) == ["float16", "float32"]
+    assert operands({"decoder/layer_*": "bfloat16"}) == ["bfloat16", "float16"]
+    assert operands((("decoder", "off"), ("layer_0", "mixed_float16"))) == ["float16", "float32"]
+    assert operands((("decoder/*", "off"), ("*head", "float16"))) == ["float32", "float32"]  # The first wins.
+    with pytest.raises(ValueError, match=r"'heads' matches no .*nearest paths are .*lm_head"):
+        operands((("heads", "off"),))
+    jaxpr = jax.make_jaxpr(
+        jax.grad(autocast(lambda w: function(w, X).sum(), "float16", rules={"*head*": "off"}))
+    )(W)
+    assert "f32" in str(jaxpr)
+
+
+def test_lists():
+    def operands(name, **lists):
+        return [row.operands for row in explain(layer, "float16", **lists)(W, X).of(name)]
+
+    assert operands("tanh") == ["float16"]
+    assert operands("tanh", full={"tanh"}) == ["float32"]
+    assert operands("tanh", full="tanh") == ["float32"]
+    assert operands("dot_general", full=["dot_general"]) == ["float32", "float32"]
+    assert operands("tanh", ops={"tanh": "full"}) == ["float32"]
+    rows = explain(lambda x: jnp.exp(x @ W) @ W, "float16", follow={"exp"})(X)
+    assert rows.of("exp")[0].operands == "float16"
+
+
+def test_a_primitive_of_ones_own():
+    primitive = jax.extend.core.Primitive("doubled")
+    primitive.def_impl(lambda x: x * 2)
+    primitive.def_abstract_eval(lambda x: x)
+
+    def function(x):
+        return primitive.bind(x @ W)
+
+    assert explain(function, "float16")(X).of("doubled")[0].why == "on no list: as traced"
+    assert explain(function, "float16", lower={"doubled"})(X).of("doubled")[0].chosen == "float16"
+    picky = jax.extend.core.Primitive("picky")
+
+    def only_float32(x):
+        if x.dtype != np.float32:
+            raise TypeError("picky takes float32")
+        return x
+
+    picky.def_abstract_eval(only_float32)
+    with pytest.warns(UserWarning, match=r"a picky does not take float16 \(picky takes float32\)"):
+        rows = explain(lambda x: picky.bind(x @ W), "float16", lower={"picky"})(X)
+    assert rows.of("picky")[0].chosen == "float32"
+    with pytest.warns(UserWarning, match=r"no operation met so far has the name 'dot_generl'.*'dot_general'"):
+        autocast(layer, "float16", full={"dot_generl"})(W, X)
+
+
+def test_explain():
+    rows = explain(layer, "float16")(W, X)
+    assert len(rows) == len(rows.operations)
+    first = rows[0]
+    assert first.operation == "dot_general"
+    assert "test_autocast.py" in first.line
+    assert (first.traced, first.operands, first.chosen) == ("float32", "float16", "float16")
+    assert first.why.startswith("lower: Tensor Cores")
+    table = str(rows)
+    assert table.splitlines()[0].split() == [
+        "operation",
+        "path",
+        "line",
+        "traced",
+        "operands",
+        "chosen",
+        "why",
+    ]
+    assert len(rows.to_dict()["operation"]) == len(rows)
+    with pytest.warns(UserWarning, match="custom_vjp"):
+        assert "Note: a custom_vjp" in str(explain(lambda w: attended(X, w), "float16")(W))
+    assert [row.operation for row in rows[:2]] == ["dot_general", "broadcast_in_dim"]
+
+
+class _Body(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.relu(nn.Dense(8)(x)))
+
+
+class _Net(nn.Module):
+    def setup(self):
+        self.body, self.head = _Body(), nn.Dense(2)
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"head": "float32"},
+        {"body": "mixed_bfloat16", "body/Dense_1": "float32"},
+        {_Body: "float32"},
+        {lambda path, module: path.endswith("Dense_0"): "float32"},
+        {"**/Dense_1": "float32", "head": "mixed_bfloat16"},
+    ],
+    ids=["path", "nested", "class", "predicate", "glob"],
+)
+def test_a_policy_map_means_what_it_means_to_wrap(overrides):
+    rules = jmpp.PolicyMap("mixed_float16", overrides)
+    model = _Net()
+    params = model.init(KEY, X)
+    wrapped = products(jmpp.wrap(model, rules).apply, params, X)
+    assert products(autocast(model.apply, rules), params, X) == wrapped
+    # Also where the function was traced before, without rules.
+    apply = jax.jit(model.apply)
+    apply(params, X)
+    assert products(autocast(apply, rules), params, X) == wrapped
+
+
+def test_unused_rules_of_a_policy_map():
+    model = _Net()
+    params = model.init(KEY, X)
+    with pytest.raises(ValueError, match=r"'hed' matches no .*nearest paths are 'head'"):
+        autocast(model.apply, jmpp.PolicyMap("mixed_float16", {"hed": "float32"}))(params, X)
+
+
+def test_bad_input():
+    with pytest.raises(
+        TypeError, match=r"autocast takes a function of arrays, got Dense\. Give it module\.apply"
+    ):
+        autocast(nn.Dense(2), "float16")
+    with pytest.raises(TypeError, match="autocast takes a function of arrays, got int"):
+        autocast(3, "float16")
+    with pytest.raises(ValueError, match=r"Unknown policy 'fp61'\. Known: mixed_float16"):
+        autocast(layer, "fp61")
+    with pytest.raises(ValueError, match="float16, bfloat16 or float32; 'float64' asks for float64"):
+        autocast(layer, "float64")
+    with pytest.raises(ValueError, match="asks for float8_e4m3fn"):
+        autocast(layer, jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="int32, which is not floating"):
+        autocast(layer, jnp.int32)
+    with pytest.raises(TypeError, match=r"rules of autocast are pairs \(path glob"):
+        autocast(layer, "float16", rules=("*head*", "off"))
+    with pytest.raises(TypeError, match="is no path glob"):
+        autocast(layer, "float16", rules={nn.Dense: "off"})
+    with pytest.raises(ValueError, match="neither 'off' nor 'lower'"):
+        autocast(layer, "float16", rules={"*": "of"})
+    with pytest.raises(ValueError, match=r"Unknown op list 'lowr' for 'exp'"):
+        autocast(layer, "float16", ops={"exp": "lowr"})
+    with pytest.raises(ValueError, match="'exp' is on two lists, 'lower' and 'full'"):
+        autocast(layer, "float16", lower={"exp"}, full={"exp"})
+    with pytest.raises(TypeError, match="hold names of primitives"):
+        autocast(layer, "float16", lower={jnp.exp})
+    with pytest.raises(ValueError, match="neither 'off' nor 'lower'"), region("on"):
+        pass
+    with pytest.raises(TypeError, match="full_precision decorates a function"):
+        full_precision("off")
+    with pytest.raises(ValueError, match="weight gradients in another dtype"):
+        autocast(layer, "p=f32,c=f16,o=f32,g=f32")
+
+
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "float16", jnp.float16, np.dtype("float16"), jmpp.get_policy("half")]
+)
+def test_ways_to_say_which_half(policy):
+    half = "bfloat16" if isinstance(policy, jmpp.Policy) else "float16"
+    assert set(products(autocast(layer, policy), W, X)) == {("dot_general", half, half)}
+
+
+def test_three_line_step():
+    def loss_fn(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"] - x) ** 2)
+
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(2.0**24))
+    params = {"w": W}
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        loss, grads = jmpp.scaled_value_and_grad(autocast(loss_fn, "float16"))(opt_state, params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for _ in range(30):
+        params, opt_state, loss = step(params, opt_state, X)
+        losses.append(float(loss))
+    found = jmpp.metrics(opt_state)
+    assert 0 < int(found["skipped_steps"]) < 20  # The first scale is too large for float16 cotangents.
+    assert losses[-1] < losses[0]
+    assert params["w"].dtype == np.float32
+    assert step._cache_size() == 1
