@@ -30,7 +30,7 @@ def test_public_functions_have_an_example():
     # Protocols, plain records and readers of state.
     assert set(without) <= {
         "LossScale", "NoOpLossScale", "LossScaledState", "LossScaleStuckError", "best_half_dtype",
-        "get_loss_scale_state", "grads_finite", "metrics", "check",
+        "get_loss_scale_state", "grads_finite", "metrics", "check", "Explanation", "Operation",
     }  # fmt: skip
 
 

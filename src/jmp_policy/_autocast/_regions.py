@@ -92,6 +92,18 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
 
     Args:
       fn: any function, also a method of a module.
+
+    Raises:
+      TypeError: for something that is no function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import explain
+      >>> @full_precision
+      ... def head(x, w):
+      ...     return x @ w
+      >>> explain(head, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))[0].operands
+      'float32'
     """
     if not callable(fn):
         raise TypeError(f"full_precision decorates a function; got {fn!r}. For a block use region('off').")
