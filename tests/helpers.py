@@ -140,6 +140,11 @@ def equations(jaxpr):
                     yield from equations(getattr(inner, "jaxpr", inner))
 
 
+def is_of_one_term(eqn):
+    """Whether it is a sum over axes of size 1: the gradient of `x[:, None]`."""
+    return eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 
 

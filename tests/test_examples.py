@@ -169,7 +169,141 @@ def test_transformer_fails_where_a_half_precision_falls_behind(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["digits", "nnx_transformer"])
+# Examples of `autocast`; the scale of their float16 runs starts where the first steps overflow.
+
+
+def overflowing_at_once(jmpp):
+    return jmpp.DynamicLossScale(2.0**40, growth_interval=20, max_loss_scale=2.0**60)
+
+
+def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monkeypatch, capsys):
+    mixer = load("equinox_digits")
+    monkeypatch.setitem(mixer.RUNS, "float16", overflowing_at_once(mixer.jmpp))
+    monkeypatch.setattr(mixer, "MARGIN", 0.1)  # The first skips are a good part of so few steps.
+    rows = keep_rows(mixer, monkeypatch)
+
+    assert mixer.main(["--steps", "100", "--quiet"]) == 0
+    assert list(rows) == ["float32", "bfloat16", "float16"]
+    for name, row in rows.items():
+        losses = row.history["loss"]
+        assert losses.shape == (100,)
+        assert np.isfinite(losses).all()
+        assert losses[-10:].mean() < 0.3 * losses[0]
+        assert row.accuracy > 0.8
+        assert row.products == ({name: 10} if name == "float32" else {name: 9, "float32": 1})
+    assert 5 <= rows["float16"].history["skipped_steps"][-1] < 30
+    assert rows["bfloat16"].history["skipped_steps"][-1] == 0
+    printed = capsys.readouterr()
+    assert "products of the float16 run: 9 in float16 and 1 in float32 (the head)" in printed.out
+    assert printed.err == ""
+
+
+def test_haiku_lstm_learns_in_all_precisions_with_a_float32_head(load, monkeypatch, capsys):
+    lstm = load("haiku_lstm")
+    monkeypatch.setitem(lstm.RUNS, "float16", overflowing_at_once(lstm.jmpp))
+    monkeypatch.setattr(lstm, "MARGIN", 0.1)
+    rows = keep_rows(lstm, monkeypatch)
+
+    assert lstm.main(["--steps", "60", "--quiet"]) == 0
+    assert list(rows) == ["float32", "bfloat16", "float16"]
+    for name, row in rows.items():
+        assert row.error < 0.5  # 7/6 for an answer of 0
+        assert row.products == {("memory/linear", name): 1, ("head", "float32"): 1}
+    assert 1 <= rows["float16"].skipped_steps < 40
+    assert rows["bfloat16"].skipped_steps == 0
+    printed = capsys.readouterr()
+    assert "products of the float16 run: memory/linear in float16, head in float32" in printed.out
+    assert printed.err == ""
+
+
+def test_autocast_inference_says_the_same_in_all_precisions(load, monkeypatch, capsys):
+    inference = load("autocast_inference")
+    rows = keep_rows(inference, monkeypatch)
+    assert inference.main(["--steps", "40", "--quiet"]) == 0
+    assert list(rows) == list(inference.RUNS)
+    for name, row in rows.items():
+        assert row.products == {name: 7}
+        assert row.tokens.shape == (inference.TEXTS, inference.LENGTH)
+        assert (row.logit_error > 0) == (name != "float32")
+    printed = capsys.readouterr()
+    assert all(f"7 in {name}" in printed.out for name in rows)
+    assert printed.err == ""
+
+
+def test_autocast_inference_goes_on_as_without_a_cache(load):
+    """Whole texts in, the logits of each token are those of a decoder that sees all tokens before it."""
+    inference = load("autocast_inference")
+    params = inference.init(jax.random.key(0))
+    tokens = inference.texts(np.random.default_rng(0))[:4]
+    decode = jax.jit(inference.decode)
+    same, logits = decode(params, tokens)
+    np.testing.assert_array_equal(same, tokens)
+    # What comes later doesn't matter, and where nothing is given the likeliest token stands.
+    written, others = decode(params, np.where(np.arange(inference.LENGTH) < 10, tokens, -1))
+    np.testing.assert_array_equal(written[:, :10], tokens[:, :10])
+    np.testing.assert_allclose(others[:, :10], logits[:, :10], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(written[:, 10:], others[:, 9:-1].argmax(axis=-1))
+
+
+AUTOCAST_ROWS = {
+    "equinox_digits": lambda example, value: example.Row("", value, {}, {}),
+    "haiku_lstm": lambda example, value: example.Row("", value, {}, 0),
+}
+
+
+@pytest.mark.parametrize("behind", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "full", "half", "message"),
+    [
+        ("equinox_digits", 0.98, 0.97, None),
+        ("equinox_digits", 0.98, 0.96, None),
+        ("equinox_digits", 0.98, 0.955, "is more than 2% below that of float32 (98.0%)"),
+        ("haiku_lstm", 0.002, 0.011, None),
+        ("haiku_lstm", 0.002, 0.013, "is more than 0.01 above that of float32 (0.0020)"),
+        ("haiku_lstm", 0.002, math.nan, "is more than 0.01 above that of float32 (0.0020)"),
+    ],
+)
+def test_training_with_autocast_fails_where_a_half_precision_falls_behind(
+    load, monkeypatch, capsys, name, full, half, message, behind
+):
+    example = load(name)
+    values = {"float32": full, "bfloat16": full, "float16": full} | {behind: half}
+    rows = [AUTOCAST_ROWS[name](example, value)._replace(name=run) for run, value in values.items()]
+    monkeypatch.setattr(example, "compare", lambda **_: rows)
+    assert example.main([]) == (0 if message is None else 1)
+    printed = capsys.readouterr().err
+    assert printed == "" if message is None else (message in printed and behind in printed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (1, 0.001, None),
+        (20, 0.001, "float16 agrees with float32 on 96.1% of the tokens, less than 98%"),
+        (0, 0.004, "the largest logit error of float16 is 4.00e-03, more than 3.91e-03"),
+        (0, math.nan, "the largest logit error of float16 is nan"),
+    ],
+)
+def test_autocast_inference_fails_where_a_half_precision_says_something_else(
+    load, monkeypatch, capsys, wrong, error, message
+):
+    inference = load("autocast_inference")
+    tokens = np.zeros((32, 24), int)
+    other = tokens.copy()
+    other[:wrong, -1] = 1
+    rows = [
+        inference.Row(name, text, None, lost, {}, 0)
+        for name, text, lost in (("float32", tokens, 0.0), ("float16", other, error))
+    ]
+    monkeypatch.setattr(inference, "compare", lambda **_: rows)
+    assert inference.main([]) == (0 if message is None else 1)
+    printed = capsys.readouterr().err
+    assert printed == "" if message is None else message in printed
+
+
+@pytest.mark.parametrize(
+    "name", ["digits", "nnx_transformer", "equinox_digits", "haiku_lstm", "autocast_inference"]
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

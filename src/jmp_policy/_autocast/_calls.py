@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _jax
+from jmp_policy._autocast import _jax, _ops
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._operations import as_traced
 from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish
@@ -80,12 +80,42 @@ class Jit(_Call):
         ]
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
+    ) -> Step:
+        step = super().plan(planner, eqn, ins, outs, region)
+        place = _activated(eqn)
+        is_wider = place is not None and step.outs[0].dtype == FLOAT32 and ins[place].dtype == region.half
+        if is_wider and outs[0] is False and region.half is not None:
+            step.outs, step.why = (Value(region.half),), _ACTIVATION
+        return step
+
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
+        if step.why == _ACTIVATION:
+            function = jax.checkpoint(as_function(plan, [step.outs[0].dtype]), prevent_cse=False)
+            return [computed(out) for out in function(*_read_all(step, cells))]
         if _is_inlined(step.eqn):
             return run(plan, cells)
         arrays = _read_all(step, cells)
         jaxpr = _traced_again(plan, _held(plan.outs, step.eqn.outvars), arrays)
         return [computed(out) for out in _jax.bind(step.eqn, *arrays, jaxpr=jaxpr)]
+
+
+#: Why of an activation function of half values that is float32 inside (the cube in GELU): it is handed on in
+#: half, and only its half argument is kept for the backward pass, not each value inside.
+_ACTIVATION = "inside: an activation function"
+
+
+def _activated(eqn: Any) -> int | None:
+    """Which argument a small call is an elementwise function of; None if it is something else."""
+    places = [place for place, atom in enumerate(eqn.invars) if _jax.is_float32(atom) and atom.aval.ndim]
+    if len(places) != 1 or len(eqn.outvars) != 1 or not _is_inlined(eqn):
+        return None
+    shape = _jax.shape_of(eqn.invars[places[0]])
+    inside = _jax.open_jaxpr(eqn.params["jaxpr"])
+    same = all(_jax.shape_of(var) == shape for e in inside.eqns for var in e.outvars)
+    plain = all(e.primitive.name in _ops.TABLE and e.primitive.name not in _ops.MOVES for e in inside.eqns)
+    return places[0] if same and plain and _jax.is_float32(eqn.outvars[0]) else None
 
 
 def _is_inlined(eqn: Any) -> bool:

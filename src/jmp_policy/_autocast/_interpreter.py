@@ -219,10 +219,11 @@ def autocast(
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
         plan, arrays, rebuild = settings.trace(fn, args, kwargs)
-        outs = run(plan, [computed(array) for array in arrays])
         atoms = _jax.open_jaxpr(plan.jaxpr).outvars
         dtypes = [_jax.FLOAT32 if _jax.is_float32(atom) else None for atom in atoms]
-        return rebuild([cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)])
+        with _jax.program(is_body=False):
+            outs = run(plan, [computed(array) for array in arrays])
+            return rebuild([cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)])
 
     return in_half  # type: ignore[return-value]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jmp_policy._autocast import _jax, _ops
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._plan import MOVED, Planner, Rule, Step, Wish, traced
-from jmp_policy._autocast._products import widened
+from jmp_policy._autocast._products import product, widened
 from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import rebound
 from jmp_policy._autocast._values import Cell, Value, computed
@@ -134,12 +134,9 @@ class Lower(_Bound):
             return rebound(eqn, step.reads, cells)
         arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
 
-        def product(operands: Sequence[Any], result: np.dtype) -> Any:
-            return _jax.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
-
         assert half is not None
         full = step.outs[0].dtype == FLOAT32
-        return [computed(widened(product, half, arrays) if full else product(arrays, half))]
+        return [computed(widened(eqn, half, arrays) if full else product(eqn, arrays, half))]
 
 
 class Follow(_Bound):
@@ -249,20 +246,25 @@ class Move(Follow):
             )
         value = ins[0]
         if value.source != "computed" and len(eqn.outvars) == 1:
-            same_size = eqn.outvars[0].aval.size == eqn.invars[0].aval.size
-            one_to_one = same_size and eqn.primitive.name not in _ops.SUMMED
-            if one_to_one or value.source == "constant":
+            grows_or_shrinks = eqn.outvars[0].aval.size != eqn.invars[0].aval.size
+            if value.source == "constant" or not (_is_summed(eqn) or grows_or_shrinks):
                 return Step(eqn, self, (value.dtype,), (value,), MOVED)
             # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
             return Step(eqn, self, (value.dtype,), (value,), "follow: a parameter, moved")
         # Copied in float32, or the gradient would be a sum in half.
-        read = FLOAT32 if eqn.primitive.name in _ops.SUMMED else value.dtype
+        read = FLOAT32 if _is_summed(eqn) else value.dtype
         return Step(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
     def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
         if step.why == MOVED:
             return _made_at_use(step, cells[0])
         return _handed_on(step, rebound(step.eqn, step.reads, cells))
+
+
+def _is_summed(eqn: Any) -> bool:
+    """Whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
+    name, grows = eqn.primitive.name, eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+    return name in _ops.SUMMED and (grows or name != "broadcast_in_dim")
 
 
 def _made_at_use(step: Step, cell: Cell) -> Sequence[Cell]:

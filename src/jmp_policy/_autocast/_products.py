@@ -5,7 +5,8 @@ Here the tangent is a half product, converted: its transpose rounds the cotangen
 have been rounded had the result been half.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,17 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._autocast import _jax
 from jmp_policy._autocast._jax import FLOAT32
 
-#: Takes operands and the dtype of the result.
-Product = Callable[[Sequence[Any], np.dtype], Any]
+
+def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
+    """The product of an equation, of half operands, with a result in the given dtype."""
+    return _jax.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
 
 
-def widened(product: Product, half: np.dtype, operands: Sequence[Any]) -> Any:
-    """A product with a float32 result.
+def widened(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
+    """The product of an equation with a float32 result.
 
     Args:
-      product: linear in each floating operand.
+      eqn: a product, linear in each floating operand.
       half: dtype of the floating operands.
       operands: arrays.
 
@@ -31,23 +35,22 @@ def widened(product: Product, half: np.dtype, operands: Sequence[Any]) -> Any:
       The float32 product; its derivatives are half products.
     """
 
-    @jax.custom_jvp
-    def call(*operands: Any) -> Any:
-        return product(operands, FLOAT32)
+    def dot(*operands: Any) -> Any:
+        with _jax.program(is_body=True):
+            return product(eqn, operands, FLOAT32)
+
+    call = jax.custom_jvp(dot)
 
     def rule(primals: Any, tangents: Any) -> Any:
         out = call(*primals)
         terms = [
-            product([*primals[:place], tangent, *primals[place + 1 :]], half)
+            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], half)
             for place, tangent in enumerate(tangents)
             if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
         ]
         if not terms:
             return out, jnp.zeros_like(out)
-        total = terms[0]
-        for term in terms[1:]:
-            total = lax.add(total, term)
-        return out, lax.convert_element_type(total, FLOAT32)
+        return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
 
     call.defjvp(rule, symbolic_zeros=True)
     return call(*operands)

@@ -54,8 +54,9 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
     """
 
     def function(*arrays: Any) -> list[Any]:
-        outs = run(plan, [computed(array) for array in arrays])
-        return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+        with _jax.program(is_body=True):
+            outs = run(plan, [computed(array) for array in arrays])
+            return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
 
     return function
 
