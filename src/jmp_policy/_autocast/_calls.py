@@ -6,21 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _jax, _ops
+from jmp_policy._autocast import _jax
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._operations import as_traced
-from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish
+from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish, float32_reads, held
 from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import as_function, rebound, run
 from jmp_policy._autocast._values import Cell, cast, computed
 
 #: Calls of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
 _INLINED = 24
-
-
-def _held(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[np.dtype | None, ...]:
-    """For each value the dtype it is held in; None for those that are no float32 by trace."""
-    return tuple(v.dtype if _jax.is_float32(atom) else None for v, atom in zip(values, atoms, strict=True))
 
 
 class _Call:
@@ -37,7 +32,7 @@ class _Call:
         if not all(map(_jax.is_plain_array, (*eqn.invars, *eqn.outvars))):
             return as_traced(self, eqn, "as traced: it takes references")
         inner = self._inner(planner, eqn, ins, outs, region)
-        reads = _held(inner.ins, eqn.invars)
+        reads = held(inner.ins, eqn.invars)
         return Step(eqn, self, reads, inner.outs, "what is inside decides", (inner,))
 
     def _inner(
@@ -47,16 +42,12 @@ class _Call:
 
     def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
         if not step.inner or step.is_unchanged:
-            return rebound(step.eqn, _all_float32(step.eqn), cells)
+            return rebound(step.eqn, float32_reads(step.eqn), cells)
         return self.call(step, step.inner[0], cells)
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
         """Does it, when something inside changes."""
         raise NotImplementedError
-
-
-def _all_float32(eqn: Any) -> tuple[np.dtype | None, ...]:
-    return tuple(FLOAT32 if _jax.is_float32(atom) else None for atom in eqn.invars)
 
 
 def _read_all(step: Step, cells: Sequence[Cell]) -> list[Any]:
@@ -80,42 +71,12 @@ class Jit(_Call):
         ]
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
-    ) -> Step:
-        step = super().plan(planner, eqn, ins, outs, region)
-        place = _activated(eqn)
-        is_wider = place is not None and step.outs[0].dtype == FLOAT32 and ins[place].dtype == region.half
-        if is_wider and outs[0] is False and region.half is not None:
-            step.outs, step.why = (Value(region.half),), _ACTIVATION
-        return step
-
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
-        if step.why == _ACTIVATION:
-            function = jax.checkpoint(as_function(plan, [step.outs[0].dtype]), prevent_cse=False)
-            return [computed(out) for out in function(*_read_all(step, cells))]
         if _is_inlined(step.eqn):
             return run(plan, cells)
         arrays = _read_all(step, cells)
-        jaxpr = _traced_again(plan, _held(plan.outs, step.eqn.outvars), arrays)
+        jaxpr = _traced_again(plan, held(plan.outs, step.eqn.outvars), arrays)
         return [computed(out) for out in _jax.bind(step.eqn, *arrays, jaxpr=jaxpr)]
-
-
-#: Why of an activation function of half values that is float32 inside (the cube in GELU): it is handed on in
-#: half, and only its half argument is kept for the backward pass, not each value inside.
-_ACTIVATION = "inside: an activation function"
-
-
-def _activated(eqn: Any) -> int | None:
-    """Which argument a small call is an elementwise function of; None if it is something else."""
-    places = [place for place, atom in enumerate(eqn.invars) if _jax.is_float32(atom) and atom.aval.ndim]
-    if len(places) != 1 or len(eqn.outvars) != 1 or not _is_inlined(eqn):
-        return None
-    shape = _jax.shape_of(eqn.invars[places[0]])
-    inside = _jax.open_jaxpr(eqn.params["jaxpr"])
-    same = all(_jax.shape_of(var) == shape for e in inside.eqns for var in e.outvars)
-    plain = all(e.primitive.name in _ops.TABLE and e.primitive.name not in _ops.MOVES for e in inside.eqns)
-    return places[0] if same and plain and _jax.is_float32(eqn.outvars[0]) else None
 
 
 def _is_inlined(eqn: Any) -> bool:
@@ -147,7 +108,7 @@ class Checkpoint(_Call):
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
         eqn, arrays = step.eqn, _read_all(step, cells)
-        function = as_function(plan, _held(plan.outs, eqn.outvars))
+        function = as_function(plan, held(plan.outs, eqn.outvars))
         if not eqn.params["differentiated"]:
             options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
             return [computed(out) for out in jax.checkpoint(function, **options)(*arrays)]
@@ -172,7 +133,7 @@ class CustomJVP(_Call):
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
         eqn = step.eqn
-        dtypes = _held(plan.outs, eqn.outvars)
+        dtypes = held(plan.outs, eqn.outvars)
         function = jax.custom_jvp(_named(as_function(plan, dtypes), eqn))
         _, user_rule = _jax.subfunctions(eqn)
 
@@ -296,7 +257,7 @@ class CustomVJP(_Call):
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
         eqn, arrays = step.eqn, _read_all(step, cells)
-        dtypes = _held(plan.outs, eqn.outvars)
+        dtypes = held(plan.outs, eqn.outvars)
         _, user_forward, user_backward = _jax.subfunctions(eqn)
         function = jax.custom_vjp(as_function(plan, dtypes))
         types: list[Any] = []
@@ -338,7 +299,7 @@ class ShardMap(_Call):
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
         params = step.eqn.params
-        function = as_function(plan, _held(plan.outs, step.eqn.outvars))
+        function = as_function(plan, held(plan.outs, step.eqn.outvars))
         mapped = jax.shard_map(
             lambda *arrays: tuple(function(*arrays)),
             mesh=params["mesh"],

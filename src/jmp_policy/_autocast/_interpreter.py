@@ -223,7 +223,8 @@ def autocast(
         dtypes = [_jax.FLOAT32 if _jax.is_float32(atom) else None for atom in atoms]
         with _jax.program(is_body=False):
             outs = run(plan, [computed(array) for array in arrays])
-            return rebuild([cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)])
+            made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+        return rebuild([_jax.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)])
 
     return in_half  # type: ignore[return-value]
 

@@ -277,3 +277,8 @@ def cotangents(outs: Any) -> Sequence[Any]:
 def name_of(eqn: Any) -> str:
     """The name of the function that an equation calls."""
     return getattr(getattr(open_jaxpr(eqn.params["call_jaxpr"]), "debug_info", None), "func_name", "function")
+
+
+def as_array(value: Any, atom: Any) -> Any:
+    """A result as an array: a number that stands in the program is one too."""
+    return jax.numpy.asarray(value, dtype_of(atom)) if isinstance(atom, Literal) else value

@@ -3,20 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from jmp_policy._autocast import _jax
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._operations import AS_TRACED, as_traced
-from jmp_policy._autocast._plan import Planner, Rule, Step, Wish
+from jmp_policy._autocast._plan import Planner, Rule, Step, Wish, float32_reads, held
 from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import as_function, rebound
 from jmp_policy._autocast._values import Cell, Value, computed
-
-
-def _held(values: Sequence[Value], atoms: Sequence[Any]) -> list[np.dtype | None]:
-    return [v.dtype if _jax.is_float32(a) else None for v, a in zip(values, atoms, strict=True)]
 
 
 def _joined(carry: Value, out: Value, atom: Any) -> Value:
@@ -36,8 +31,7 @@ class _Loop:
 
     def run(self, step: Step, cells: Sequence[Cell]) -> Sequence[Cell]:
         if not step.inner or step.is_unchanged:
-            reads = [FLOAT32 if _jax.is_float32(atom) else None for atom in step.eqn.invars]
-            return rebound(step.eqn, reads, cells)
+            return rebound(step.eqn, float32_reads(step.eqn), cells)
         arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
         return [computed(out) for out in self.call(step, arrays)]
 
@@ -90,12 +84,12 @@ class Scan(_Loop):
                 break
             carry = new
         results = (*carry, *(v._replace(source="computed") for v in body.outs[carries:]))
-        return Step(eqn, self, tuple(_held(body.ins, eqn.invars)), results, "what is inside decides", (body,))
+        return Step(eqn, self, held(body.ins, eqn.invars), results, "what is inside decides", (body,))
 
     def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
         params, (plan,) = step.eqn.params, step.inner
         consts, carries = _jax.scan_sizes(params)
-        function = as_function(plan, _held(step.outs, step.eqn.outvars))
+        function = as_function(plan, held(step.outs, step.eqn.outvars))
 
         def body(carry: Any, xs: Any) -> Any:
             outs = function(*arrays[:consts], *carry, *xs)
@@ -145,13 +139,13 @@ class While(_Loop):
                 break
             carry = new
         test = planner.plan(params["cond_jaxpr"], [*ins[:conds], *carry], [None], region)
-        reads = _held([*ins[:stop], *carry], eqn.invars)
-        return Step(eqn, self, tuple(reads), tuple(carry), "what is inside decides", (body, test))
+        reads = held([*ins[:stop], *carry], eqn.invars)
+        return Step(eqn, self, reads, tuple(carry), "what is inside decides", (body, test))
 
     def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
         params, (body, test) = step.eqn.params, step.inner
         conds, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        function = as_function(body, _held(step.outs, step.eqn.outvars))
+        function = as_function(body, held(step.outs, step.eqn.outvars))
         go_on = as_function(test, [None])
         return lax.while_loop(
             lambda carry: go_on(*arrays[:conds], *carry)[0],
@@ -188,11 +182,11 @@ class Cond(_Loop):
         for var, *values in zip(eqn.outvars, *(plan.outs for plan in plans), strict=True):
             dtypes = {value.dtype for value in values}
             results.append(Value(FLOAT32 if len(dtypes) > 1 and _jax.is_float32(var) else values[0].dtype))
-        reads = _held(ins, eqn.invars)
-        return Step(eqn, self, tuple(reads), tuple(results), "what is inside decides", tuple(plans))
+        reads = held(ins, eqn.invars)
+        return Step(eqn, self, reads, tuple(results), "what is inside decides", tuple(plans))
 
     def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
-        dtypes = _held(step.outs, step.eqn.outvars)
+        dtypes = held(step.outs, step.eqn.outvars)
         return lax.switch(arrays[0], [as_function(plan, dtypes) for plan in step.inner], *arrays[1:])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jmp_policy._autocast import _jax, _ops
 from jmp_policy._autocast._jax import FLOAT32
-from jmp_policy._autocast._plan import MOVED, Planner, Rule, Step, Wish, traced
+from jmp_policy._autocast._plan import MOVED, Planner, Rule, Step, Wish, float32_reads, traced
 from jmp_policy._autocast._products import product, widened
 from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import rebound
@@ -73,7 +73,7 @@ class AsTraced(_Bound):
 
 def as_traced(rule: Rule, eqn: Any, why: str, note: str = "") -> Step:
     """The step of an operation in its traced dtypes."""
-    return Step(eqn, rule, _reads(eqn, FLOAT32), tuple(map(traced, eqn.outvars)), why, note=note)
+    return Step(eqn, rule, float32_reads(eqn), tuple(map(traced, eqn.outvars)), why, note=note)
 
 
 AS_TRACED = AsTraced()
@@ -181,7 +181,8 @@ class Follow(_Bound):
         if not made:
             return FLOAT32, "follow: parameters alone"
         size = max(var.aval.size for var in eqn.outvars)
-        if any(v.source == "leaf" and v.dtype == FLOAT32 and a.aval.size >= size for v, a in operands):
+        whole = [a.aval.size for v, a in operands if v.source == "leaf" and not v.broadcast]
+        if any(leaf >= size for leaf in whole):
             return FLOAT32, "follow: a float32 argument of full size"
         return half, "follow: every operand is half"
 
@@ -250,7 +251,8 @@ class Move(Follow):
             if value.source == "constant" or not (_is_summed(eqn) or grows_or_shrinks):
                 return Step(eqn, self, (value.dtype,), (value,), MOVED)
             # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
-            return Step(eqn, self, (value.dtype,), (value,), "follow: a parameter, moved")
+            out = value._replace(broadcast=value.broadcast or _is_summed(eqn))
+            return Step(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
         # Copied in float32, or the gradient would be a sum in half.
         read = FLOAT32 if _is_summed(eqn) else value.dtype
         return Step(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
@@ -264,7 +266,7 @@ class Move(Follow):
 def _is_summed(eqn: Any) -> bool:
     """Whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
     name, grows = eqn.primitive.name, eqn.outvars[0].aval.size > eqn.invars[0].aval.size
-    return name in _ops.SUMMED and (grows or name != "broadcast_in_dim")
+    return name in _ops.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
 
 
 def _made_at_use(step: Step, cell: Cell) -> Sequence[Cell]:

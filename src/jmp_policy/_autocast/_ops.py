@@ -25,6 +25,7 @@ _FULL = {
     "exp2": "exceeds float16 at 16",
     "expm1": "exceeds float16 above 11.1",
     "log": "half loses all digits near 1",
+    "log2": "half loses all digits near 1",
     "log1p": "its small arguments are subnormal in float16",
     "pow": "exceeds float16 easily; the exponent's rounding is multiplied",
     "sqrt": "of variances, which are below float16's normal range",
@@ -90,6 +91,7 @@ _FOLLOW = {
     "round": "exact",
     "rem": "exact to half's rounding",
     "square": "a product; float16 overflows above 255, see look-ahead for sums of squares",
+    "one_minus_square": "a product; the derivative of tanh",
     "integer_pow": "a product of few factors",
     "tanh": "bounded, and 1-Lipschitz",
     "logistic": "bounded, and 1/4-Lipschitz",
@@ -108,6 +110,7 @@ _FOLLOW = {
     "pmax": "exact",
     "pmin": "exact",
     "concatenate": "moves data",
+    "stack": "moves data",
     "pad": "moves data",
     "dynamic_update_slice": "moves data",
     "dynamic_slice": "moves data",
@@ -147,7 +150,7 @@ BROADCASTING = frozenset(
 )
 
 #: Moves whose transpose is a sum, over copies or devices: done in float32, before a parameter is cast.
-SUMMED = frozenset(["broadcast_in_dim", "pvary", "pcast", "pbroadcast"])
+SUMMED = frozenset(["broadcast_in_dim", "tile", "pvary", "pcast", "pbroadcast"])
 
 #: Of one array, to one or several: transposes, reshapes and slices of a parameter still are the parameter.
 MOVES = {
@@ -159,6 +162,8 @@ MOVES = {
     "rev": "moves data",
     "slice": "moves data",
     "split": "moves data",
+    "unstack": "moves data",
+    "tile": "moves data",
     "copy": "moves data",
     "copy_p": "moves data",
     "name": "names a residual for a remat policy",

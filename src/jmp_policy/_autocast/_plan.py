@@ -215,6 +215,16 @@ class Planner:
         )
 
 
+def held(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:
+    """For each value the dtype it is held in; None for those that autocast leaves alone."""
+    return tuple(v.dtype if _jax.is_float32(atom) else None for v, atom in zip(values, atoms, strict=True))
+
+
+def float32_reads(eqn: Any) -> tuple[Any, ...]:
+    """Reads of an operation as it was traced."""
+    return tuple(FLOAT32 if _jax.is_float32(atom) else None for atom in eqn.invars)
+
+
 def traced(atom: Any, source: Any = "computed") -> Value:
     """A value in the dtype it was traced in."""
     return Value(_jax.dtype_of(atom), source)

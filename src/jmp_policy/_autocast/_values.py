@@ -20,11 +20,13 @@ class Value(NamedTuple):
       dtype: what it will be held in.
       source: where it comes from.
       number: of a constant, what must be representable.
+      broadcast: whether a leaf is copies of a smaller one.
     """
 
     dtype: Any
     source: Source = "computed"
     number: float = 0.0
+    broadcast: bool = False
 
     def fits(self, half: np.dtype) -> bool:
         """Whether a constant is in the normal range of a half dtype: 1e-12 and float32's lowest are not."""
