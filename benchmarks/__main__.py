@@ -1,7 +1,25 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import loss_scaling_cost, nnx_cost, nnx_gpu_cost, overhead, peers
+from benchmarks import (
+    autocast_cost,
+    autocast_gpu_cost,
+    loss_scaling_cost,
+    nnx_cost,
+    nnx_gpu_cost,
+    overhead,
+    peers,
+)
+
+BENCHMARKS = (
+    loss_scaling_cost,
+    overhead,
+    nnx_cost,
+    nnx_gpu_cost,
+    autocast_cost,
+    autocast_gpu_cost,
+    peers,
+)
 
 if __name__ == "__main__":
-    for benchmark in (loss_scaling_cost, overhead, nnx_cost, nnx_gpu_cost, peers):
+    for benchmark in BENCHMARKS:
         benchmark.main()

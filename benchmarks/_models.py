@@ -78,6 +78,31 @@ class Encoder(nn.Module):
         return embed.attend(x)
 
 
+class LayerStep(Layer):
+    """`Layer` as a body of `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return super().__call__(x), None
+
+
+class ScannedEncoder(Encoder):
+    """The same encoder with its layers in one `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(self.vocabulary, self.hidden, dtype=self.dtype)
+        x = embed(tokens)
+        positions = nn.Embed(tokens.shape[1], self.hidden, dtype=self.dtype, name="positions")
+        x = x + positions(jnp.arange(tokens.shape[1]))
+        layers = nn.scan(
+            LayerStep, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+        )
+        x, _ = layers(self.heads, self.mlp, self.dtype, self.softmax32)(x, None)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return embed.attend(x)
+
+
 def images(batch: int = 64) -> tuple[Any, Any]:
     return jnp.ones((batch, 32, 32, 3)), jnp.zeros((batch,), jnp.int32)
 

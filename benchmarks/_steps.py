@@ -46,13 +46,14 @@ def hand_scale() -> HandScale:
     return HandScale(jnp.float32(2.0**16), jnp.int32(0))
 
 
-def plain_step(model: Any, tx: Any) -> Any:
-    """No loss scaling at all."""
+def plain_step(model: Any, tx: Any, autocast: Any = None) -> Any:
+    """No loss scaling at all; `autocast` is the half type that the loss is put under, if any."""
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         def loss_fn(params: Any) -> Any:
             return loss_and_stats(model, params, state.stats, batch)
 
+        loss_fn = loss_fn if autocast is None else jmpp.autocast(loss_fn, autocast)
         (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), stats, opt_state), loss

@@ -73,6 +73,15 @@ def switched(w, x):
     return lax.switch(jnp.int32(2), branches, x).sum()
 
 
+def looped_apart(w, x):
+    """Each row to an end of its own."""
+
+    def loop(row, n):
+        return lax.while_loop(lambda s: s[1] < n, lambda s: (jnp.tanh(s[0] @ w), s[1] + 1), (row, 0))[0]
+
+    return jax.vmap(loop)(x, jnp.arange(4)).sum()
+
+
 def checkpointed(w, x):
     return jax.checkpoint(layer)(w, x)
 
@@ -101,7 +110,7 @@ def with_custom_jvp(w, x):
 
 
 FUNCTIONS = [
-    layer, scanned, looped, branched, switched, checkpointed, batched, called, with_custom_jvp,
+    layer, scanned, looped, looped_apart, branched, switched, checkpointed, batched, called, with_custom_jvp,
     jax.grad(layer), jax.grad(scanned), jax.grad(checkpointed), jax.value_and_grad(branched),
 ]  # fmt: skip
 
@@ -120,7 +129,9 @@ def test_values_dtypes_and_products(function, half):
     assert {operand for _, *operands in found for operand in operands} == {half}
 
 
-@pytest.mark.parametrize("function", [f for f in FUNCTIONS[:9] if f is not looped], ids=_name)
+@pytest.mark.parametrize(
+    "function", [f for f in FUNCTIONS[:10] if f not in (looped, looped_apart)], ids=_name
+)
 def test_derivatives(function):
     cast = autocast(function, "bfloat16")
     found = products(jax.grad(cast), W, X)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from jmp_policy._autocast import _jax
@@ -147,6 +148,14 @@ class While(_Loop):
         conds, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         function = as_function(body, held(step.outs, step.eqn.outvars))
         go_on = as_function(test, [None])
+        if _jax.shape_of(_jax.open_jaxpr(params["cond_jaxpr"]).outvars[0]):
+            # Of a vmap: each example has its own end, which the public function doesn't take.
+            start = arrays[stop:]
+            jaxprs = {
+                "cond_jaxpr": jax.make_jaxpr(go_on)(*arrays[:conds], *start),
+                "body_jaxpr": jax.make_jaxpr(function)(*arrays[conds:stop], *start),
+            }
+            return _jax.bind(step.eqn, *arrays, **jaxprs)
         return lax.while_loop(
             lambda carry: go_on(*arrays[:conds], *carry)[0],
             lambda carry: function(*arrays[conds:stop], *carry),
