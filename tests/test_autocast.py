@@ -205,6 +205,27 @@ def test_configurations():
         assert strict(W, X).dtype == np.float32
 
 
+def test_symbolic_shapes():
+    def function(w, b, x):
+        return jax.nn.relu(jnp.tanh(x @ w + jnp.broadcast_to(b, (x.shape[0], 8)))) @ w
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8,), (batch, 8))]
+    exported = jax.export.export(jax.jit(autocast(function, "float16")))(*shapes)
+    assert_close(exported.call(W, B, X), function(W, B, X))
+
+
+def test_eagerly_on_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
+
+    def loss(w, x):
+        return jax.nn.softmax(jnp.tanh(x @ w + B) @ w)[:, 0].sum() + jax.nn.logsumexp(x @ w)
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(W, P()), jax.device_put(X, P("batch"))
+        assert_close(jax.grad(autocast(loss, "float16"))(w, x), jax.grad(loss)(W, X), roundings=16)
+
+
 def test_float64_stays():
     with jax.enable_x64(True):
         wide, narrow = jnp.ones((3, 3), jnp.float64), jnp.ones((3, 3), jnp.float32)
@@ -313,6 +334,25 @@ def test_bias_gradients_are_summed_in_float32():
     assert ("reduce_sum", ("bfloat16",)) not in names(jax.grad(autocast(loss, "bfloat16")), B, W, x)
 
 
+def test_gradients_of_scalars_are_summed_in_float32():
+    def large(s, w, x):
+        y = jnp.tanh(x @ w) * s
+        for _ in range(12):
+            y = jnp.tanh(y @ w) + y
+        return y.sum()
+
+    x, scalar = jax.random.normal(KEY, (4096, 8)), jnp.ones((1, 1))
+    got = jax.grad(lambda s: 10 * autocast(jax.jit(large), "float16")(s, W, x))(scalar)
+    expected = jax.grad(lambda s: 10 * large(s, W, x))(scalar)
+    assert_close(got, expected, roundings=64)
+
+    def padded(s, w, x):
+        return jnp.sum(lax.pad(x @ w, s, ((1, 1, 0), (0, 0, 0))) @ w)
+
+    gradient = jax.grad(autocast(padded, "float16"), argnums=(0, 1))
+    assert ("reduce_sum", ("float16",)) not in names(gradient, 2.0, W, X)
+
+
 def test_look_ahead():
     # Only float32 operations use the product: it is float32, and so is what follows.
     assert explain(lambda x: jnp.exp(x @ W), "float16")(X).of("dot_general")[0].chosen == "float32"
@@ -343,6 +383,23 @@ def test_look_ahead():
         )
     # A loop's product is used by the next product too.
     assert {row.operands for row in explain(through_loop, "float16")(X).of("dot_general")} == {"float16"}
+
+
+def test_look_ahead_sees_results_that_are_no_float32():
+    large = jnp.full((4, 8), 300.0)
+    assert jnp.isfinite(
+        autocast(lambda x: ((x @ jnp.eye(8)) ** 2).astype(jnp.bfloat16), "float16")(large)
+    ).all()
+    spectrum = autocast(lambda x: jnp.abs(jnp.fft.fft((x @ jnp.eye(8)) ** 2)), "float16")(large)
+    assert jnp.isfinite(spectrum).all()
+    # Decisions are made on float32 logits: 2049.3 and 2049.8 are the same number in half.
+    logits = jnp.array([[1.0, 1024.0, 1025.0, 0.0]])
+    assert explain(lambda x: jnp.argmax(x @ W, -1), "float16")(X).of("dot_general")[0].chosen == "float32"
+    assert explain(lambda x: x @ W > 0.5, "bfloat16")(X).of("dot_general")[0].chosen == "float32"
+    weights = jnp.eye(4).at[1, 3].set(1.0)
+    for pick in (jnp.argmax, lambda x, axis: jax.lax.top_k(x, 1)[1][:, 0]):
+        chosen = autocast(lambda x, pick=pick: pick(x @ weights * 2, axis=-1), "float16")(logits)
+        assert chosen.tolist() == [2]
 
 
 def test_constants_that_half_cannot_hold_keep_float32():
@@ -441,6 +498,21 @@ def _attended_backward(residuals, g):
 
 
 attended.defvjp(_attended_forward, _attended_backward)
+
+
+def test_policies_of_checkpoint_see_the_products():
+    def part(w, x):
+        return jnp.exp(jax.nn.softmax(x @ w) @ w)
+
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def count(function):
+        return sum(products(jax.grad(lambda w, x: jnp.sum(function(w, x))), W, X).values())
+
+    saved = count(jax.checkpoint(part, policy=policy))
+    assert count(autocast(jax.checkpoint(part, policy=policy), "float16")) == saved
+    assert count(jax.checkpoint(autocast(part, "float16"), policy=policy)) == saved
+    assert count(jax.checkpoint(part)) > saved
 
 
 def test_custom_vjp_stays_and_says_so_once():
@@ -577,7 +649,8 @@ def test_a_primitive_of_ones_own():
 
 
 def test_explain():
-    rows = explain(layer, "float16")(W, X)
+    rows = explain(layer, "float16")(jax.ShapeDtypeStruct(W.shape, W.dtype), X)
+    assert str(rows) == str(explain(layer, "float16")(W, X))
     assert len(rows) == len(rows.operations)
     first = rows[0]
     assert first.operation == "dot_general"
@@ -635,6 +708,8 @@ def test_a_policy_map_means_what_it_means_to_wrap(overrides):
     apply = jax.jit(model.apply)
     apply(params, X)
     assert products(autocast(apply, rules), params, X) == wrapped
+    # And where equal rules have traced it, so that no module is called again.
+    assert products(autocast(apply, jmpp.PolicyMap("mixed_float16", overrides)), params, X) == wrapped
 
 
 def test_unused_rules_of_a_policy_map():
@@ -669,6 +744,8 @@ def test_bad_input():
         autocast(layer, "float16", ops={"exp": "lowr"})
     with pytest.raises(ValueError, match="'exp' is on two lists, 'lower' and 'full'"):
         autocast(layer, "float16", lower={"exp"}, full={"exp"})
+    with pytest.raises(ValueError, match="A jit holds other operations"):
+        autocast(layer, "float16", follow={"jit"})
     with pytest.raises(TypeError, match="hold names of primitives"):
         autocast(layer, "float16", lower={jnp.exp})
     with pytest.raises(ValueError, match="neither 'off' nor 'lower'"), region("on"):

@@ -160,6 +160,22 @@ def test_results_may_hold_modules_and_new_state():
     keeper = Keeper()
     jmpp.nnx.autocast(lambda m, x: m(x), "float16")(keeper, X)
     assert keeper.hidden[...].shape == (16, 4)
+
+    class Grower(nnx.Module):
+        def __init__(self):
+            self.seen = nnx.Intermediate(())
+
+        def __call__(self, x):
+            self.seen.set_value((*self.seen.get_value(), x.sum()))
+            return x
+
+    grower = Grower()
+    for count in (1, 2, 3):
+        jmpp.nnx.autocast(lambda m, x: m(x), "float16")(grower, X)
+        assert len(grower.seen.get_value()) == count
+    twice = jmpp.nnx.autocast(lambda a, b, x: a(x) + b(x), "float16")(net, net, X)
+    assert twice.shape == (16, 3)
+    assert type(net) is Net
     rngs = nnx.Rngs(0)
     key = jmpp.nnx.autocast(lambda rngs: rngs.params(), "float16")(rngs)
     assert key == nnx.Rngs(0).params()

@@ -205,7 +205,7 @@ def _run_traced(
     jaxpr = _jax.trace_as(traced, arrays, [_jax.dtype_of(atom) for atom in types])
     count = len(_jax.open_jaxpr(jaxpr).outvars) + len(others)
     wanted = list(dtypes) if dtypes is not None else [None] * count
-    wishes = [None if dtype is None else dtype == FLOAT32 for dtype in wanted]
+    wishes = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
     assert step.planner is not None
     plan = step.planner.plan(
         jaxpr,
@@ -233,7 +233,7 @@ class CustomVJP(_Call):
     def wish(self, planner: Planner, eqn: Any, outs: Sequence[Wish], region: Region) -> Sequence[Wish]:
         if self._is_opened(planner, eqn, region):
             return super().wish(planner, eqn, outs, region)
-        return [True if _jax.is_float32(atom) else None for atom in eqn.invars]
+        return [True] * len(eqn.invars)
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region

@@ -13,7 +13,7 @@ import numpy as np
 from jmp_policy._autocast import _calls, _jax, _loops, _operations, _ops
 from jmp_policy._autocast._plan import Plan, Planner, Rule, traced
 from jmp_policy._autocast._regions import Regions, as_rules, compute_dtype, rules_of
-from jmp_policy._autocast._run import run
+from jmp_policy._autocast._run import as_function, run
 from jmp_policy._autocast._values import computed
 from jmp_policy._dtypes import parse_dtype
 from jmp_policy._loaded import is_instance_of, loaded
@@ -25,6 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: The rules of primitives that need more than their list says.
 _RULES: dict[str, Rule] = {**_operations.OWN, **_calls.RULES, **_loops.RULES}
+
+
+#: What of a function's arguments is traced; all else is static. Shapes are for `explain`.
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 class Traced(NamedTuple):
@@ -39,6 +43,10 @@ class Traced(NamedTuple):
     plan: Plan
     arrays: list[Any]
     rebuild: Callable[[list[Any]], Any]
+
+
+#: Primitives that hold other operations.
+_CALLS = {**_calls.RULES, **_loops.RULES}
 
 
 class Settings:
@@ -58,6 +66,13 @@ class Settings:
         self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
         self.table = _ops.changed_table(ops, lower=lower, full=full, follow=follow)
+        given = [*(ops or {}), *lower, *full, *follow]
+        calls = [name for name in given if name in _CALLS and name != "custom_vjp_call"]
+        if calls:
+            raise ValueError(
+                f"A {calls[0]} holds other operations, and what they are decides. Put those on a list, or "
+                "mark the code with `region`."
+            )
         self._names = {name for name, (_, why) in self.table.items() if why == _ops.ASKED}
         self._warned: set[str] = set()
 
@@ -69,7 +84,7 @@ class Settings:
           TypeError: for NNX modules among the arguments.
         """
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_node)
-        is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+        is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
         if any(map(_is_nnx_node, leaves)):
             raise TypeError(
                 "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
@@ -83,7 +98,7 @@ class Settings:
             whole = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
             new_args, new_kwargs = jax.tree.unflatten(structure, whole)
             out_leaves, out_structure = jax.tree.flatten(fn(*new_args, **new_kwargs))
-            is_made = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in out_leaves]
+            is_made = [isinstance(leaf, _ARRAYS) for leaf in out_leaves]
             kept = [None if made else leaf for leaf, made in zip(out_leaves, is_made, strict=True)]
             outs[:] = [out_structure, is_made, kept]
             return [leaf for leaf, made in zip(out_leaves, is_made, strict=True) if made]
@@ -94,8 +109,8 @@ class Settings:
         regions = Regions(self.half, self.rules, self.map_rules)
         planner = Planner(regions, self._planner_rules(), self.table, _operations.AS_TRACED)
         opened = _jax.open_jaxpr(jaxpr)
-        wishes = [True if _jax.is_float32(atom) else None for atom in opened.outvars]
-        plan = planner.plan(jaxpr, [traced(var, "leaf") for var in opened.invars], wishes, regions.outermost)
+        leaves = [traced(var, "leaf") for var in opened.invars]
+        plan = planner.plan(jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
         self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
 
         def rebuild(made: list[Any]) -> Any:
@@ -107,7 +122,7 @@ class Settings:
             )
 
         # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
-        arrays = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in arrays]
+        arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays]
         return Traced(plan, arrays, rebuild)
 
     def _planner_rules(self) -> dict[str, Rule]:
@@ -221,6 +236,9 @@ def autocast(
         plan, arrays, rebuild = settings.trace(fn, args, kwargs)
         atoms = _jax.open_jaxpr(plan.jaxpr).outvars
         dtypes = [_jax.FLOAT32 if _jax.is_float32(atom) else None for atom in atoms]
+        if _jax.is_explicit(_jax.open_jaxpr(plan.jaxpr).invars):
+            # Op by op, constants would not get the shardings that the trace gave them.
+            return rebuild(jax.jit(as_function(plan, dtypes))(*arrays))
         with _jax.program(is_body=False):
             outs = run(plan, [computed(array) for array in arrays])
             made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]

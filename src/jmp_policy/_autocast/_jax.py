@@ -1,6 +1,6 @@
 """What differs between versions of JAX in a jaxpr, and the few spots where its parts are taken apart.
 
-Public modules of JAX only; each function says which versions force it.
+Imports public modules of JAX only; takes from jaxprs and equations what `jax.core.eval_jaxpr` takes of them.
 """
 
 import collections
@@ -102,10 +102,12 @@ def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     simple = primitive.name in _SIMPLE and "axis_index_groups" not in params
     if bound is not None and simple and any(isinstance(value, Tracer) for value in values):
         key = (primitive, eqn.ctx, tuple(params.items()))
-        with contextlib.suppress(TypeError):  # A parameter that cannot be hashed.
+        try:
             bound[key] += 1
-            if bound[key] > _OFTEN:
-                return list(_kept(*key)(*values))
+        except TypeError:  # A parameter that cannot be hashed.
+            return _bind(primitive, values, params)
+        if bound[key] > _OFTEN:
+            return list(_kept(*key)(*values))
     return _bind(primitive, values, params)
 
 
@@ -194,6 +196,11 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
                 yield part
 
 
+def holds_jaxpr(eqn: Any) -> bool:
+    """Whether an operation has a jaxpr inside, whose dtypes are fixed."""
+    return any(True for _ in subjaxprs(eqn))
+
+
 def primitives(jaxpr: Any) -> Iterator[str]:
     """Names of all primitives in a jaxpr, those of jaxprs inside it included."""
     for eqn in open_jaxpr(jaxpr).eqns:
@@ -209,10 +216,15 @@ def is_traced(value: Any) -> bool:
 
 def broadcast_like(value: Any, atom: Any) -> Any:
     """A scalar, or an array with axes of size 1, in the shape (and explicit sharding) of an atom."""
-    shape, sharding = atom.aval.shape, getattr(atom.aval, "sharding", None)
-    axes = range(len(shape)) if value.ndim else ()
-    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    return jax.lax.broadcast_in_dim(value, shape, tuple(axes), out_sharding=sharding if explicit else None)
+    shape, axes = atom.aval.shape, range(len(atom.aval.shape)) if value.ndim else ()
+    sharding = atom.aval.sharding if is_explicit([atom]) else None
+    return jax.lax.broadcast_in_dim(value, shape, tuple(axes), out_sharding=sharding)
+
+
+def is_explicit(atoms: Sequence[Any]) -> bool:
+    """Whether an atom is laid out on a mesh whose axes are part of its type."""
+    shardings = [getattr(atom.aval, "sharding", None) for atom in atoms]
+    return any(s is not None and jax.sharding.AxisType.Explicit in s.mesh.axis_types for s in shardings)
 
 
 def asks_for_precision(eqn: Any) -> bool:

@@ -109,7 +109,7 @@ class While(_Loop):
         params = eqn.params
         conds, bodies = params["cond_nconsts"], params["body_nconsts"]
         ins, _ = self._wishes(planner, eqn, outs, region)
-        test = planner.wishes(params["cond_jaxpr"], [None], region).ins
+        test = planner.wishes(params["cond_jaxpr"], [True], region).ins
         carry = [_both(a, b) for a, b in zip(ins[bodies:], test[conds:], strict=True)]
         return [*test[:conds], *ins[:bodies], *carry]
 
@@ -139,7 +139,7 @@ class While(_Loop):
             if new == carry:
                 break
             carry = new
-        test = planner.plan(params["cond_jaxpr"], [*ins[:conds], *carry], [None], region)
+        test = planner.plan(params["cond_jaxpr"], [*ins[:conds], *carry], [True], region)
         reads = held([*ins[:stop], *carry], eqn.invars)
         return Step(eqn, self, reads, tuple(carry), "what is inside decides", (body, test))
 
@@ -173,7 +173,7 @@ class Cond(_Loop):
         wishes = list(branches[0])
         for branch in branches[1:]:
             wishes = [_both(a, b) for a, b in zip(wishes, branch, strict=True)]
-        return [None, *wishes]
+        return [True, *wishes]
 
     @staticmethod
     def _is_opaque(eqn: Any) -> bool:

@@ -21,7 +21,7 @@ def _floats(eqn: Any) -> list[bool]:
 
 
 def _wish_all(eqn: Any, wish: Wish) -> list[Wish]:
-    return [wish if is_float else None for is_float in _floats(eqn)]
+    return [wish] * len(eqn.invars)
 
 
 def _reads(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
@@ -32,8 +32,10 @@ def _results(eqn: Any, dtype: Any) -> tuple[Value, ...]:
     return tuple(Value(dtype) if _jax.is_float32(var) else traced(var) for var in eqn.outvars)
 
 
-def _wanted_full(outs: Sequence[Wish]) -> bool:
-    return True in outs and False not in outs
+def _wanted_full(eqn: Any, outs: Sequence[Wish]) -> bool:
+    """Whether results are used, and every use of them takes float32."""
+    wishes = [wish for wish, var in zip(outs, eqn.outvars, strict=True) if _jax.is_float32(var)]
+    return True in wishes and False not in wishes
 
 
 class _Bound:
@@ -89,6 +91,7 @@ class Lower(_Bound):
         floating = [a for a in eqn.invars if is_floating(_jax.dtype_of(a))]
         return (
             region.half is not None
+            and not _jax.holds_jaxpr(eqn)
             and bool(floating)
             and all(map(_jax.is_float32, (*floating, *eqn.outvars)))
             and not _jax.asks_for_precision(eqn)
@@ -106,7 +109,7 @@ class Lower(_Bound):
         half, reason = region.half, planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(planner, eqn, ins, outs, region)
-        if _wanted_full(outs) and not region.lower:
+        if _wanted_full(eqn, outs) and not region.lower:
             why = f"lower: {reason}; the result is float32, since only float32 operations use it"
             return Step(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why)
         return Step(eqn, self, _reads(eqn, half), _results(eqn, half), f"lower: {reason}")
@@ -146,8 +149,8 @@ class Follow(_Bound):
         if region.half is None or self._is_full_power(eqn, region):
             return _wish_all(eqn, True)
         if not any(map(_jax.is_float32, eqn.outvars)):
-            return _wish_all(eqn, None)  # A comparison: either will do.
-        return _wish_all(eqn, _wanted_full(outs))
+            return _wish_all(eqn, True)  # A comparison: either will do.
+        return _wish_all(eqn, _wanted_full(eqn, outs))
 
     @staticmethod
     def _is_full_power(eqn: Any, region: Region) -> bool:
@@ -157,7 +160,7 @@ class Follow(_Bound):
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
     ) -> Step:
-        if region.half is None or not any(_floats(eqn)):
+        if region.half is None or not any(_floats(eqn)) or _jax.holds_jaxpr(eqn):
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
         if self._is_full_power(eqn, region):
             return as_traced(self, eqn, "full: exceeds float16 easily")
@@ -174,15 +177,14 @@ class Follow(_Bound):
             return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
         if region.lower:
             return half, "follow: the region asks for half"
-        if _wanted_full(outs):
+        if _wanted_full(eqn, outs):
             return FLOAT32, "follow: only float32 operations use the result"
         if any(value.dtype == FLOAT32 for value in made):
             return FLOAT32, "follow: the widest operand is float32"
         if not made:
             return FLOAT32, "follow: parameters alone"
-        size = max(var.aval.size for var in eqn.outvars)
-        whole = [a.aval.size for v, a in operands if v.source == "leaf" and not v.broadcast]
-        if any(leaf >= size for leaf in whole):
+        whole = [_jax.shape_of(a) for v, a in operands if v.source == "leaf" and not v.broadcast]
+        if any(_jax.shape_of(var) in whole for var in eqn.outvars):
             return FLOAT32, "follow: a float32 argument of full size"
         return half, "follow: every operand is half"
 
@@ -265,7 +267,8 @@ class Move(Follow):
 
 def _is_summed(eqn: Any) -> bool:
     """Whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
-    name, grows = eqn.primitive.name, eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+    # Sizes may be symbolic, and a broadcast never shrinks.
+    name, grows = eqn.primitive.name, eqn.outvars[0].aval.size != eqn.invars[0].aval.size
     return name in _ops.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
 
 
@@ -290,7 +293,9 @@ class Inside(Follow):
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region
     ) -> Step:
         step = super().plan(planner, eqn, ins, outs, region)
-        looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(outs)
+        if eqn.primitive.name == "pad" and ins[1].source == "constant":
+            return step
+        looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(eqn, outs)
         is_float = _jax.is_float32(eqn.invars[0]) and region.half is not None
         if is_float and (looked_up or step.outs[0].dtype == region.half):
             why = f"inside: {planner.table[eqn.primitive.name][1]}"
@@ -314,8 +319,6 @@ class Convert(_Bound):
         to = eqn.params["new_dtype"]
         if region.half is not None and to == FLOAT32:
             return _wish_all(eqn, outs[0])
-        if to == np.bool_:
-            return _wish_all(eqn, None)
         return _wish_all(eqn, to != region.half)
 
     def plan(

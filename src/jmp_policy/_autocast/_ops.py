@@ -111,7 +111,6 @@ _FOLLOW = {
     "pmin": "exact",
     "concatenate": "moves data",
     "stack": "moves data",
-    "pad": "moves data",
     "dynamic_update_slice": "moves data",
     "dynamic_slice": "moves data",
     "all_gather": "moves data",
@@ -123,6 +122,7 @@ _FOLLOW = {
 
 _INSIDE = {
     "gather": "an embedding: its gradient is a sum over tokens",
+    "pad": "the gradient of what it pads with is a sum",
     "reduce_max": "its gradient is a sum over ties",
     "reduce_min": "its gradient is a sum over ties",
     "erf": "its derivative is an exponential",

@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from jmp_policy._autocast import _jax
+from jmp_policy._autocast import _jax, _ops
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._regions import Region, Regions
 from jmp_policy._autocast._values import Cell, Value
 
-#: What the code behind a value wants: True float32 (every use of it), False half (some use), None that nobody
-#: uses it.
+#: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None
+#: that nobody uses it.
 Wish: TypeAlias = bool | None
 
 
@@ -168,7 +168,8 @@ class Planner:
                 continue  # Dead code: what it wants doesn't count.
             inside = self.regions.enter(region, eqn.source_info.name_stack)
             for atom, wish in zip(eqn.invars, self.rule(eqn).wish(self, eqn, used, inside), strict=True):
-                add(atom, wish)
+                # An index, a key: used, and nothing to choose.
+                add(atom, wish if _jax.is_float32(atom) else True)
         return Wishes(jaxpr, tuple(of.get(var) for var in opened.invars), of)
 
     def plan(self, jaxpr: Any, ins: Sequence[Value], outs: Sequence[Wish], region: Region) -> Plan:
@@ -265,9 +266,16 @@ def _reads(jaxpr: Any, steps: Sequence[Step], outs: Sequence[Value]) -> tuple[fr
         moved = step.why == MOVED
         for atom, dtype in zip(step.eqn.invars, step.reads, strict=True):
             if not isinstance(atom, _jax.Literal) and _jax.is_float32(atom):
-                later = reads.get(step.eqn.outvars[0], set()) if moved else {dtype or FLOAT32}
+                later = reads.get(step.eqn.outvars[0], set()) if moved else {_read(step, atom, dtype)}
                 reads.setdefault(atom, set()).update(later)
     return tuple(frozenset(reads.get(var, ())) for var in jaxpr.invars)
+
+
+def _read(step: Step, atom: Any, dtype: Any) -> np.dtype:
+    """What an operand is read in: one that is broadcast is broadcast in float32."""
+    name, like = step.eqn.primitive.name, step.eqn.outvars
+    is_broadcast = name in _ops.BROADCASTING and _jax.shape_of(atom) != _jax.shape_of(like[0])
+    return FLOAT32 if dtype is None or is_broadcast else dtype
 
 
 #: Why of a step that moves a parameter or a constant: it is done in whichever dtype its result is read in.

@@ -31,7 +31,7 @@ from jmp_policy._rules import (
     path_text,
     require_no_grad_dtype,
 )
-from jmp_policy._scope import Scope, current, entered
+from jmp_policy._scope import Scope, Seen, current, entered
 from jmp_policy._treatment import Treatment
 from jmp_policy.linen import _layers
 
@@ -137,8 +137,14 @@ def marking(rules: PolicyMap) -> Iterator[Scope]:
 
     For `autocast`, which reads the marks.
     """
-    with _pushed(Scope(rules, marks=True)) as scope:
+    with _pushed(Scope(rules, marks=True, seen=_seen_under(rules))) as scope:
         yield scope
+
+
+@functools.cache
+def _seen_under(_: PolicyMap) -> Seen:
+    """What equal rules have met so far: a jitted function that they once traced calls no module again."""
+    return Seen(set(), set())
 
 
 def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

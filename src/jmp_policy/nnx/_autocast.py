@@ -95,6 +95,9 @@ def explain(
 
     Returns:
       A function of the same arguments that traces `fn`, changes nothing and returns an `Explanation`.
+
+    Raises:
+      TypeError, ValueError: as `autocast`.
     """
     pure, default = _checked(fn, policy, "explain")
     explained = _autocast.explain(pure, default, **options)
@@ -182,7 +185,7 @@ def _write_changed(nodes: Any, values: Any) -> None:
     """Writes what a call has changed, and nothing else: parameters may be of a trace closed to writing."""
     for variable, value in zip(_variables(nodes), values, strict=True):
         old, new = jax.tree.leaves(_graph.read(variable)), jax.tree.leaves(value)
-        if any(x is not y for x, y in zip(old, new, strict=True)):
+        if len(old) != len(new) or any(x is not y for x, y in zip(old, new, strict=True)):
             _graph.write(variable, value)
 
 
@@ -199,6 +202,8 @@ def _named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
             seen += met
             for place in places.values():
                 module: Any = place.module
+                if any(module is other for other, _ in classes):
+                    continue  # Handed in twice.
                 precision = place.treatment.policy.compute_dtype.name if rules.overrides else None
                 names = (_plan.name_of(node), *map(str, place.path))
                 classes.append((module, type(module)))
@@ -213,7 +218,7 @@ def _named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
         finally:
             _HERE.reset(token)
     finally:
-        for module, cls in classes:
+        for module, cls in reversed(classes):
             object.__setattr__(module, "__class__", cls)
 
 
