@@ -16,8 +16,6 @@ from jmp_policy._autocast import Explanation as Explanation
 from jmp_policy._autocast import Operation as Operation
 from jmp_policy._autocast import autocast as autocast
 from jmp_policy._autocast import explain as explain
-from jmp_policy._autocast import full_precision as full_precision
-from jmp_policy._autocast import region as region
 from jmp_policy._dtypes import best_half_dtype as best_half_dtype
 from jmp_policy._finite import all_finite as all_finite
 from jmp_policy._finite import select_tree as select_tree
@@ -32,6 +30,8 @@ from jmp_policy._metrics import grads_finite as grads_finite
 from jmp_policy._metrics import metrics as metrics
 from jmp_policy._policy import Policy as Policy
 from jmp_policy._policy import get_policy as get_policy
+from jmp_policy._regions import full_precision as full_precision
+from jmp_policy._regions import region as region
 from jmp_policy._rules import PolicyMap as PolicyMap
 from jmp_policy._state import LossScaledState as LossScaledState
 from jmp_policy._state import get_loss_scale_state as get_loss_scale_state

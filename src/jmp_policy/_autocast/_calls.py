@@ -10,9 +10,9 @@ from jmp_policy._autocast import _jax
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._operations import as_traced
 from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish, float32_reads, held
-from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import as_function, rebound, run
 from jmp_policy._autocast._values import Cell, cast, computed
+from jmp_policy._regions import Region
 
 #: Calls of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
 _INLINED = 24

@@ -7,7 +7,7 @@ from typing import Any
 from jmp_policy._autocast import _jax
 from jmp_policy._autocast._interpreter import Settings, check_function
 from jmp_policy._autocast._plan import MOVED, Plan, Step
-from jmp_policy._autocast._regions import is_marker
+from jmp_policy._regions import is_marker, scopes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,8 @@ def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[...
 
 def _rows(plan: Plan, outer: tuple[str, ...]) -> Iterator[Operation]:
     for step in plan.steps:
-        scopes = _jax.scopes(step.eqn.source_info.name_stack)
-        path = (*outer, *(name for name in scopes if not is_marker(name)))
+        names = scopes(step.eqn.source_info.name_stack)
+        path = (*outer, *(name for name in names if not is_marker(name)))
         if step.inner:
             for inner in step.inner:
                 yield from _rows(inner, path)

@@ -12,12 +12,12 @@ import numpy as np
 
 from jmp_policy._autocast import _calls, _jax, _loops, _operations, _ops
 from jmp_policy._autocast._plan import Plan, Planner, Rule, traced
-from jmp_policy._autocast._regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._autocast._run import as_function, run
 from jmp_policy._autocast._values import computed
 from jmp_policy._dtypes import parse_dtype
 from jmp_policy._loaded import is_instance_of, loaded
 from jmp_policy._policy import Policy, PolicyLike
+from jmp_policy._regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._rules import PolicyMap, as_policy_map, require_no_grad_dtype, unused_error
 from jmp_policy._types import DTypeLike
 

@@ -168,11 +168,6 @@ class at:  # noqa: N801 - used like a function
         self._context.__exit__(*exc)
 
 
-def scopes(name_stack: Any) -> list[str]:
-    """The names of a name stack that a scope put there, outermost first; transforms are left out."""
-    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
-
-
 def source_line(eqn: Any) -> str:
     """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown."""
     text = source_info_util.summarize(eqn.source_info)

@@ -10,9 +10,9 @@ from jmp_policy._autocast import _jax
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._operations import AS_TRACED, as_traced
 from jmp_policy._autocast._plan import Planner, Rule, Step, Wish, float32_reads, held
-from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import as_function, rebound
 from jmp_policy._autocast._values import Cell, Value, computed
+from jmp_policy._regions import Region
 
 
 def _joined(carry: Value, out: Value, atom: Any) -> Value:

@@ -10,10 +10,10 @@ from jmp_policy._autocast import _jax, _ops
 from jmp_policy._autocast._jax import FLOAT32
 from jmp_policy._autocast._plan import MOVED, Planner, Rule, Step, Wish, float32_reads, traced
 from jmp_policy._autocast._products import product, widened
-from jmp_policy._autocast._regions import Region
 from jmp_policy._autocast._run import rebound
 from jmp_policy._autocast._values import Cell, Value, computed
 from jmp_policy._dtypes import is_floating, is_half
+from jmp_policy._regions import Region
 
 
 def _floats(eqn: Any) -> list[bool]:

@@ -17,12 +17,12 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jmp_policy._autocast import region
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_floating
 from jmp_policy._dtypes import is_dtype_or_none, is_half, widened
 from jmp_policy._loaded import is_instance_of
 from jmp_policy._policy import Policy
+from jmp_policy._regions import region
 from jmp_policy._rules import (
     PolicyMap,
     PolicyMapLike,

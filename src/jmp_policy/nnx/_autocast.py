@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from jmp_policy import _autocast
+from jmp_policy._regions import region
 from jmp_policy._rules import PolicyMap, PolicyMapLike, path_text, unused_error
 from jmp_policy.nnx import _face, _governed, _graph, _plan
 
@@ -248,7 +249,7 @@ def _scoped(method: Callable[..., Any], place: _Place) -> Callable[..., Any]:
             if below:
                 stack.enter_context(jax.named_scope("/".join(below)))
             if place.precision != here.precision and place.precision is not None:
-                stack.enter_context(_autocast.region(place.precision))
+                stack.enter_context(region(place.precision))
             token = _HERE.set(place)
             stack.callback(_HERE.reset, token)
             return method(*args, **kwargs)

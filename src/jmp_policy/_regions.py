@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _jax
 from jmp_policy._dtypes import parse_dtype
 from jmp_policy._policy import Policy
 from jmp_policy._rules import PolicyMap, matches
@@ -116,6 +115,11 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
     return in_full
 
 
+def scopes(name_stack: Any) -> list[str]:
+    """The names of a name stack that a scope put there, outermost first; transforms are left out."""
+    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
+
+
 def is_marker(scope: str) -> bool:
     """Whether a scope of a name stack is a marker, and no name of the user's."""
     return _MARKER.fullmatch(scope) is not None
@@ -161,7 +165,7 @@ class Regions:
             return region
         key = (region, name_stack)
         if key not in self._known:
-            self._known[key] = functools.reduce(self._inside, _jax.scopes(name_stack), region)
+            self._known[key] = functools.reduce(self._inside, scopes(name_stack), region)
         return self._known[key]
 
     def _inside(self, region: Region, scope: str) -> Region:
