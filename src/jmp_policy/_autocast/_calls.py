@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _jax
-from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind
 from jmp_policy._autocast._operations import as_traced
 from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish, float32_reads, held
 from jmp_policy._autocast._run import as_function, rebound, run
 from jmp_policy._autocast._values import Cell, cast, computed
+from jmp_policy._jax import FLOAT32
 from jmp_policy._regions import Region
 
 #: Calls of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
@@ -76,7 +77,7 @@ class Jit(_Call):
             return run(plan, cells)
         arrays = _read_all(step, cells)
         jaxpr = _traced_again(plan, held(plan.outs, step.eqn.outvars), arrays)
-        return [computed(out) for out in _jax.bind(step.eqn, *arrays, jaxpr=jaxpr)]
+        return [computed(out) for out in _bind.bind(step.eqn, *arrays, jaxpr=jaxpr)]
 
 
 def _is_inlined(eqn: Any) -> bool:
@@ -116,7 +117,7 @@ class Checkpoint(_Call):
         # merging it with the forward pass.
         closed = jax.make_jaxpr(function)(*arrays)
         arrays = [*_jax.constants(closed), *arrays]
-        return [computed(out) for out in _jax.bind(eqn, *arrays, jaxpr=_jax.closed_over_arguments(closed))]
+        return [computed(out) for out in _bind.bind(eqn, *arrays, jaxpr=_jax.closed_over_arguments(closed))]
 
 
 class CustomJVP(_Call):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jmp_policy._autocast import _jax
+from jmp_policy import _jax
 from jmp_policy._autocast._interpreter import Settings, check_function
 from jmp_policy._autocast._plan import MOVED, Plan, Step
 from jmp_policy._regions import is_marker, scopes

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _calls, _jax, _loops, _operations, _ops
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind, _calls, _loops, _operations, _ops
 from jmp_policy._autocast._plan import Plan, Planner, Rule, traced
 from jmp_policy._autocast._run import as_function, run
 from jmp_policy._autocast._values import computed
@@ -239,7 +240,7 @@ def autocast(
         if _jax.is_explicit(_jax.open_jaxpr(plan.jaxpr).invars):
             # Op by op, constants would not get the shardings that the trace gave them.
             return rebuild(jax.jit(as_function(plan, dtypes))(*arrays))
-        with _jax.program(is_body=False):
+        with _bind.program(is_body=False):
             outs = run(plan, [computed(array) for array in arrays])
             made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
         return rebuild([_jax.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)])

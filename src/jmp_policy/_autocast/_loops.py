@@ -6,12 +6,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_policy._autocast import _jax
-from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind
 from jmp_policy._autocast._operations import AS_TRACED, as_traced
 from jmp_policy._autocast._plan import Planner, Rule, Step, Wish, float32_reads, held
 from jmp_policy._autocast._run import as_function, rebound
 from jmp_policy._autocast._values import Cell, Value, computed
+from jmp_policy._jax import FLOAT32
 from jmp_policy._regions import Region
 
 
@@ -155,7 +156,7 @@ class While(_Loop):
                 "cond_jaxpr": jax.make_jaxpr(go_on)(*arrays[:conds], *start),
                 "body_jaxpr": jax.make_jaxpr(function)(*arrays[conds:stop], *start),
             }
-            return _jax.bind(step.eqn, *arrays, **jaxprs)
+            return _bind.bind(step.eqn, *arrays, **jaxprs)
         return lax.while_loop(
             lambda carry: go_on(*arrays[:conds], *carry)[0],
             lambda carry: function(*arrays[conds:stop], *carry),

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._autocast import _jax, _ops
-from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind, _ops
 from jmp_policy._autocast._plan import MOVED, Planner, Rule, Step, Wish, float32_reads, traced
 from jmp_policy._autocast._products import product, widened
 from jmp_policy._autocast._run import rebound
 from jmp_policy._autocast._values import Cell, Value, computed
 from jmp_policy._dtypes import is_floating, is_half
+from jmp_policy._jax import FLOAT32
 from jmp_policy._regions import Region
 
 
@@ -124,7 +125,7 @@ class Lower(_Bound):
             for atom, dtype in zip(eqn.invars, reads, strict=True)
         ]
         try:
-            made = jax.eval_shape(lambda *values: _jax.bind(eqn, *values), *operands)
+            made = jax.eval_shape(lambda *values: _bind.bind(eqn, *values), *operands)
         except Exception as error:
             text = str(error).partition("\n")[0]
             note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
@@ -197,7 +198,7 @@ class Follow(_Bound):
             _read_broadcast(cell, dtype, atom, like)
             for cell, dtype, atom in zip(cells, step.reads, eqn.invars, strict=True)
         ]
-        return [computed(out) for out in _jax.bind(eqn, *arrays)]
+        return [computed(out) for out in _bind.bind(eqn, *arrays)]
 
 
 def _read_broadcast(cell: Cell, dtype: Any, atom: Any, like: Any) -> Any:
@@ -278,7 +279,7 @@ def _made_at_use(step: Step, cell: Cell) -> Sequence[Cell]:
 
     def make(dtype: np.dtype) -> Any:
         with _jax.at(eqn, scopes):
-            return _jax.bind(eqn, cell.read(dtype))[0]
+            return _bind.bind(eqn, cell.read(dtype))[0]
 
     return [Cell(None, step.outs[0].dtype, make)]
 
@@ -345,7 +346,7 @@ class Convert(_Bound):
         if step.reads[0] is not None:
             return [cell]
 
-        return [Cell(None, FLOAT32, lambda dtype: _jax.bind(eqn, cell.read(None), new_dtype=dtype)[0])]
+        return [Cell(None, FLOAT32, lambda dtype: _bind.bind(eqn, cell.read(None), new_dtype=dtype)[0])]
 
 
 FOLLOW = Follow()

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from jmp_policy._autocast import _jax, _ops
-from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy import _jax
+from jmp_policy._autocast import _ops
 from jmp_policy._autocast._values import Cell, Value
+from jmp_policy._jax import FLOAT32
 from jmp_policy._regions import Region, Regions
 
 #: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._autocast import _jax
-from jmp_policy._autocast._jax import FLOAT32
+from jmp_policy._autocast import _bind
+from jmp_policy._jax import FLOAT32
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
     """The product of an equation, of half operands, with a result in the given dtype."""
-    return _jax.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
+    return _bind.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
 
 
 def widened(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
@@ -36,7 +36,7 @@ def widened(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
     """
 
     def dot(*operands: Any) -> Any:
-        with _jax.program(is_body=True):
+        with _bind.program(is_body=True):
             return product(eqn, operands, FLOAT32)
 
     call = jax.custom_jvp(dot)

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jmp_policy._autocast import _jax
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind
 from jmp_policy._autocast._plan import Plan
 from jmp_policy._autocast._values import Cell, computed
 
@@ -54,7 +55,7 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
     """
 
     def function(*arrays: Any) -> list[Any]:
-        with _jax.program(is_body=True):
+        with _bind.program(is_body=True):
             outs = run(plan, [computed(array) for array in arrays])
             return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
 
@@ -64,4 +65,4 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
 def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], cells: Sequence[Cell]) -> list[Cell]:
     """The operation itself, with its own parameters, on operands in the given dtypes."""
     arrays = [cell.read(dtype) for cell, dtype in zip(cells, reads, strict=True)]
-    return [computed(out) for out in _jax.bind(step_eqn, *arrays)]
+    return [computed(out) for out in _bind.bind(step_eqn, *arrays)]

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._autocast import _jax
+from jmp_policy._autocast import _bind
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
 #: or zeros and ones made of a mask. "computed": anything else.
@@ -66,4 +66,4 @@ def computed(value: Any) -> Cell:
 
 def cast(value: Any, dtype: Any) -> Any:
     """An array in another dtype."""
-    return value if value.dtype == dtype else _jax.converted(value, dtype)
+    return value if value.dtype == dtype else _bind.converted(value, dtype)

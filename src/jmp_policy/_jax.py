@@ -3,9 +3,6 @@
 Imports public modules of JAX only; takes from jaxprs and equations what `jax.core.eval_jaxpr` takes of them.
 """
 
-import collections
-import contextlib
-import contextvars
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +12,6 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend import core, source_info_util
-
-from jmp_policy._autocast import _ops
 
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
@@ -79,68 +74,10 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
     return [f.call_wrapped for f in eqn.primitive.get_bind_params(eqn.params)["subfuns"]]
 
 
-#: How often each operation was bound in this program so far; None in bodies, which are differentiated whole.
-_BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound", default=None)
-
-#: Operations that occur more often are bound as jits, of which JAX keeps the derivative.
-_OFTEN = 2
-
-
-@contextlib.contextmanager
-def program(is_body: bool) -> Iterator[None]:
-    """A with-block that binds the operations of a whole program, or of the body of a loop or call."""
-    token = _BOUND.set(None if is_body else collections.Counter())
-    try:
-        yield
-    finally:
-        _BOUND.reset(token)
-
-
-def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
-    """Binds an equation's primitive to other values, with some parameters changed; results as a list."""
-    primitive, params, bound = eqn.primitive, {**eqn.params, **changed}, _BOUND.get()
-    simple = primitive.name in _SIMPLE and "axis_index_groups" not in params
-    if bound is not None and simple and any(isinstance(value, Tracer) for value in values):
-        key = (primitive, eqn.ctx, tuple(params.items()))
-        try:
-            bound[key] += 1
-        except TypeError:  # A parameter that cannot be hashed.
-            return _bind(primitive, values, params)
-        if bound[key] > _OFTEN:
-            return list(_kept(*key)(*values))
-    return _bind(primitive, values, params)
-
-
-def _bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bound(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """What a primitive gives for values, with the parameters of an equation; always a list."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
-
-
-#: Without jaxprs or collectives.
-_SIMPLE = frozenset([*_ops.TABLE, "convert_element_type"]) - {"all_gather", "all_to_all", "ppermute", "pvary"}
-
-
-@functools.lru_cache(maxsize=4096)
-def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """A primitive as an inlined jit, of which JAX keeps the derivative, as jax.numpy has its functions.
-
-    Bound one by one, 60 additions are linearised 60 times, which made tracing the gradient of a Transformer
-    1.28 times as long as without autocast.
-
-    Args:
-      primitive, params: what is bound.
-      _: the equation's context (compute type, mesh), under which it is traced once.
-    """
-    return jax.jit(lambda *values: _bind(primitive, values, dict(params)), inline=INLINED)
-
-
-def converted(value: Any, dtype: Any) -> Any:
-    """A cast of an array."""
-    keeps = _BOUND.get() is not None and isinstance(value, Tracer)
-    return _converted(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
-
-
-_converted = jax.jit(jax.lax.convert_element_type, static_argnums=1, inline=INLINED)
 
 
 class at:  # noqa: N801 - used like a function
