@@ -1,0 +1,160 @@
+"""What every report can do: be read as a table, be shown in a notebook, be taken apart by a program."""
+
+import dataclasses
+import html
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+#: Columns of text that `str` uses where the output is no terminal.
+_WIDTH = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under named columns, as a report shows them.
+
+    Args:
+      columns: names; those of numbers end in a space and are set to the right.
+      rows: one value per column; numbers are shown as they are, so that units belong into the names.
+      title: what the rows are, or "".
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    title: str = ""
+
+
+class Report:
+    """Base of the reports, which are frozen dataclasses of plain fields.
+
+    A report says what its tables are (`_tables`) and which lines stand below them (`_lines`). Reports whose
+    rows make a table for a program name the field that holds them in `_rows`.
+    """
+
+    _rows: str = ""
+
+    def _tables(self) -> Sequence[Table]:
+        raise NotImplementedError
+
+    def _lines(self) -> Sequence[str]:
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data: dictionaries, lists, numbers and text, which `json.dumps` takes."""
+        return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+          ImportError: when pandas is not installed.
+        """
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas.") from error
+        return pandas.DataFrame(plain(getattr(self, self._rows)))
+
+    def __rich__(self) -> Any:
+        from rich import box, console, table, text
+
+        parts: list[Any] = []
+        for shown in self._tables():
+            grid = table.Table(title=shown.title or None, title_justify="left", box=box.SIMPLE_HEAD)
+            for name in shown.columns:
+                grid.add_column(
+                    name.strip(), justify="right" if name.endswith(" ") else "left", overflow="fold"
+                )
+            for row in shown.rows:
+                grid.add_row(*(text.Text(str(cell)) for cell in row))
+            parts.append(grid)
+        return console.Group(*parts, *(text.Text(line) for line in self._lines()))
+
+    def __str__(self) -> str:
+        from rich import console
+
+        out = console.Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
+        out.print(self.__rich__())
+        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for shown in self._tables():
+            head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
+            caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
+            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
+            for row in shown.rows:
+                aligned = (
+                    f'<td style="text-align:{"right" if name.endswith(" ") else "left"}">'
+                    f"{html.escape(str(cell))}</td>"
+                    for name, cell in zip(shown.columns, row, strict=True)
+                )
+                parts.append(f"<tr>{''.join(aligned)}</tr>")
+            parts.append("</tbody></table>")
+        parts += [f"<p>{html.escape(line)}</p>" for line in self._lines()]
+        return "\n".join(parts)
+
+
+def plain(value: Any) -> Any:
+    """Data without classes of ours or of NumPy, for JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    if hasattr(value, "tolist"):
+        return np.asarray(value).tolist()
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def plotting(use: str) -> Any:
+    """Matplotlib's pyplot.
+
+    Raises:
+      ImportError: when it is not installed.
+    """
+    try:
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"{use} needs matplotlib: pip install 'jmp_policy[plot]'.") from error
+    return pyplot
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes to read: "1.5 MB"; powers of 1000."""
+    return _with_prefix(count, "B")
+
+
+def count_text(count: float) -> str:
+    """A number to read: "1.5 M"; powers of 1000."""
+    return _with_prefix(count, "")
+
+
+def _with_prefix(count: float, unit: str) -> str:
+    size, prefix = float(count), ""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(size) < 999.5 or prefix == "P":
+            break
+        size /= 1000.0
+    digits = f"{size:.0f}" if not prefix or abs(size) >= 99.95 else f"{size:.3g}"
+    return f"{digits} {prefix}{unit}".strip()
+
+
+def percent(share: float) -> str:
+    """A share to read: "0", "< 0.1 %", "12.5 %", "100 %"."""
+    if share == 0:
+        return "0"
+    if share < 0.001:
+        return "< 0.1 %"
+    return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.3g} %"
+
+
+def joined(names: Sequence[str], most: int = 3, show: Callable[[str], str] = str) -> str:
+    """Some names, and how many more there are: "a, b, c and 4 more"."""
+    shown = ", ".join(show(name) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,0 +1,90 @@
+"""A function of NNX modules as a function of their states: what tracing one takes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jmp_policy._rules import PolicyMap
+from jmp_policy.nnx import _graph
+from jmp_policy.nnx._graph import is_node
+from jmp_policy.nnx._named import named
+
+
+class _Gap:
+    """Stands for a node."""
+
+
+NODE = _Gap()
+
+
+def filled(structure: Any, leaves: Any, nodes: Any) -> Any:
+    """The tree, with the nodes in the places that were left for them."""
+    given = iter(nodes)
+    return jax.tree.unflatten(structure, [next(given) if leaf is NODE else leaf for leaf in leaves])
+
+
+def variables(nodes: Any) -> Iterator[nnx.Variable]:
+    """Every Variable of these nodes, once per node."""
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            yield node
+        else:
+            yield from (variable for _, variable in _graph.variables(node))
+
+
+class Split:
+    """The arguments of a function, with the nodes among them as states.
+
+    Args:
+      args, kwargs: what the function of modules takes.
+
+    Attributes:
+      state: a pytree of the arrays of all nodes; each Variable's once, however often it is shared.
+      others: the other arguments, `NODE` in the place of nodes; structured as `structure` says.
+      nodes: the nodes themselves.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
+        leaves, self.structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_node)
+        self.nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+        self.others = [NODE if is_node(leaf) else leaf for leaf in leaves]
+        self._graph, self.state = nnx.split(self.nodes)
+
+    def merged(self, state: Any) -> tuple[Any, ...]:
+        """New nodes of another state."""
+        return nnx.merge(self._graph, state)
+
+    def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
+        """What the function gives and what it changed: its result, and the values of all Variables."""
+        nodes = self.merged(state)
+        args, kwargs = filled(self.structure, others, nodes)
+        with named(nodes, PolicyMap("float32")):
+            out = fn(*args, **kwargs)
+        out = jax.tree.map(lambda x: nnx.state(x) if is_node(x) else x, out, is_leaf=is_node)
+        return out, [_graph.read(variable) for variable in variables(nodes)]
+
+    def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
+        """For each array of the state: its path, the argument it is part of, and whether it is trainable.
+
+        Args:
+          names: of the positional arguments.
+        """
+        whole = jax.tree.unflatten(self.structure, self.others)
+        places = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is NODE]
+        for path, variable in jax.tree_util.tree_leaves_with_path(self.state, is_leaf=is_node):
+            keys = [_text(key) for key in path]
+            which, place, *above = places[int(keys[0])]
+            position = place.idx if which.idx == 0 else place.key
+            start = str(names[position] if which.idx == 0 else position)
+            inside = [_text(key) for key in above]
+            is_param = isinstance(variable, nnx.Param)
+            for below, array in jax.tree_util.tree_leaves_with_path(variable):
+                end = [_text(key) for key in below[1:]]
+                trains = is_param and bool(jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
+                yield "/".join([start, *inside, *keys[1:], *end]), position, trains
+
+
+def _text(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)

@@ -1,0 +1,203 @@
+"""Walking a traced program: every operation with where it is, how often it runs, and what its operands are.
+
+Values are followed through calls and loops, so that a report can say that the weight converted here is the
+one converted there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jmp_policy import _jax
+from jmp_policy._regions import is_marker, scopes
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an operation is.
+
+    Args:
+      path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
+      backward: whether differentiation put it there.
+      times: how often one run of the program runs it: the product of the lengths of the scans around it.
+      counted: whether that is all; not so inside a `while`, whose trips nobody knows.
+      line: where it is in the source.
+    """
+
+    path: str = ""
+    backward: bool = False
+    times: int = 1
+    counted: bool = True
+    line: str = ""
+
+    @property
+    def place(self) -> str:
+        """The path and the line, as messages name an operation: "Net/head (mlp.py:41)"."""
+        line = self.line.partition(" ")[0]
+        return f"{self.path} ({line})" if self.path and line else self.path or line or "(unknown place)"
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Args:
+      key: the same for the same value wherever it is passed on.
+      origin: index of the program's argument that it is, or None.
+      causes: the marks that a visitor put on values that it was computed from.
+    """
+
+    key: int
+    origin: int | None = None
+    causes: frozenset[int] = frozenset()
+
+
+class Visitor(Protocol):
+    """Looks at the operations that have no program inside."""
+
+    def marks(self, eqn: Any, operands: Sequence[Fact]) -> frozenset[int]:
+        """The marks that its results carry; asked several times for what is in loops."""
+        ...
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> None:
+        """Called once for each operation, in order."""
+        ...
+
+
+def walk(jaxpr: Any, visitor: Visitor) -> list[Fact]:
+    """Shows a closed jaxpr's operations to a visitor; gives what is known of its results."""
+    run = _Walk(visitor)
+    arguments = [run.new(origin=i) for i in range(len(_jax.open_jaxpr(jaxpr).invars))]
+    return run.inside(jaxpr, arguments, Site(), silent=False)
+
+
+class _Walk:
+    """One walk; the rounds in which only a loop's carry is found out are silent."""
+
+    def __init__(self, visitor: Visitor):
+        self._visitor = visitor
+        self._keys = 0
+
+    def new(self, causes: frozenset[int] = frozenset(), origin: int | None = None) -> Fact:
+        self._keys += 1
+        return Fact(self._keys, origin, causes)
+
+    def inside(self, jaxpr: Any, arguments: Sequence[Fact], outer: Site, silent: bool) -> list[Fact]:
+        jaxpr = _jax.open_jaxpr(jaxpr)
+        facts = dict(zip(jaxpr.invars, arguments, strict=True))
+        facts.update((var, self.new()) for var in jaxpr.constvars)
+
+        def fact(atom: Any) -> Fact:
+            return self.new() if isinstance(atom, _jax.Literal) else facts[atom]
+
+        for eqn in jaxpr.eqns:
+            site = outer if silent else _site(eqn, outer)
+            results = self._equation(eqn, [fact(atom) for atom in eqn.invars], site, silent)
+            facts.update(zip(eqn.outvars, results, strict=True))
+        return [fact(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[Fact], site: Site, silent: bool) -> list[Fact]:
+        loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if eqn.primitive.name in loops:
+            return loops[eqn.primitive.name](eqn, operands, site, silent)
+        inner = [] if eqn.primitive.name in _OPAQUE else list(_jax.subjaxprs(eqn))
+        for called in map(_jax.open_jaxpr, inner):
+            if len(called.invars) == len(operands) and len(called.outvars) == len(eqn.outvars):
+                # A call: jit, remat, custom derivatives, shard_map.
+                return self.inside(called, operands, site, silent)
+        if not inner:
+            causes = self._visitor.marks(eqn, operands)
+            if not silent:
+                self._visitor.see(eqn, site, operands)
+            return [self.new(causes) for _ in eqn.outvars]
+        causes = _joined(operands)
+        for jaxpr in inner:
+            arguments = [self.new(causes) for _ in _jax.open_jaxpr(jaxpr).invars]
+            self.inside(jaxpr, arguments, site, silent)
+        return [self.new(causes) for _ in eqn.outvars]
+
+    def _scan(self, eqn: Any, operands: list[Fact], site: Site, silent: bool) -> list[Fact]:
+        consts, carries = _jax.scan_sizes(eqn.params)
+        trips = dataclasses.replace(site, times=site.times * eqn.params["length"])
+        fixed, xs = operands[:consts], [self.new(fact.causes) for fact in operands[consts + carries :]]
+
+        def body(carry: list[Fact], silent: bool) -> list[Fact]:
+            return self.inside(eqn.params["jaxpr"], [*fixed, *carry, *xs], trips, silent)
+
+        carry = self._settled(operands[consts : consts + carries], body)
+        return [self.new(fact.causes) for fact in body(carry, silent)]
+
+    def _while(self, eqn: Any, operands: list[Fact], site: Site, silent: bool) -> list[Fact]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        tested, fixed, start = operands[:first], operands[first : first + second], operands[first + second :]
+        trips = dataclasses.replace(site, counted=False)
+
+        def body(carry: list[Fact], silent: bool) -> list[Fact]:
+            return self.inside(eqn.params["body_jaxpr"], [*fixed, *carry], trips, silent)
+
+        carry = self._settled(start, body)
+        self.inside(eqn.params["cond_jaxpr"], [*tested, *carry], trips, silent)
+        return [self.new(fact.causes) for fact in body(carry, silent)]
+
+    def _cond(self, eqn: Any, operands: list[Fact], site: Site, silent: bool) -> list[Fact]:
+        branches = [self.inside(j, operands[1:], site, silent) for j in eqn.params["branches"]]
+        return [self.new(_joined(results)) for results in zip(*branches, strict=True)]
+
+    def _settled(self, start: Sequence[Fact], body: Callable[[list[Fact], bool], list[Fact]]) -> list[Fact]:
+        """What is known of a loop's carry at the start of every trip."""
+        causes = [fact.causes for fact in start]
+        while True:
+            carry = [self.new(known) for known in causes]
+            after = body(carry, True)[: len(causes)]
+            joined = [known | fact.causes for known, fact in zip(causes, after, strict=True)]
+            if joined == causes:
+                return carry
+            causes = joined
+
+
+def _joined(facts: Sequence[Fact]) -> frozenset[int]:
+    return frozenset().union(*(fact.causes for fact in facts))
+
+
+#: Operations whose inner programs say how they combine or are lowered, not what they do.
+_OPAQUE = frozenset(
+    [
+        "reduce",
+        "reduce_window",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter_mul",
+        "scatter-min",
+        "scatter-max",
+        "sort",
+        "reduce_precision",
+        "pallas_call",
+        "custom_partitioning",
+        "select_and_scatter",
+    ]
+)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation's own name stack says that transposing a derivative put it there."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)
+
+
+def _site(eqn: Any, outer: Site) -> Site:
+    stack = eqn.source_info.name_stack
+    names = [name for name in scopes(stack) if not is_marker(name) and name not in _REMAT]
+    path = "/".join(filter(None, (outer.path, *names)))
+    backward = outer.backward or is_backward(eqn)
+    return dataclasses.replace(outer, path=path, backward=backward, line=_jax.source_line(eqn) or outer.line)
+
+
+#: Names that `jax.checkpoint` puts around what it computes a second time.
+_REMAT = ("rematted_computation", "checkpoint", "remat")
+
+
+def size(atom: Any) -> int:
+    """Number of elements of an atom of a jaxpr; 0 for tokens and the like."""
+    return math.prod(getattr(atom.aval, "shape", (0,)))
