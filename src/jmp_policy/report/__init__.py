@@ -1,1 +1,8 @@
 """Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
+
+from jmp_policy.report._audit import audit as audit
+from jmp_policy.report._findings import Audit as Audit
+from jmp_policy.report._findings import HalfOperation as HalfOperation
+from jmp_policy.report._findings import Product as Product
+from jmp_policy.report._findings import RepeatedCast as RepeatedCast
+from jmp_policy.report._findings import Upcast as Upcast

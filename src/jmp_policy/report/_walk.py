@@ -160,24 +160,11 @@ def _joined(facts: Sequence[Fact]) -> frozenset[int]:
 
 
 #: Operations whose inner programs say how they combine or are lowered, not what they do.
-_OPAQUE = frozenset(
-    [
-        "reduce",
-        "reduce_window",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter-mul",
-        "scatter_mul",
-        "scatter-min",
-        "scatter-max",
-        "sort",
-        "reduce_precision",
-        "pallas_call",
-        "custom_partitioning",
-        "select_and_scatter",
-    ]
-)
+_OPAQUE = {
+    *("reduce", "reduce_window", "reduce_precision", "sort", "select_and_scatter", "pallas_call"),
+    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max"),
+    *("custom_partitioning",),
+}
 
 
 def is_backward(eqn: Any) -> bool:
