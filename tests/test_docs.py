@@ -31,6 +31,7 @@ def test_public_functions_have_an_example():
     assert set(without) <= {
         "LossScale", "NoOpLossScale", "LossScaledState", "LossScaleStuckError", "best_half_dtype",
         "get_loss_scale_state", "grads_finite", "metrics", "check", "Explanation", "Operation",
+        "Audit", "GradientSpectrum", "SpectrumState",
     }  # fmt: skip
 
 

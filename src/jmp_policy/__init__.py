@@ -35,8 +35,15 @@ from jmp_policy._regions import region as region
 from jmp_policy._rules import PolicyMap as PolicyMap
 from jmp_policy._state import LossScaledState as LossScaledState
 from jmp_policy._state import get_loss_scale_state as get_loss_scale_state
+from jmp_policy._taps import tap as tap
 from jmp_policy._wrap import wrap as wrap
 from jmp_policy.optim import loss_scaled as loss_scaled
+from jmp_policy.report import Audit as Audit
+from jmp_policy.report import GradientSpectrum as GradientSpectrum
+from jmp_policy.report import SpectrumState as SpectrumState
+from jmp_policy.report import audit as audit
+from jmp_policy.report import gradient_spectrum as gradient_spectrum
+from jmp_policy.report import spectrum_value_and_grad as spectrum_value_and_grad
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ rebuilt object never runs `__init__`.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.core
@@ -42,6 +42,7 @@ def replace(obj: T, **changes: Any) -> T:
     return new
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
 def pytree_dataclass(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass, a pytree, and known to `flax.serialization`.
 

@@ -121,7 +121,7 @@ def _interceptor(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
     scope, module = current(), context.module
-    if scope is None or module.scope is None or not _is_method(module, context.method_name):
+    if scope is None or module.scope is None or not is_method(module, context.method_name):
         return next_fun(*args, **kwargs)
     if scope.marks:
         return _call_marked(scope, module, next_fun, args, kwargs)
@@ -156,7 +156,7 @@ def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args
             return call(*args, **kwargs)
 
 
-def _is_method(module: nn.Module, name: str) -> bool:
+def is_method(module: nn.Module, name: str) -> bool:
     """Whether the module's class has such a method, and not one that Python calls (`__getattr__`).
 
     Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").

@@ -1,4 +1,4 @@
-"""Modules that name a scope in a trace.
+"""Modules that name a scope in a trace, and are watched by taps.
 
 A trace of an NNX model says nothing of its modules. Here every module, for the length of the trace, is of a
 subclass whose methods name a scope, so that path rules find it and profiles and reports show it.
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jmp_policy import _taps
 from jmp_policy._regions import region
 from jmp_policy._rules import PolicyMap, path_text, unused_error
 from jmp_policy.nnx import _face, _governed, _plan
@@ -86,6 +87,8 @@ def _scoped_class(bare: type, place: _Place) -> type:
 
 
 def _scoped(method: Callable[..., Any], place: _Place) -> Callable[..., Any]:
+    suffix = "" if method.__name__ == "__call__" else f".{method.__name__}"
+
     @functools.wraps(method)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         here = _HERE.get() or _Place()
@@ -98,6 +101,7 @@ def _scoped(method: Callable[..., Any], place: _Place) -> Callable[..., Any]:
                 stack.enter_context(region(place.precision))
             token = _HERE.set(place)
             stack.callback(_HERE.reset, token)
-            return method(*args, **kwargs)
+            out = method(*args, **kwargs)
+        return _taps.tap(out, "/".join(place.names) + suffix)
 
     return scoped

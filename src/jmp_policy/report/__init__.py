@@ -6,3 +6,8 @@ from jmp_policy.report._findings import HalfOperation as HalfOperation
 from jmp_policy.report._findings import Product as Product
 from jmp_policy.report._findings import RepeatedCast as RepeatedCast
 from jmp_policy.report._findings import Upcast as Upcast
+from jmp_policy.report._magnitudes import GradientSpectrum as GradientSpectrum
+from jmp_policy.report._magnitudes import Magnitudes as Magnitudes
+from jmp_policy.report._spectrum import SpectrumState as SpectrumState
+from jmp_policy.report._spectrum import gradient_spectrum as gradient_spectrum
+from jmp_policy.report._spectrum import spectrum_value_and_grad as spectrum_value_and_grad

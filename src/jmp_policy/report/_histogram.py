@@ -1,0 +1,118 @@
+"""Counting numbers by their exponent, inside `jax.jit`: what a histogram of log2|x| is made of.
+
+One vector of counts per tensor holds everything, so that those of several steps, devices and trips of a loop
+add up.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+#: Exponents that are told apart: those of float32, subnormal numbers included.
+LOWEST, HIGHEST = -149, 127
+_EXPONENTS = HIGHEST - LOWEST + 1
+
+#: What becomes zero, subnormal or infinite in float16 and bfloat16, rounding to nearest, ties to even: zero
+#: up to the first, subnormal below the second, infinite from the third on.
+_LIMITS = {
+    "float16": (2.0**-25, 2.0**-14 * (1 - 2.0**-11), 65520.0),
+    "bfloat16": (2.0**-134, 2.0**-126 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-9)),
+}
+
+#: Length of a vector of counts: zero, one for each exponent, infinite, NaN, and three for each half type.
+SIZE = 1 + _EXPONENTS + 2 + 3 * len(_LIMITS)
+
+
+class Lost(NamedTuple):
+    """How many values a half type would not hold as they are.
+
+    Args:
+      zero: finite values other than zero that become zero.
+      subnormal: values that become subnormal: fewer digits, and slow or flushed on some hardware.
+      infinite: finite values that become infinite.
+    """
+
+    zero: float
+    subnormal: float
+    infinite: float
+
+
+class Counts(NamedTuple):
+    """A vector of counts, taken apart.
+
+    Args:
+      zeros, infinite, nan: how many values are so.
+      exponents: how many values x have floor(log2|x|) = LOWEST + index.
+      float16, bfloat16: how many values, times the loss scale, these types would lose.
+    """
+
+    zeros: float
+    exponents: np.ndarray
+    infinite: float
+    nan: float
+    float16: Lost
+    bfloat16: Lost
+
+    @property
+    def size(self) -> float:
+        """How many values were counted."""
+        return self.zeros + float(self.exponents.sum()) + self.infinite + self.nan
+
+
+def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
+    """Counts the values of an array by exponent.
+
+    Args:
+      x: an array of any floating dtype, any shape; what it holds is multiplied by the loss scale.
+      inverse_scale: 1 / loss scale; exponents are those of `x * inverse_scale`.
+
+    Returns:
+      float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
+    """
+    scaled = jnp.abs(x.astype(jnp.float32)).ravel()
+    index = _index(scaled * jnp.float32(inverse_scale))
+    by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    # By bits: backends flush subnormal operands of comparisons to zero.
+    bits = lax.bitcast_convert_type(scaled, jnp.int32)
+    finite = bits < _bits(jnp.inf)
+    lost = []
+    for zero, subnormal, infinite in _LIMITS.values():
+        lost += [
+            (bits > 0) & (bits <= _bits(zero)),
+            (bits > _bits(zero)) & (bits < _bits(subnormal)),
+            finite & (bits >= _bits(infinite)),
+        ]
+    sums = jnp.stack([mask.sum(dtype=jnp.int32) for mask in lost])
+    return jnp.concatenate([by_exponent, sums]).astype(jnp.float32)
+
+
+def take_apart(vector: np.ndarray) -> Counts:
+    """The counts in a vector made by `count`, or in a sum of such."""
+    vector = np.asarray(vector, np.float64)
+    by_exponent, lost = vector[: 1 + _EXPONENTS + 2], vector[1 + _EXPONENTS + 2 :]
+    return Counts(
+        zeros=float(by_exponent[0]),
+        exponents=by_exponent[1 : 1 + _EXPONENTS],
+        infinite=float(by_exponent[-2]),
+        nan=float(by_exponent[-1]),
+        float16=Lost(*map(float, lost[:3])),
+        bfloat16=Lost(*map(float, lost[3:])),
+    )
+
+
+def _index(magnitude: jax.Array) -> jax.Array:
+    """Places in a vector of counts of non-negative float32 numbers."""
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    field = bits >> 23
+    normal = field - 127 - LOWEST + 1
+    subnormal = 32 - lax.clz(bits)  # 1 for 2**-149.
+    index = jnp.where(field > 0, normal, subnormal)
+    infinite = 1 + _EXPONENTS
+    return jnp.where(field == 255, jnp.where(bits == _bits(jnp.inf), infinite, infinite + 1), index)
+
+
+def _bits(number: float) -> np.int32:
+    return np.float32(number).view(np.int32)
