@@ -14,13 +14,12 @@ from jax import lax
 from jmp_policy import _taps
 from jmp_policy._grad import restore_scale, scale_loss, split_loss
 from jmp_policy._loaded import loaded
-from jmp_policy._loss_scale import LossScale, StaticLossScale
 from jmp_policy._pytree import pytree_dataclass, replace, static
-from jmp_policy._state import find_loss_scale
 from jmp_policy._types import PyTree
 from jmp_policy.report import _histogram
 from jmp_policy.report._function import as_function, is_array, is_floating
 from jmp_policy.report._magnitudes import GradientSpectrum, magnitudes
+from jmp_policy.report._scale import as_loss_scale
 
 
 def gradient_spectrum(
@@ -63,7 +62,7 @@ def gradient_spectrum(
       NVIDIA, "Training With Mixed Precision", SDK guide, section 3.1 (the histogram).
     """
     function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
-    loss_scale = _as_scale(scale)
+    loss_scale = as_loss_scale(scale)
     trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
     if not trained:
         raise ValueError(f"gradient_spectrum found no floating arrays in the parameters of {function.name}.")
@@ -117,7 +116,7 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
     def counted(
         scale_or_opt_state: Any, state: "SpectrumState", params: PyTree, *args: Any, **kwargs: Any
     ) -> Any:
-        scale = _as_scale(scale_or_opt_state)
+        scale = as_loss_scale(scale_or_opt_state)
         half = _is_float16_loss(loss_fn, has_aux, params, args, kwargs)
         # What the backward pass starts with: a float16 loss takes no more, the rest is multiplied in later.
         seed = jnp.minimum(scale.loss_scale, 2.0**15) if half else scale.loss_scale
@@ -214,7 +213,7 @@ class SpectrumState:
         return replace(counted, calls=_increment(self.calls))
 
     def _counted(self, grads: PyTree, scale: Any, activations: dict[str, Any] | None) -> "SpectrumState":
-        loss_scale = jnp.asarray(_as_scale(scale).loss_scale, jnp.float32)
+        loss_scale = jnp.asarray(as_loss_scale(scale).loss_scale, jnp.float32)
         leaves = [leaf for _, leaf in _floating(grads)]
         if len(leaves) != len(self.gradients):
             raise ValueError(
@@ -256,11 +255,6 @@ class SpectrumState:
         for path, counts in state.activations.items():
             rows.append(magnitudes(path, "activation", _histogram.take_apart(counts[0]), None))
         return GradientSpectrum(name, float(state.loss_scale), tuple(rows), int(state.steps), margin)
-
-
-def _as_scale(scale: Any) -> LossScale:
-    is_number = isinstance(scale, int | float | np.number) or (hasattr(scale, "ndim") and scale.ndim == 0)
-    return StaticLossScale(scale) if is_number else find_loss_scale(scale)
 
 
 def _floating(tree: PyTree) -> list[tuple[Any, Any]]:

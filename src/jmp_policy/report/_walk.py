@@ -91,7 +91,7 @@ class _Walk:
             return self.new() if isinstance(atom, _jax.Literal) else facts[atom]
 
         for eqn in jaxpr.eqns:
-            site = outer if silent else _site(eqn, outer)
+            site = outer if silent else site_of(eqn, outer)
             results = self._equation(eqn, [fact(atom) for atom in eqn.invars], site, silent)
             facts.update(zip(eqn.outvars, results, strict=True))
         return [fact(atom) for atom in jaxpr.outvars]
@@ -173,7 +173,8 @@ def is_backward(eqn: Any) -> bool:
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)
 
 
-def _site(eqn: Any, outer: Site) -> Site:
+def site_of(eqn: Any, outer: Site) -> Site:
+    """Where an equation is, in a program that is called at another site."""
     stack = eqn.source_info.name_stack
     names = [name for name in scopes(stack) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))

@@ -1,0 +1,189 @@
+"""Running a traced program operation by operation, to find the first one that made infinities or NaNs.
+
+A non-finite value is no fault by itself: masks are filled with -inf, and a softmax makes zeros of them. So
+the search starts from results that are not finite, and leaves constants of the program alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_policy import _jax
+from jmp_policy.report import _walk
+from jmp_policy.report._float32 import wide, widened_equation
+
+#: Calls that are looked into, and the parameter that holds what they call.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+#: Stands for where a non-finite constant of the program comes from.
+_CONSTANT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What is in an array: whether it holds NaNs or infinities, and its largest finite magnitude."""
+
+    nan: bool
+    infinite: bool
+    largest: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number is finite; so for arrays without numbers."""
+        return not (self.nan or self.infinite)
+
+
+@dataclasses.dataclass
+class Step:
+    """One operation that ran.
+
+    Args:
+      eqn: its equation.
+      site: where it is.
+      reads, writes: places of its operands and results in the trail's values.
+    """
+
+    eqn: Any
+    site: _walk.Site
+    reads: list[int]
+    writes: list[int]
+
+
+class Trail:
+    """The values of a program that ran operation by operation.
+
+    Args:
+      jaxpr: a closed jaxpr; calls and branches are followed, loops run as a whole.
+      arguments: its arguments.
+      site: where the program is called.
+
+    Attributes:
+      values: every value, in the order of creation; the arguments first.
+      ranges: what is in each.
+      steps: every operation, in order.
+      results: places of the program's results.
+      origins: by place, the index of the argument that a value is, casts and reshapes aside.
+    """
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[Any], site: _walk.Site | None = None):
+        self.values: list[Any] = []
+        self.ranges: list[Range] = []
+        self.steps: list[Step] = []
+        self.origins: dict[int, int] = {}
+        self._constants: set[int] = set()
+        self._wide: dict[int, Any] = {}
+        places = [self._add(value) for value in arguments]
+        self.arguments = places
+        self.origins.update({place: i for i, place in enumerate(places)})
+        self.results = self._run(jaxpr, places, site or _walk.Site())
+
+    def _add(self, value: Any, constant: bool = False) -> int:
+        self.values.append(value)
+        self.ranges.append(range_of(value))
+        place = len(self.values) - 1
+        if constant:
+            self._constants.add(place)
+        return place
+
+    def _run(self, jaxpr: Any, arguments: Sequence[int], outer: _walk.Site) -> list[int]:
+        opened = _jax.open_jaxpr(jaxpr)
+        places = dict(zip(opened.invars, arguments, strict=True))
+        for var, value in zip(opened.constvars, _jax.constants(jaxpr), strict=True):
+            places[var] = self._add(value, constant=True)
+
+        def place(atom: Any) -> int:
+            if not isinstance(atom, _jax.Literal):
+                return places[atom]
+            return self._add(np.asarray(atom.val, _jax.dtype_of(atom)), constant=True)
+
+        for eqn in opened.eqns:
+            reads = [place(atom) for atom in eqn.invars]
+            writes = self._equation(eqn, reads, _walk.site_of(eqn, outer))
+            places.update(zip(eqn.outvars, writes, strict=True))
+        return [place(atom) for atom in opened.outvars]
+
+    def _equation(self, eqn: Any, reads: list[int], site: _walk.Site) -> list[int]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return self._run(eqn.params[_CALLS[name]], reads, site)
+        if name == "cond":
+            branches = eqn.params["branches"]
+            index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
+            return self._run(branches[index], reads[1:], site)
+        with _jax.at(eqn):
+            outs = _jax.bound(eqn.primitive, [self.values[place] for place in reads], eqn.params)
+        writes = [self._add(out) for out in outs]
+        self.steps.append(Step(eqn, site, reads, writes))
+        if name in _MOVES and reads[0] in self.origins:
+            self.origins[writes[0]] = self.origins[reads[0]]
+        return writes
+
+    def culprit(self) -> int | None:
+        """The first step that made a non-finite value which reached a non-finite result.
+
+        Returns:
+          Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
+          finite, or non-finite constants were handed on as they are.
+        """
+        blame: dict[int, int] = {}
+        for place in range(len(self.values)):
+            if not self.ranges[place].is_finite:
+                blame[place] = _CONSTANT
+        for index, place in enumerate(self.arguments):
+            if place in blame:
+                blame[place] = -2 - index
+        for index, step in enumerate(self.steps):
+            bad = [place for place in step.reads if place in blame]
+            guilty = [blame[place] for place in bad if blame[place] != _CONSTANT]
+            for place in step.writes:
+                if place not in blame:
+                    continue
+                new_nan = self.ranges[place].nan and not any(self.ranges[b].nan for b in bad)
+                if guilty:
+                    blame[place] = min(guilty)
+                elif not bad or new_nan:
+                    blame[place] = index
+        found = [blame[place] for place in self.results if blame.get(place, _CONSTANT) != _CONSTANT]
+        return min(found, default=None)
+
+    def in_float32(self, place: int) -> Any:
+        """A value as the program would have it if it computed in float32 throughout."""
+        if not self._wide:
+            self._wide = {p: wide(self.values[p]) for p in [*self.arguments, *self._constants]}
+            for step in self.steps:
+                outs = widened_equation(step.eqn, [self._wide[p] for p in step.reads])
+                self._wide.update(zip(step.writes, outs, strict=True))
+        return self._wide[place]
+
+
+def range_of(value: Any) -> Range:
+    """What is in an array; nothing in one that holds no real or complex numbers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+        return Range(False, False, 0.0)
+    array = np.asarray(value)
+    if jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        array = array.astype(np.float64)
+    magnitude = np.abs(array)
+    finite = magnitude[np.isfinite(magnitude)]
+    return Range(
+        bool(np.isnan(magnitude).any()),
+        bool(np.isinf(magnitude).any()),
+        float(finite.max()) if finite.size else 0.0,
+    )
+
+
+#: Operations after which a parameter is still recognised.
+_MOVES = frozenset(["convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy"])
