@@ -6,8 +6,6 @@ there are no times here; kernels launched and bytes moved decide the time of eve
 
 import dataclasses
 import importlib.metadata
-import math
-import re
 from collections import Counter
 from typing import Any
 
@@ -16,35 +14,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 1 patch: 1 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from jmp_policy.report._hlo import CONTAINERS, NO_KERNEL, arrays, executed, parse, shape_bytes
+from jmp_policy.report._targets import TARGETS
 
-#: Instructions of a scheduled computation that launch nothing. Every other one counts as one kernel, except
-#: those that run another computation (while, call, conditional), which count as what is inside.
-NO_KERNEL = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "copy-done", "async-done", "all-reduce-done", "all-gather-done", "opt-barrier",
-}  # fmt: skip
-CONTAINERS = {"while", "call", "conditional"}
-#: Bits per element by the names that HLO text uses, where the name itself does not say (f16, s32, f8e5m2).
-BITS = {"pred": 8, "token": 0, "opaque": 0}
-
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+H100 = TARGETS["H100"].config()
 
 
 class PluginMissingError(RuntimeError):
@@ -61,15 +34,6 @@ class Report:
     copies: int
     kinds: dict[str, int]
     dots: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
 
 
 def compile_for_gpu(jitted: Any, args: tuple[Any, ...], devices: int = 1, target: str = H100) -> Report:
@@ -139,7 +103,7 @@ def count(text: str, temp_bytes: int = 0) -> Report:
     kinds: Counter[str] = Counter()
     dots: Counter[str] = Counter()
     moved = 0
-    for name in _executed(computations, entry):
+    for name in executed(computations, entry):
         shapes = {i.name: i.shape for i in computations[name]}
         for i in computations[name]:
             if i.opcode in NO_KERNEL or i.opcode in CONTAINERS:
@@ -150,58 +114,6 @@ def count(text: str, temp_bytes: int = 0) -> Report:
         shapes = {i.name: i.shape for i in body}
         for i in body:
             if i.opcode == "dot" or (i.opcode == "custom-call" and "matmul" in i.line):
-                dtypes = [_ARRAY.match(shapes.get(o, "")) for o in i.operands[:2]]
-                dots["x".join(m.group(1) if m else "?" for m in dtypes)] += 1
+                found = [arrays(shapes.get(o, "")) for o in i.operands[:2]]
+                dots["x".join(f[0][0] if f else "?" for f in found)] += 1
     return Report(kinds.total(), moved, temp_bytes, kinds["copy"], dict(kinds), dict(dots))
-
-
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of an HLO module by name, and the entry's name."""
-    computations: dict[str, list[Instruction]] = {}
-    entry = ""
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = computations[match.group(2)] = []
-            entry = match.group(2) if match.group(1) else entry
-        elif match := _INSTRUCTION.match(line):
-            shape, rest = _split_shape(match.group(2))
-            opcode, _, tail = rest.partition("(")
-            operands = re.findall(r"%([\w.\-]+)", tail[: tail.find(")")])
-            current.append(Instruction(match.group(1), shape, opcode, tuple(operands), line))
-    return computations, entry
-
-
-def shape_bytes(shape: str) -> int:
-    """Bytes of an array's or a tuple's shape as HLO writes it."""
-    total = 0
-    for name, dims in _ARRAY.findall(shape):
-        digits = re.search(r"\d+", name)
-        bits = BITS.get(name, int(digits.group()) if digits else 0)
-        total += math.prod(int(d) for d in dims.split(",") if d) * bits // 8
-    return total
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    """`f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` to its shape and the rest."""
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    depth = 0
-    for at, letter in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            return text[: at + 1], text[at + 2 :]
-    raise ValueError(f"unbalanced shape in {text!r}")
-
-
-def _executed(computations: dict[str, list[Instruction]], entry: str) -> list[str]:
-    """The entry and what it runs through while, call and conditional, each once."""
-    names = [entry]
-    for name in names:
-        for i in computations[name]:
-            if i.opcode in CONTAINERS:
-                called = _CALLED.findall(i.line)
-                for group in _BRANCHES.findall(i.line):
-                    called += re.findall(r"[\w.\-]+", group)
-                names += [c for c in called if c in computations and c not in names]
-    return names

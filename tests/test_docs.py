@@ -31,7 +31,8 @@ def test_public_functions_have_an_example():
     assert set(without) <= {
         "LossScale", "NoOpLossScale", "LossScaledState", "LossScaleStuckError", "best_half_dtype",
         "get_loss_scale_state", "grads_finite", "metrics", "check", "Explanation", "Operation",
-        "Audit", "GradientSpectrum", "SpectrumState",
+        "Audit", "GradientSpectrum", "SpectrumState", "Diagnosis", "MemoryReport", "Summary",
+        "LoweringReport", "LoweringUnavailableError", "lowering_report",
     }  # fmt: skip
 
 

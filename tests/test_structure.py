@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "jmp_policy"
 ORDER = [
     "_types", "_words", "_after_import", "_loaded", "_pytree", "_dtypes", "_cast", "_finite_reduction",
     "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
-    "_adaptive_scale", "_state", "_grad", "_metrics", "optim",
+    "_adaptive_scale", "_state", "_grad", "_metrics", "_logger", "_monitor", "optim",
     "_regions", "_report", "_taps",
     "linen._attention", "linen._layers", "linen._intercept", "linen._taps", "linen._wrap", "linen",
     "_jax",
@@ -23,12 +23,12 @@ ORDER = [
     "report._function", "report._walk", "report._float32", "report._products", "report._findings",
     "report._audit", "report._histogram", "report._spectrum_plot", "report._magnitudes", "report._scale",
     "report._spectrum", "report._trail",
-    "report._diagnose", "report._buffers", "report._memory", "report._targets", "report._hlo",
-    "report._hlo_products", "report._kernels", "report._roofline", "report._gpu_compiler", "report._lowering",
-    "report._summary", "report._monitor", "report",
-    "_check",
+    "report._diagnose", "report._buffers", "report._recipe", "report._memory", "report._targets", "report._hlo",
+    "report._hlo_products", "report._kernels", "report._roofline", "report._gpu_compiler", "report._lowered", "report._lowering",
+    "report._summary", "report._formats", "report",
+    "linen._summary", "_check",
     "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
-    "nnx._wrap", "nnx._train", "nnx._named", "nnx._pure", "nnx._autocast", "nnx",
+    "nnx._wrap", "nnx._train", "nnx._named", "nnx._pure", "nnx._summary", "nnx._autocast", "nnx",
     "_wrap", "",
 ]  # fmt: skip
 

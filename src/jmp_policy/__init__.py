@@ -16,16 +16,17 @@ from jmp_policy._autocast import Explanation as Explanation
 from jmp_policy._autocast import Operation as Operation
 from jmp_policy._autocast import autocast as autocast
 from jmp_policy._autocast import explain as explain
+from jmp_policy._check import LossScaleStuckError as LossScaleStuckError
+from jmp_policy._check import check as check
 from jmp_policy._dtypes import best_half_dtype as best_half_dtype
 from jmp_policy._finite import all_finite as all_finite
 from jmp_policy._finite import select_tree as select_tree
 from jmp_policy._grad import scaled_value_and_grad as scaled_value_and_grad
+from jmp_policy._logger import MetricsLogger as MetricsLogger
 from jmp_policy._loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_policy._loss_scale import LossScale as LossScale
 from jmp_policy._loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_policy._loss_scale import StaticLossScale as StaticLossScale
-from jmp_policy._metrics import LossScaleStuckError as LossScaleStuckError
-from jmp_policy._metrics import check as check
 from jmp_policy._metrics import grads_finite as grads_finite
 from jmp_policy._metrics import metrics as metrics
 from jmp_policy._policy import Policy as Policy
@@ -39,11 +40,20 @@ from jmp_policy._taps import tap as tap
 from jmp_policy._wrap import wrap as wrap
 from jmp_policy.optim import loss_scaled as loss_scaled
 from jmp_policy.report import Audit as Audit
+from jmp_policy.report import Diagnosis as Diagnosis
 from jmp_policy.report import GradientSpectrum as GradientSpectrum
+from jmp_policy.report import LoweringReport as LoweringReport
+from jmp_policy.report import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy.report import MemoryReport as MemoryReport
 from jmp_policy.report import SpectrumState as SpectrumState
+from jmp_policy.report import Summary as Summary
 from jmp_policy.report import audit as audit
+from jmp_policy.report import diagnose as diagnose
 from jmp_policy.report import gradient_spectrum as gradient_spectrum
+from jmp_policy.report import lowering_report as lowering_report
+from jmp_policy.report import memory_report as memory_report
 from jmp_policy.report import spectrum_value_and_grad as spectrum_value_and_grad
+from jmp_policy.report import summary as summary
 
 __version__ = "0.1.0"
 

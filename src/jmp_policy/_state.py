@@ -20,6 +20,8 @@ class LossScaledState(NamedTuple):
       skipped: steps skipped so far; int32 scalar, saturating.
       consecutive_skips: steps skipped since the last one that was not; int32 scalar, saturating.
       steps: updates seen so far, skipped ones included; int32 scalar, saturating.
+      gradients: magnitudes of the last gradients by group of parameters, where `loss_scaled` was asked to
+        `monitor` them; None otherwise.
     """
 
     inner_state: Any
@@ -28,6 +30,7 @@ class LossScaledState(NamedTuple):
     skipped: Any
     consecutive_skips: Any
     steps: Any
+    gradients: Any = None
 
 
 def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:

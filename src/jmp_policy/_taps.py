@@ -7,12 +7,13 @@ loop. While nobody looks a tap is the very value it was given.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Taps:
@@ -32,6 +33,10 @@ class Taps:
         self.inverse_scale = inverse_scale
         self.met: dict[str, Any] = {}
 
+    def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
+        """What a module returned, watched."""
+        return tap(out, name)
+
     def pass_through(self, x: Any, name: str) -> Any:
         """The value, watched."""
         self.met.setdefault(name, jax.typeof(x))
@@ -42,21 +47,66 @@ class Taps:
         return _watched(self.count, x, sink, inverse)
 
 
+class Call(NamedTuple):
+    """One call of a module's method.
+
+    Args:
+      name: of the model's class and the attributes on the way to the module.
+      module: the module; its values are of a trace that has ended.
+      receives, returns: dtypes of the floating arrays that it was called with, and gave back.
+    """
+
+    name: str
+    module: Any
+    receives: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+class Calls:
+    """Writes down every call of a module, and changes nothing.
+
+    Args:
+      note: from a module to what else is to be known of it, while it is called.
+    """
+
+    def __init__(self, note: Callable[[Any], Any] = lambda module: None):
+        self._note = note
+        self.calls: list[tuple[Call, Any]] = []
+
+    def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
+        """What a module returned, as it is."""
+        call = Call(name, module, _dtypes((args, kwargs)), _dtypes(out))
+        self.calls.append((call, self._note(module)))
+        return out
+
+
+def _dtypes(tree: Any) -> tuple[str, ...]:
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "shape")]
+    return tuple(dict.fromkeys(str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)))
+
+
 _CONTEXT = jax.make_user_context(default_value=None)
 
 
-def current() -> Taps | None:
-    """Who looks in this thread, or None."""
+def current() -> Any:
+    """Who looks in this thread: `Taps`, `Calls` or None."""
     return _CONTEXT.value
 
 
+def returned(name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
+    """What a module's method returned, for whoever looks."""
+    watcher = current()
+    return out if watcher is None else watcher.returned(name, module, args, kwargs, out)
+
+
 @contextlib.contextmanager
-def looking(taps: Taps) -> Iterator[Taps]:
-    """Makes taps count for the length of a with-block."""
-    with _CONTEXT(taps):
-        yield taps
-    # The cache of jit keeps the context; the tracers must not live on in it.
-    taps.sinks, taps.inverse_scale = None, 1.0
+def looking(watcher: W) -> Iterator[W]:
+    """Makes somebody look for the length of a with-block."""
+    with _CONTEXT(watcher):
+        yield watcher
+    if isinstance(watcher, Taps):
+        # The cache of jit keeps the context; the tracers must not live on in it.
+        watcher.sinks, watcher.inverse_scale = None, 1.0
 
 
 def tap(x: T, name: str) -> T:
@@ -76,7 +126,7 @@ def tap(x: T, name: str) -> T:
       True
     """
     taps = current()
-    if taps is None:
+    if not isinstance(taps, Taps):
         return x
 
     def watch(path: Sequence[Any], leaf: Any) -> Any:

@@ -17,6 +17,7 @@ from jax import lax
 from jmp_policy._cast import map_changed
 from jmp_policy._finite import all_finite
 from jmp_policy._loss_scale import LossScale, NoOpLossScale
+from jmp_policy._monitor import Groups, check_groups, magnitudes
 from jmp_policy._state import LossScaledState
 from jmp_policy._types import PyTree
 
@@ -29,6 +30,7 @@ def loss_scaled(
     *,
     axis_name: Any = None,
     count_mode: Literal["hold", "advance"] = "hold",
+    monitor: Groups = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take scaled gradients, and skip the steps on which they are not finite.
 
@@ -44,6 +46,8 @@ def loss_scaled(
         `pmap`). Not needed under `jax.jit` with shardings.
       count_mode: whether step counts inside `inner` (leaves named `count`, which move learning-rate
         schedules and bias corrections) hold still on a skipped step, or advance with the calendar.
+      monitor: keep magnitudes of the gradients by group of parameters, for `metrics`. True for one group
+        per part of the model, or a function from a parameter's path to its group. False adds nothing.
 
     Returns:
       A transformation. `init(params)` gives a `LossScaledState`. `update(grads, state, params, **extra)`
@@ -77,6 +81,8 @@ def loss_scaled(
     if count_mode not in ("hold", "advance"):
         raise ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
 
+    groups = check_groups(monitor)
+
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
             inner_state=_own(transformation.init(_widen(params)), params),
@@ -85,6 +91,7 @@ def loss_scaled(
             skipped=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
+            gradients=jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, groups)) if groups else None,
         )
 
     def update(
@@ -112,6 +119,7 @@ def loss_scaled(
             skipped=_count(skipped, state.skipped, state.skipped),
             consecutive_skips=_count(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=optax.safe_increment(state.steps),
+            gradients=magnitudes(grads, state.loss_scale.loss_scale, groups) if groups else None,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

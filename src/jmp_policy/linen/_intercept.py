@@ -182,7 +182,7 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
 
 def _treatment(scope: Scope, module: nn.Module) -> Treatment:
     rules = scope.rules
-    policy, named = _governing(scope, module) if rules.overrides else (rules.default, False)
+    policy, named, _ = _governing(scope, module) if rules.overrides else (rules.default, False, None)
     own = getattr(module, "dtype", None)
     keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in _original(module)
     if keeps_own and is_dtype_or_none(own):
@@ -193,14 +193,19 @@ def _treatment(scope: Scope, module: nn.Module) -> Treatment:
     return Treatment(policy, island)
 
 
-def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool]:
-    """The policy of the nearest match at or above a module, and whether a rule names the module itself."""
+def governing_rule(scope: Scope, module: nn.Module) -> tuple[Treatment, int | None]:
+    """What is done with a module that is called in a scope, and the index of the rule that says so."""
+    return _treatment(scope, module), _governing(scope, module)[2]
+
+
+def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | None]:
+    """The nearest match at or above a module: policy, whether the rule names the module itself, its index."""
     rules, path = scope.rules, scope.relative(module.path)
     matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
     scope.seen.paths.add(path)
     scope.seen.matched.update(matched)
     if matched:
-        return rules.overrides[matched[0]][1], rules.names(matched[0], module)
+        return rules.overrides[matched[0]][1], rules.names(matched[0], module), matched[0]
     above = module
     while isinstance(above.parent, nn.Module) and above.parent.scope is not None:
         above = above.parent
@@ -208,10 +213,10 @@ def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool]:
             break
         index = rules.match(scope.relative(above.path), above)
         if index is not None:
-            return rules.overrides[index][1], False
+            return rules.overrides[index][1], False, index
     # A module that a lifted transform runs has no parent; it belongs to the one whose code lifted it.
     lifted = _is_lifted(scope, above) and scope.caller is not None
-    return (scope.caller if lifted else rules.default), False  # type: ignore[return-value]
+    return (scope.caller if lifted else rules.default), False, None  # type: ignore[return-value]
 
 
 def _is_lifted(scope: Scope, module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from jmp_policy.linen._intercept import is_method
 def tapped() -> Iterator[None]:
     """Watches the result of every public method of every module called in a with-block.
 
-    A module under a policy is watched inside of it: before its result is cast at a border.
+    A module under a policy is watched from outside: after its result was cast at a border.
     """
     models: list[str] = []
 
@@ -33,7 +33,7 @@ def tapped() -> Iterator[None]:
         finally:
             if is_model:
                 models.pop()
-        return _taps.tap(out, name)
+        return _taps.returned(name, module, args, kwargs, out)
 
     with nn.intercept_methods(interceptor):
         yield

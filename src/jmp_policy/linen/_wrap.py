@@ -67,7 +67,7 @@ def wrap(module: M, policy: PolicyMapLike) -> M:
         raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
     rules = as_policy_map(policy)
     require_no_grad_dtype(rules)
-    return _with_class(module, _wrapped_class(_bare_class(module), rules))
+    return _with_class(module, _wrapped_class(bare_class(module), rules))
 
 
 def wrap_part(module: M, rules: PolicyMap) -> M:
@@ -82,7 +82,13 @@ def policy_of(module: nn.Module) -> PolicyMap | None:
     return getattr(type(module), "_jmp_policy_rules", None)
 
 
-def _bare_class(module: nn.Module) -> type[nn.Module]:
+def bare(module: M) -> M:
+    """The module without a policy of its own; itself if it has none."""
+    return module if policy_of(module) is None else _with_class(module, bare_class(module))
+
+
+def bare_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it."""
     return getattr(type(module), "_jmp_policy_bare", type(module))
 
 
@@ -176,7 +182,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     # may leave modules out (dropout in evaluation) without its being an error.
     checked: Any = module if module.scope is None else type(module)
     if rules.overrides and _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
-        _check_used(module, rules, scope, check_all, variables)
+        check_used(module, rules, scope, check_all, variables)
         if module.scope is not None:
             setattr(type(module), _CHECKED, True)
         module.__dict__[_CHECKED] = True
@@ -228,7 +234,7 @@ def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
     return view
 
 
-def _check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
+def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
     """Raises for rules that match neither a module that was called nor a path among the variables.
 
     A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.
@@ -257,9 +263,9 @@ def _variable_paths(variables: Any) -> set[str]:
 def _repr(self: Any) -> str:
     rules = policy_of(self)
     shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
-    return f"wrap({_bare_class(self).__repr__(self)}, {shown})"
+    return f"wrap({bare_class(self).__repr__(self)}, {shown})"
 
 
 def _reduce(self: Any) -> Any:
-    bare = _with_class(self, _bare_class(self))
+    bare = _with_class(self, bare_class(self))
     return wrap, (bare, policy_of(self))

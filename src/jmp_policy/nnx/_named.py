@@ -102,6 +102,6 @@ def _scoped(method: Callable[..., Any], place: _Place) -> Callable[..., Any]:
             token = _HERE.set(place)
             stack.callback(_HERE.reset, token)
             out = method(*args, **kwargs)
-        return _taps.tap(out, "/".join(place.names) + suffix)
+        return _taps.returned("/".join(place.names) + suffix, args[0], args[1:], kwargs, out)
 
     return scoped

@@ -62,7 +62,7 @@ class Split:
         args, kwargs = filled(self.structure, others, nodes)
         with named(nodes, PolicyMap("float32")):
             out = fn(*args, **kwargs)
-        out = jax.tree.map(lambda x: nnx.state(x) if is_node(x) else x, out, is_leaf=is_node)
+        out = jax.tree.map(_values, out, is_leaf=is_node)
         return out, [_graph.read(variable) for variable in variables(nodes)]
 
     def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
@@ -84,6 +84,12 @@ class Split:
                 end = [_text(key) for key in below[1:]]
                 trains = is_param and bool(jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
                 yield "/".join([start, *inside, *keys[1:], *end]), position, trains
+
+
+def _values(leaf: Any) -> Any:
+    if isinstance(leaf, nnx.Variable):
+        return _graph.read(leaf)
+    return jax.tree.map(_values, nnx.state(leaf), is_leaf=is_node) if is_node(leaf) else leaf
 
 
 def _text(key: Any) -> str:

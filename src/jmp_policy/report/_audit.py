@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -89,17 +89,18 @@ class _Looks:
         self._opaque = Counter[str]()
         self._uncounted = False
 
-    def marks(self, eqn: Any, operands: Sequence[Fact]) -> frozenset[int]:
+    def marks(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> frozenset[int]:
         outs = [_jax.dtype_of(var) for var in eqn.outvars]
         if all(dtype is not None and is_half(dtype) for dtype in outs):
             return frozenset()  # What was widened is narrow again.
         causes = frozenset().union(*(fact.causes for fact in operands))
-        return causes | {self._id(eqn)} if _is_silent_upcast(eqn) else causes
+        is_cause = _is_silent_upcast(eqn, site) or (_mixes(eqn) and not causes)
+        return causes | {self._id(eqn)} if is_cause else causes
 
     def _id(self, eqn: Any) -> int:
         return self._ids.setdefault(id(eqn), len(self._ids))
 
-    def see(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> None:
+    def see(self, eqn: Any, site: Site, operands: Sequence[Fact], results: Sequence[Fact]) -> None:
         name = eqn.primitive.name
         if name in _products.PRODUCTS:
             self._see_product(eqn, site, operands)
@@ -110,8 +111,15 @@ class _Looks:
         self._see_half(eqn, site)
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> None:
-        # Those of a loop's later trips have not been seen yet.
-        causes = sorted(c for c in operands[0].causes | operands[1].causes if c in self._upcasts)
+        causes = operands[0].causes | operands[1].causes
+        if _mixes(eqn) and not causes:
+            # JAX multiplies a half value by a wider one as they are; no conversion tells of it.
+            before, after = sorted((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
+            shape = tuple(before.shape)
+            self._upcasts[self._id(eqn)] = Upcast(
+                site.path, site.line, str(before.dtype), str(after.dtype), shape, ()
+            )
+            causes = frozenset([self._id(eqn)])
         size = _products.size_of(eqn)
         self._uncounted |= not site.counted
         self._products.append(
@@ -127,7 +135,8 @@ class _Looks:
                 "times": site.times,
                 "flops": size.flops * site.times,
                 "pad": _products.padding(eqn, size),
-                "cause": "; ".join(self._upcasts[cause].place for cause in causes),
+                # Named at the end: in a loop the cause may stand below what it reaches.
+                "cause": causes,
             }
         )
         for cause in causes:
@@ -143,7 +152,7 @@ class _Looks:
         if costs and before != after and size(var) > 1 and not isinstance(var, _jax.Literal):
             cost = size(var) * np.dtype(before).itemsize
             self._casts[operand.key, str(after)].append((site, operand.origin, cost))
-        if _is_silent_upcast(eqn):
+        if _is_silent_upcast(eqn, site):
             shape = tuple(_jax.shape_of(var))
             self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(before), str(after), shape, ())
 
@@ -160,7 +169,10 @@ class _Looks:
 
     def audit(self, function: str, results: Sequence[Fact]) -> Audit:
         total = sum(p["flops"] for p in self._products)
-        products = tuple(Product(**p, share=p["flops"] / total if total else 0.0) for p in self._products)
+        products = tuple(
+            Product(**{**p, "cause": self._places(p["cause"])}, share=p["flops"] / total if total else 0.0)
+            for p in self._products
+        )
         upcasts = tuple(
             dataclasses.replace(upcast, reaches=tuple(dict.fromkeys(self._reached[index])))
             for index, upcast in self._upcasts.items()
@@ -175,6 +187,9 @@ class _Looks:
             flops=total,
             uncounted=self._uncounted,
         )
+
+    def _places(self, causes: Iterable[int]) -> str:
+        return "; ".join(dict.fromkeys(self._upcasts[c].place for c in sorted(causes) if c in self._upcasts))
 
     def _repeated(self) -> list[RepeatedCast]:
         found = []
@@ -195,8 +210,17 @@ _KERNELS = frozenset(
 )
 
 
-def _is_silent_upcast(eqn: Any) -> bool:
-    if eqn.primitive.name != "convert_element_type":
+def _mixes(eqn: Any) -> bool:
+    """Whether it is a product of a half value and a wider one."""
+    if eqn.primitive.name not in _products.PRODUCTS:
+        return False
+    dtypes = [_jax.dtype_of(var) for var in eqn.invars[:2]]
+    return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)
+
+
+def _is_silent_upcast(eqn: Any, site: Site) -> bool:
+    # In a backward pass, what widens undoes a cast that somebody asked for.
+    if eqn.primitive.name != "convert_element_type" or site.backward:
         return False
     before, after = _jax.dtype_of(eqn.invars[0]), _jax.dtype_of(eqn.outvars[0])
     widens = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)

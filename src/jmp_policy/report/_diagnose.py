@@ -319,8 +319,8 @@ def _advice(found: Diagnosis) -> str:
     if found.kind == "underflow":
         return (
             f"Something became zero in {found.dtype} (the smallest number of float16 is 6e-8): enlarge the "
-            f"epsilon that guards it to 1e-4 or more, or compute {part} in float32: by a rule of a PolicyMap, or "
-            "with full_precision around it."
+            f"epsilon that guards it to 1e-4 or more, or compute {part} in float32: by a rule of a "
+            "PolicyMap, or with full_precision around it."
         )
     if found.kind == "overflow" and found.backward:
         return (
@@ -331,9 +331,9 @@ def _advice(found: Diagnosis) -> str:
     if found.kind == "overflow":
         limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
         return (
-            f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in bfloat16, "
-            "which has float32's range: by a rule of a PolicyMap, or with full_precision around it. Or make "
-            "what it is given smaller: normalise before it."
+            f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in "
+            "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
+            "Or make what it is given smaller: normalise before it."
         )
     return _ADVICE.get(
         found.operation,
@@ -351,8 +351,8 @@ _ADVICE = {
     "rsqrt": "A reciprocal square root of zero or of a negative number, in any precision. Add an epsilon.",
     "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min, or leave one "
     "entry unmasked.",
-    "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a where "
-    "whose other branch is infinite: guard the argument before the operation, not the result after it.",
+    "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a "
+    "where whose other branch is infinite: guard the argument before the operation, not the result after it.",
     "exp": "An exponential beyond float32. Subtract the maximum first (logsumexp, softmax).",
     "pow": "A power of zero or of a negative number, in any precision. Clamp its base.",
 }

@@ -34,18 +34,17 @@ def size_of(eqn: Any) -> Size:
     if kind == "conv_general_dilated":
         return _of_convolution(eqn)
     lhs, rhs = map(shape_of, eqn.invars[:2])
+    numbers, groups = eqn.params.get("dimension_numbers"), 1
     if kind.startswith("ragged_dot"):
-        out = shape_of(eqn.outvars[0])
-        m, k = math.prod(lhs[:-1]), lhs[-1]
-        if len(out) == len(rhs) and len(rhs) == len(lhs):
-            # The ragged axis is summed over: the gradient of the weights.
-            return Size(1, out[-2], out[-1], lhs[-2], 2 * math.prod(lhs) * rhs[-1])
-        return Size(1, m, out[-1], k, 2 * m * k * out[-1])
-    (contract, other), (batch, _) = eqn.params["dimension_numbers"]
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers = ragged.dot_dimension_numbers
+        # Each row meets one group's matrix.
+        groups = math.prod(rhs[i] for i in ragged.rhs_group_dimensions)
+    (contract, _), (batch, _) = numbers
     batches = math.prod(lhs[i] for i in batch)
     k = math.prod(lhs[i] for i in contract)
     m = math.prod(lhs) // max(batches * k, 1)
-    n = math.prod(rhs) // max(batches * math.prod(rhs[i] for i in other), 1)
+    n = math.prod(rhs) // max(batches * k * groups, 1)
     return Size(batches, m, n, k, 2 * batches * m * n * k)
 
 
@@ -66,8 +65,11 @@ def padding(eqn: Any, size: Size) -> str:
     item = min(np.dtype(atom.aval.dtype).itemsize for atom in eqn.invars[:2])
     step = max(_ALIGNMENT // item, 1)
     if eqn.primitive.name == "conv_general_dilated":
-        kernel = shape_of(eqn.invars[1])
-        inputs = kernel[eqn.params["dimension_numbers"].rhs_spec[1]]
+        numbers = eqn.params["dimension_numbers"]
+        kernel, out = shape_of(eqn.invars[1]), shape_of(eqn.outvars[0])
+        # The gradient of a kernel swaps the batch and the channels: it sums over the batch.
+        swapped = numbers.lhs_spec[0] > numbers.lhs_spec[1]
+        inputs = out[numbers.out_spec[0]] if swapped else kernel[numbers.rhs_spec[1]]
         dims = {"input channels": inputs, "output channels": size.n}
     else:
         dims = {"m": size.m, "n": size.n, "k": size.k}

@@ -55,11 +55,11 @@ class Fact(NamedTuple):
 class Visitor(Protocol):
     """Looks at the operations that have no program inside."""
 
-    def marks(self, eqn: Any, operands: Sequence[Fact]) -> frozenset[int]:
+    def marks(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> frozenset[int]:
         """The marks that its results carry; asked several times for what is in loops."""
         ...
 
-    def see(self, eqn: Any, site: Site, operands: Sequence[Fact]) -> None:
+    def see(self, eqn: Any, site: Site, operands: Sequence[Fact], results: Sequence[Fact]) -> None:
         """Called once for each operation, in order."""
         ...
 
@@ -91,7 +91,8 @@ class _Walk:
             return self.new() if isinstance(atom, _jax.Literal) else facts[atom]
 
         for eqn in jaxpr.eqns:
-            site = outer if silent else site_of(eqn, outer)
+            # Where exactly matters to nobody in silent rounds.
+            site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
             results = self._equation(eqn, [fact(atom) for atom in eqn.invars], site, silent)
             facts.update(zip(eqn.outvars, results, strict=True))
         return [fact(atom) for atom in jaxpr.outvars]
@@ -106,10 +107,11 @@ class _Walk:
                 # A call: jit, remat, custom derivatives, shard_map.
                 return self.inside(called, operands, site, silent)
         if not inner:
-            causes = self._visitor.marks(eqn, operands)
+            causes = self._visitor.marks(eqn, site, operands)
+            results = [self.new(causes) for _ in eqn.outvars]
             if not silent:
-                self._visitor.see(eqn, site, operands)
-            return [self.new(causes) for _ in eqn.outvars]
+                self._visitor.see(eqn, site, operands, results)
+            return results
         causes = _joined(operands)
         for jaxpr in inner:
             arguments = [self.new(causes) for _ in _jax.open_jaxpr(jaxpr).invars]

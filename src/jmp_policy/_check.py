@@ -1,0 +1,91 @@
+"""When a training loop gives up, and why."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._metrics import metrics
+from jmp_policy._types import PyTree
+from jmp_policy.report._diagnose import Diagnosis, diagnose
+
+
+class LossScaleStuckError(FloatingPointError):
+    """Gradients stay non-finite at the smallest loss scale: training cannot go on.
+
+    Attributes:
+      diagnosis: what `diagnose` found, if `check` was given the loss function; else None.
+    """
+
+    def __init__(self, message: str, diagnosis: Diagnosis | None = None):
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
+
+def check(
+    opt_state: PyTree,
+    grads: PyTree = None,
+    *,
+    max_consecutive_skips: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    has_aux: bool = False,
+) -> None:
+    """Raises when training is hopeless; call it on the host every so many steps.
+
+    Args:
+      opt_state: the optimizer state after an update.
+      grads: the gradients of the last step, to be told which of them are not finite.
+      max_consecutive_skips: also raise after this many skipped steps in a row; for scales that cannot
+        be stuck (`StaticLossScale`, `NoOpLossScale`).
+      loss_fn, args: the loss function and the arguments of the last step, `loss_fn(*args)`, to be told
+        where it became non-finite: `diagnose` then runs, operation by operation.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Raises:
+      LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` has what `diagnose`
+        found, if it ran.
+      TypeError: inside `jax.jit`, where nothing can be raised at run time.
+    """
+    values = metrics(opt_state)
+    if any(isinstance(v, jax.core.Tracer) for v in values.values()):
+        raise TypeError(
+            "check runs on the host, on the state that a jitted step has returned; inside jax.jit use "
+            "metrics(opt_state)."
+        )
+    values = {name: np.asarray(value) for name, value in values.items()}
+    skips = int(values["consecutive_skips"].max())
+    stuck = bool(values.get("stuck", np.False_).any())
+    if not stuck and (max_consecutive_skips is None or skips < max_consecutive_skips):
+        return
+    scale = float(values["loss_scale"].min())
+    reason = "is at its floor" if stuck else "cannot help"
+    message = (
+        f"The loss scale {reason} ({scale:g}) and the gradients are still not finite: {skips} steps "
+        f"skipped in a row, {int(values['skipped_steps'].max())} in all. A smaller scale cannot help; the "
+        "model overflows in the forward pass, or a value is NaN."
+    )
+    if grads is not None:
+        message += "\n" + _describe_non_finite(grads)
+    diagnosis = None
+    if loss_fn is not None:
+        diagnosis = diagnose(loss_fn, *args, scale=opt_state, has_aux=has_aux)
+        message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()
+    raise LossScaleStuckError(message, diagnosis)
+
+
+def _describe_non_finite(grads: PyTree) -> str:
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        nan, inf = int(jnp.isnan(leaf).sum()), int(jnp.isinf(leaf).sum())
+        if nan or inf:
+            name = jax.tree_util.keystr(path) or "(the gradient)"
+            lines.append(f"  {name}: {nan} NaN, {inf} inf of {leaf.size} ({leaf.dtype})")
+    if not lines:
+        return "None of the gradients given is non-finite: are they of the step that was skipped?"
+    return "Non-finite gradients:\n" + "\n".join(lines)

@@ -1,0 +1,424 @@
+"""Lowering reports: the reading of recorded GPU programs of two versions of JAX, and live compilations."""
+
+import dataclasses
+import gzip
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from data import record
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jmp_policy.report import _gpu_compiler, _lowering
+from jmp_policy.report._gpu_compiler import Compiled, LoweringUnavailableError, is_installed
+from jmp_policy.report._hlo import executed, parse, shape_bytes
+from jmp_policy.report._kernels import kernels_of, module_path
+from jmp_policy.report._lowered import verdict_of
+from jmp_policy.report._lowering import lowering_report
+from jmp_policy.report._roofline import LAUNCH_SECONDS, estimates
+from jmp_policy.report._targets import TARGETS, find_target, target_of_device
+
+DATA = Path(__file__).parent / "data"
+VERSIONS = ("0.10.2", "0.12.0.1")
+live = pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+
+
+def recorded(name, version, target="H100"):
+    text = gzip.decompress((DATA / f"{name}.jax-{version}.hlo.gz").read_bytes()).decode()
+    return kernels_of(text, find_target(target))
+
+
+def products(kernels):
+    return [kernel for kernel in kernels if kernel.flops]
+
+
+def flops(kernels):
+    return sum(kernel.times * kernel.flops for kernel in kernels)
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request):
+    return request.param
+
+
+def test_a_float16_step_is_on_tensor_cores_module_by_module(version):
+    found = products(recorded("mlp", version))
+    assert len(found) == 8
+    for kernel in found:
+        assert (kernel.operands, kernel.accumulation) == ("float16 x float16", "float32")
+        assert (kernel.arithmetic, kernel.tensor_cores, kernel.alignment) == ("float16", True, "aligned")
+        assert kernel.kind == "triton"
+        assert kernel.line.startswith("record.py:")
+    places = sorted((kernel.path, kernel.backward) for kernel in found)
+    # The first layer needs no gradient of its input.
+    assert places == sorted(
+        [("Net/Dense_0", False), ("Net/Dense_1", False), ("Net/head", False), ("Net/Dense_0", True)]
+        + 2 * [("Net/Dense_1", True), ("Net/head", True)]
+    )
+    assert flops(found) == 2 * 512 * 256 * (2 * 256 + 3 * 256 + 3 * 128)
+    assert verdict_of(found, ()) == "8 of 8 matrix kernels on Tensor Cores in float16."
+
+
+def test_a_float32_product_among_float16_ones_is_named(version):
+    kernels = recorded("float32_head", version)
+    wide = [kernel for kernel in products(kernels) if kernel.arithmetic == "tf32"]
+    assert {kernel.path for kernel in wide} == {"Net/head"}
+    assert {kernel.operands for kernel in wide} == {"float32 x float32"}
+    assert len(wide) == 3
+    said = verdict_of(kernels, ())
+    assert "8 of 8 matrix kernels on Tensor Cores (5 in float16, 3 in tf32)" in said
+    assert "left in float32: Net/head (record.py:" in said
+
+
+def test_an_unaligned_vocabulary_is_named(version):
+    found = products(recorded("vocabulary", version))
+    odd = [kernel for kernel in found if kernel.alignment != "aligned"]
+    assert {kernel.path for kernel in odd} == {"Net/head"}
+    assert any(kernel.alignment == "unaligned" and "x1001x" in kernel.size for kernel in odd)
+    assert "unaligned: Net/head" in verdict_of(found, ())
+
+
+def test_cublaslt_and_the_pads_that_it_needs_on_a_v100(version):
+    kernels = recorded("volta", version, "V100")
+    found = products(kernels)
+    assert {kernel.kind for kernel in found} == {"cublaslt"}
+    assert all(kernel.tensor_cores and kernel.arithmetic == "float16" for kernel in found)
+    assert {kernel.path for kernel in found if kernel.alignment == "padded"} == {"Net/head"}
+    assert {kernel.alignment for kernel in found if "Dense" in kernel.path} == {"aligned"}
+    first = next(k for k in found if k.path == "Net/Dense_0" and not k.backward)
+    # The kernel's scratch memory is no traffic; the bias is.
+    assert (first.bytes_read, first.bytes_written) == (2 * (512 * 256 + 256 * 256 + 256), 2 * 512 * 256)
+    assert "padded: Net/head" in verdict_of(kernels, ())
+
+
+def test_convolutions_are_the_products_that_they_amount_to(version):
+    found = [kernel for kernel in products(recorded("conv", version)) if kernel.kind == "cudnn"]
+    assert [(kernel.path, kernel.backward, kernel.size) for kernel in found] == [
+        ("Images/Conv_0", False, "16384x32x72"),
+        ("Images/Conv_1", False, "16384x64x288"),
+        ("Images/Conv_1", True, "288x64x16384"),
+        ("Images/Conv_1", True, "16384x288x64"),
+        ("Images/Conv_0", True, "72x32x16384"),
+    ]
+    assert all(kernel.operands == "float16 x float16" and kernel.tensor_cores for kernel in found)
+
+
+def test_a_scan_multiplies_and_slices_count_as_slices(version):
+    kernels = recorded("scan", version)
+    assert {kernel.times for kernel in products(kernels)} == {6}
+    assert all(kernel.counted for kernel in kernels)
+    assert flops(kernels) == 3 * 6 * 2 * 512 * 256 * 256
+    assert {kernel.path for kernel in products(kernels)} == {"Stack/layers/Dense_0"}
+    # Every layer reads its own float32 weight, not the six of the stack.
+    converted = [k for k in kernels if k.times == 6 and k.name.startswith("loop_convert_fusion")]
+    assert {kernel.bytes_read for kernel in converted} == {256 * 256 * 4 + 4}
+
+
+def test_collectives_with_dtype_size_and_devices(version):
+    found = [kernel for kernel in recorded("devices", version) if kernel.collective]
+    assert {(kernel.collective, kernel.group) for kernel in found} == {("all-reduce", 8)}
+    sizes = {kernel.operands: kernel.bytes_read for kernel in found}
+    parameters = 2 * (256 * 256 + 256) + 256 * 128 + 128
+    assert sizes == {"float16": 2 * parameters, "float32": 4}
+
+
+@pytest.mark.parametrize(
+    ("op_name", "path", "backward"),
+    [
+        ("jit(step)/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0", True),
+        ("jit(call)/call_exported/jit(step)/jvp(Net)/while/body/closed_call/b/dot_general", "Net/b", False),
+        ("jit(f)/vmap(transpose(jvp(Net)))/checkpoint/rematted_computation/a/mul", "Net/a", True),
+        ("jit(f)/jvp(Net)/jit(relu)/max", "Net", False),
+        ("jit(f)/dot_general", "", False),
+        ("", "", False),
+    ],
+)
+def test_module_paths_of_operation_names(op_name, path, backward):
+    assert module_path(op_name) == (path, backward)
+
+
+MODULE = """
+%cond (p: (s32[], f32[4])) -> pred[] {
+  ROOT %c = pred[] constant(true)
+}
+
+%body (q: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %q = (s32[], f32[4]) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%q), index=1
+  %d = f32[4]{0} dot(%x, %x), operand_precision={highest,highest}
+  ROOT %t = (s32[], f32[4]) tuple(%x, %d)
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %w = (s32[], f32[4]) while(%a), condition=%cond, body=%body, backend_config={TRIPS}
+  %g = f32[8]{0} all-gather-start(%a), replica_groups=GROUPS, dimensions={0}
+  ROOT %r = f32[4]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_loops_of_unknown_length_count_once_and_say_so():
+    computations, entry = parse(MODULE)
+    runs = executed(computations, entry)
+    assert (runs["body"].times, runs["body"].counted) == (1, False)
+    known = MODULE.replace("{TRIPS}", '{"known_trip_count":{"n":"7"}}')
+    runs = executed(*parse(known))
+    assert (runs["body"].times, runs["body"].counted) == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("mesh['a'=2,'b'=4] {'b'}", 4), ("{}", 1)],
+)
+def test_groups_of_collectives(groups, size):
+    (found,) = [k for k in kernels_of(MODULE.replace("GROUPS", groups), TARGETS["H100"]) if k.collective]
+    assert (found.collective, found.group, found.bytes_read) == ("all-gather", size, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("f32[2,3]{1,0}", 24), ("(bf16[4], pred[], s4[8])", 13), ("f8e4m3fn[5]", 5), ("c64[2]", 16)],
+)
+def test_bytes_of_shapes(shape, size):
+    assert shape_bytes(shape) == size
+
+
+def test_estimates_are_the_roofline_by_kernel(version):
+    card = TARGETS["H100"]
+    given = recorded("mlp", version)
+    found = {e.precision: e for e in estimates({"float32": ("as given", given)}, card)}
+    by_hand = sum(
+        k.times * (max(k.flops / 989.4e12, k.bytes / 3352e9) + LAUNCH_SECONDS)
+        for k in given
+        if not k.collective
+    )
+    assert found["tf32"].seconds == pytest.approx(by_hand)
+    large = [dataclasses.replace(k, flops=10**13, arithmetic="tf32") for k in products(given)]
+    found = {e.precision: e for e in estimates({"float32": ("as given", large)}, card)}
+    assert found["tf32"].speedup == pytest.approx(494.7 / 66.9, rel=1e-3)
+    assert found["tf32"].bound_by == "compute"
+    assert not estimates({"float32": ("as given", large)}, dataclasses.replace(card, rates={}))
+
+
+def test_targets_have_their_numbers():
+    assert set(TARGETS) == {"V100", "T4", "A100", "L4", "H100", "H200", "B200"}
+    for card in TARGETS.values():
+        assert card.on_tensor_cores <= set(card.rates)
+        # Two operations per unit and cycle, at most, on the ordinary units.
+        peak = 2 * card.cores * card.units_per_core * card.clock_ghz * 1e9
+        assert 0.85 < card.rates["float32"] / peak <= 1.01
+        assert f"major: {card.capability[0]} minor: {card.capability[1]}" in card.config()
+    assert TARGETS["T4"].rate("bfloat16") == TARGETS["T4"].rate("tf32") == 8.1e12
+    assert target_of_device("NVIDIA H100 80GB HBM3").name == "H100"
+    assert target_of_device("Tesla V100-SXM2-16GB").name == "V100"
+    assert target_of_device("NVIDIA GeForce RTX 4090") is None
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Answers with a recorded program for whatever is exported; gives what was asked for."""
+    asked = []
+
+    def compiled(programs, config):
+        asked.append((programs, config))
+        text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
+        return [Compiled(text, 1000, 2000, 3000)] * len(programs)
+
+    monkeypatch.setattr(_lowering, "compiled", compiled)
+    return asked
+
+
+def test_the_face_of_a_report(compiler):
+    pytest.importorskip("flatbuffers")
+    fn, args = record.program("float32_head")
+    report = lowering_report(fn, *args, target="a100")
+    ((programs, config),) = compiler
+    # As it is (which is float16 too), in float32, and under autocast in bfloat16.
+    assert len(programs) == 3
+    assert "A100" in config
+    assert report.target == "A100"
+    assert [(e.precision, e.program) for e in report.estimates] == [
+        ("float32", "in float32"),
+        ("tf32", "in float32"),
+        ("float16", "as given"),
+        ("bfloat16", "under autocast"),
+    ]
+    assert (report.argument_bytes, report.output_bytes, report.temp_bytes) == (1000, 2000, 3000)
+    assert len(report.matrix_kernels) == 8
+    text = str(report)
+    assert "Net/head" in text
+    assert "roofline, not measured" in text
+    assert text.replace("\n", " ").endswith(report.verdict)
+    assert "<table>" in report._repr_html_()
+    assert json.loads(json.dumps(report.to_dict()))["kernels"][0]["times"] == 1
+    assert report.measured_seconds is None
+
+
+def test_the_plot(compiler):
+    pytest.importorskip("flatbuffers")
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    fn, args = record.program("float32_head")
+    figure = lowering_report(fn, *args).plot()
+    (axes,) = figure.axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert "FLOP/B" in axes.get_xlabel()
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "5 matrix kernels in float16" in labels
+    assert "float16, bfloat16: 989.4 TFLOP/s" in labels
+    matplotlib.pyplot.close(figure)
+
+
+def test_on_a_gpu_the_executable_is_read_and_timed(monkeypatch):
+    # No GPU here: the executable is the CPU's, whose kernels mean little, but the way to it is the same.
+    monkeypatch.setattr(
+        _lowering, "_device", lambda: dataclasses.replace(TARGETS["H100"], name="NVIDIA H100 PCIe")
+    )
+    report = lowering_report(lambda a, b: a @ b, jnp.ones((64, 64)), jnp.ones((64, 64)), target=None)
+    assert report.measured_seconds > 0
+    assert "Measured: " in str(report)
+    assert report.kernel_count >= 1
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert lowering_report(lambda a: a @ a, shapes, target=None).measured_seconds is None
+
+
+def test_a_program_that_does_not_compile_is_an_error_and_a_variant_a_note(monkeypatch):
+    pytest.importorskip("flatbuffers")
+    fn, args = record.program("mlp")
+    text = gzip.decompress((DATA / "mlp.jax-0.10.2.hlo.gz").read_bytes()).decode()
+    answers = [Compiled(text), Compiled(error="ptxas: too many registers"), Compiled(text)]
+    monkeypatch.setattr(_lowering, "compiled", lambda programs, config: answers)
+    report = lowering_report(fn, *args)
+    assert report.notes == ("Not estimated in float32: ptxas: too many registers",)
+    assert {e.precision for e in report.estimates} == {"float16", "bfloat16"}
+    answers[0] = Compiled(error="ptxas: out of luck")
+    with pytest.raises(RuntimeError, match="does not take step for H100:\nptxas: out of luck"):
+        lowering_report(fn, *args)
+
+
+def test_donation_and_meshes_are_handed_over(compiler):
+    pytest.importorskip("flatbuffers")
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    lowering_report(jax.jit(lambda a, b: a @ b, donate_argnums=1), x, x)
+    assert compiler[-1][0][0].donated == (1,)
+    fn, args = record.program("devices")
+    lowering_report(fn, *args)
+    program = compiler[-1][0][0]
+    assert (program.devices, program.mesh) == (8, (("batch", 8, "Auto"),))
+
+
+def test_results_of_any_class_can_be_handed_over(compiler):
+    pytest.importorskip("flatbuffers")
+    adam = optax.adam(1e-3)
+    params = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    state = jax.eval_shape(adam.init, params)
+    lowering_report(adam.update, params, state)
+    assert len(compiler) == 1
+
+
+def test_a_mesh_within_the_function_is_found(compiler):
+    pytest.importorskip("flatbuffers")
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    spec = PartitionSpec("d")
+    fn = jax.shard_map(lambda a: jax.lax.psum(a, "d"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    lowering_report(fn, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert (compiler[-1][0][0].devices, compiler[-1][0][0].mesh) == (4, (("d", 4, "Auto"),))
+
+
+def test_two_meshes_are_an_error():
+    devices = np.array(jax.devices()[:4])
+    meshes = Mesh(devices, ("d",)), Mesh(devices.reshape(2, 2), ("x", "y"))
+    args = [
+        jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+        for mesh in meshes
+    ]
+    with pytest.raises(ValueError, match="on different meshes"):
+        _gpu_compiler.exported(lambda arrays: arrays[0], args)
+
+
+@pytest.mark.parametrize(
+    ("word", "match"), [("H10O", "Did you mean 'H100'"), ("mi300", "Known: V100, T4, A100")]
+)
+def test_unknown_targets(word, match):
+    with pytest.raises(ValueError, match=match):
+        lowering_report(jnp.sin, jnp.ones(3), target=word)
+
+
+def test_no_gpu_to_report_on():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="JAX has none here .its backend is 'cpu'"):
+        lowering_report(jnp.sin, jnp.ones(3), target=None)
+
+
+def test_callbacks_cannot_be_exported():
+    def fn(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(ValueError, match=r"calls back to Python on the host \(debug_"):
+        lowering_report(fn, jnp.ones(3))
+
+
+@pytest.mark.parametrize("installed", [None, "0.0.1"])
+def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch, installed):
+    def version(name):
+        if name == "jax-cuda12-plugin" and installed:
+            return installed
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    command = rf"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} nvidia"
+    with pytest.raises(LoweringUnavailableError, match=command):
+        _gpu_compiler.compiled([], "")
+
+
+def test_the_compiler_dying_shows_its_last_lines(monkeypatch):
+    monkeypatch.setattr(_gpu_compiler, "_check_installed", lambda: None)
+    ended = subprocess.CompletedProcess([], 134, "", "noise\nptxas fatal: Value 'sm_70' is not defined\n")
+    monkeypatch.setattr(_gpu_compiler.subprocess, "run", lambda *args, **kwargs: ended)
+    with pytest.raises(RuntimeError, match="status 134. Its last lines:\nnoise\nptxas fatal: Value 'sm_70'"):
+        _gpu_compiler.compiled([_gpu_compiler.Exported(b"", 1, (), ())], "")
+
+
+def test_the_compilers_process_knows_nothing_of_the_callers_devices(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
+    environment = _gpu_compiler._environment()
+    assert environment["XLA_FLAGS"] == "--xla_dump_to=x"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@live
+@pytest.mark.slow
+def test_live_a_step_with_a_float32_head_on_the_a100():
+    fn, args = record.program("float32_head")
+    before = set(sys.modules)
+    report = lowering_report(fn, *args, target="A100")
+    assert not any("cuda" in name for name in set(sys.modules) - before)
+    assert "left in float32: Net/head (record.py:" in report.verdict
+    assert flops(report.kernels) == 2 * 512 * 256 * (2 * 256 + 3 * 256 + 3 * 128)
+    assert [e.precision for e in report.estimates] == ["float32", "tf32", "float16", "bfloat16"]
+    assert not report.notes
+    assert report.temp_bytes > 0
+
+
+@live
+@pytest.mark.slow
+def test_live_eight_devices_reduce_their_gradients():
+    fn, args = record.program("devices")
+    report = lowering_report(fn, *args)
+    assert report.devices == 8
+    assert {(k.collective, k.operands, k.group) for k in report.collectives} == {
+        ("all-reduce", "float16", 8),
+        ("all-reduce", "float32", 8),
+    }
+    assert flops(report.kernels) == 2 * 64 * 256 * (2 * 256 + 3 * 256 + 3 * 128)

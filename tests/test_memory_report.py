@@ -1,0 +1,289 @@
+"""Where memory goes: exact where the arguments decide, closed against XLA's totals, and the recipe."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import nnx_helpers
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers import MLP, vectors
+
+import jmp_policy
+from jmp_policy.report import _buffers, _memory
+from jmp_policy.report._memory import memory_report
+
+BATCH, WIDTH, LAYERS = 2048, 64, 3
+
+
+def weights(layers=LAYERS):
+    keys = jax.random.split(jax.random.key(0), layers)
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / 8 for key in keys]
+
+
+def network(params, x, dtype):
+    for w in params:
+        x = jax.nn.relu(x.astype(dtype) @ w.astype(dtype))
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def step(params, x, dtype=jnp.float16):
+    loss, grads = jax.value_and_grad(network)(params, x, dtype)
+    return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def scanned(params, x):
+    def loss(params):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+        out, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), params)
+        return (out.astype(jnp.float32) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, params - 0.1 * grads
+
+
+def linen_step():
+    model = jmp_policy.wrap(MLP(), "mixed_float16")
+    inputs = vectors(256, 32)()
+    tx = jmp_policy.loss_scaled(optax.adam(1e-3), jmp_policy.DynamicLossScale())
+    params = model.init(jax.random.key(0), inputs)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def train_step(state, x):
+        def loss(params):
+            return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+        value, grads = jmp_policy.scaled_value_and_grad(loss)(state.opt_state, state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return train_step, (state, inputs)
+
+
+def nnx_step():
+    model = jmp_policy.wrap(nnx_helpers.MLP(rngs=nnx.Rngs(0)), "mixed_float16")
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return value
+
+    return train_step, (model, optimizer, vectors(256, 32)())
+
+
+def optax_step():
+    tx = optax.adam(1e-3)
+
+    def train_step(batch, tree, slots):
+        grads = jax.grad(network)(tree, batch, jnp.bfloat16)
+        updates, slots = tx.update(grads, slots, tree)
+        return optax.apply_updates(tree, updates), slots
+
+    return train_step, (jnp.ones((BATCH, WIDTH)), weights(), tx.init(weights()))
+
+
+def dropped(key, x):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+CASES = {
+    "plain": lambda: (step, (weights(), jnp.ones((BATCH, WIDTH)))),
+    "scan": lambda: (scanned, (jnp.stack(weights()), jnp.ones((BATCH, WIDTH)))),
+    "donated": lambda: (jax.jit(step, donate_argnums=0), (weights(), jnp.ones((BATCH, WIDTH)))),
+    "linen": linen_step,
+    "nnx": nnx_step,
+    "optax": optax_step,
+    "half arguments": lambda: (jnp.matmul, (jnp.ones((8, 8), jnp.bfloat16),) * 2),
+    "constants": lambda: (lambda x: x @ np.ones((64, 64), np.float32), (jnp.ones((8, 64)),)),
+    "keys": lambda: (dropped, (jax.random.key(0), jnp.ones(64, jnp.float16))),
+}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    known = {}
+
+    def report(name):
+        if name not in known:
+            fn, args = CASES[name]()
+            known[name] = memory_report(fn, *args)
+        return known[name]
+
+    return report
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_categories_add_up_to_what_xla_allots(reports, name):
+    report = reports(name)
+    assert report.has_buffers
+    assert sum(row.float32 for row in report.rows) == report.float32
+    assert sum(row.policy for row in report.rows) == report.policy
+    assert all(value >= 0 for row in report.rows for value in dataclasses.astuple(row)[1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arguments_are_exact(reports, name):
+    report = reports(name)
+    for category in ("parameters", "optimizer state", "inputs"):
+        row = report.row(category)
+        assert row.policy == row.expected_policy
+        assert row.float32 == row.expected_float32
+
+
+def test_totals_are_those_of_the_compiled_program(reports):
+    stats = jax.jit(step).lower(weights(), jnp.ones((BATCH, WIDTH))).compile().memory_analysis()
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert reports("plain").policy == total
+
+
+def test_recipe_of_a_network_of_known_size(reports):
+    report = reports("plain")
+    count = LAYERS * WIDTH * WIDTH
+    assert report.parameters == count
+    assert report.row("parameters").expected_policy == 4 * count
+    assert report.row("gradients").expected_policy == 4 * count
+    assert report.row("half copies").expected_policy == 2 * count
+    assert report.row("half copies").expected_float32 == 0
+    # One value per layer, example and feature.
+    assert report.row("activations").expected_float32 == 4 * LAYERS * BATCH * WIDTH
+    assert report.row("activations").expected_policy == 2 * LAYERS * BATCH * WIDTH
+    # XLA keeps at least the inputs of the second and third product, and at most, of each layer, its product
+    # and what relu makes of it.
+    layer = 4 * BATCH * WIDTH
+    assert (LAYERS - 1) * layer <= report.row("activations").float32 <= 2 * LAYERS * layer
+    assert 0.4 < report.accounted[0] < 1.1
+
+
+def test_recipe_of_a_scan(reports):
+    report = reports("scan")
+    assert report.row("half copies").expected_policy == 2 * report.parameters
+    # tanh keeps its result, and in newer versions nothing else; each layer's input is kept for its product.
+    layer = LAYERS * BATCH * WIDTH
+    assert 2 * layer <= report.row("activations").expected_policy <= 2 * 4 * layer
+    assert report.row("activations").expected_float32 == 2 * report.row("activations").expected_policy
+    assert report.row("activations").float32 >= 4 * layer
+
+
+def test_donated_arguments_count_once(reports):
+    plain, donated = reports("plain"), reports("donated")
+    assert donated.row("parameters").policy == plain.row("parameters").policy
+    saved = plain.row("results").policy - donated.row("results").policy
+    assert saved >= plain.row("parameters").policy
+    assert donated.row("results").expected_policy == 4
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_training_steps_of_flax(reports, name):
+    report = reports(name)
+    count = 32 * 64 + 64 + 64 * 64 + 64 + 64 * 8 + 8
+    assert report.parameters == count
+    assert report.row("parameters").policy == 4 * count
+    assert 0 <= report.row("optimizer state").policy - 8 * count < 64
+    assert report.row("inputs").policy - 4 * 256 * 32 <= 8
+    assert report.row("half copies").expected_policy == 2 * count
+    assert report.row("activations").float32 > 0
+
+
+def test_states_and_parameters_go_by_any_name(reports):
+    report = reports("optax")
+    assert report.parameters == LAYERS * WIDTH * WIDTH
+    assert report.row("optimizer state").policy == 8 * report.parameters + 4
+    assert report.row("inputs").policy == 4 * BATCH * WIDTH
+
+
+def test_without_half_precision_both_columns_are_the_same():
+    report = memory_report(lambda p, x: step(p, x, jnp.float32), weights(), jnp.ones((BATCH, WIDTH)))
+    assert report.precision == "float32"
+    assert all(row.float32 == row.policy for row in report.rows)
+    assert all(row.expected_float32 == row.expected_policy for row in report.rows)
+    assert report.float32 == report.policy
+    assert "nothing in half precision" in report.verdict
+
+
+def test_a_loss_and_its_gradients():
+    report = memory_report(jax.value_and_grad(network), weights(), jnp.ones((BATCH, WIDTH)), jnp.float16)
+    # The gradients are results; they are counted as gradients.
+    assert report.row("gradients").policy == report.row("gradients").expected_policy
+    assert report.row("results").expected_policy == 4
+    loss = memory_report(network, weights(), jnp.ones((BATCH, WIDTH)), jnp.float16)
+    assert loss.row("gradients").expected_policy == loss.row("activations").expected_policy == 0
+    assert loss.row("activations").policy == 0
+
+
+def test_types_will_do_and_nothing_runs():
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+    report = memory_report(step, params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+    assert report.row("parameters").policy == 4 * LAYERS * WIDTH * WIDTH
+
+
+def test_sharded_arguments_are_counted_per_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    batch = jax.device_put(jnp.ones((BATCH, WIDTH)), place)
+    report = memory_report(step, jax.device_put(weights(), everywhere), batch)
+    assert report.row("inputs").policy == 4 * BATCH * WIDTH // 8
+    assert report.row("parameters").policy == 4 * LAYERS * WIDTH * WIDTH
+
+
+def test_what_it_says(reports):
+    report = reports("plain")
+    text = str(report)
+    assert "Memory of step on cpu" in text
+    assert "half copies" in text
+    assert text.endswith(report.verdict)
+    assert report.verdict.startswith("float16 takes ")
+    assert "float32's memory: activations " in report.verdict
+    assert "Processors have no half products" in text
+    assert report.to_dict()["rows"][0]["category"] == "parameters"
+
+
+def test_backends_that_say_only_how_much(monkeypatch):
+    monkeypatch.setattr(_buffers, "allocations", lambda compiled: [])
+    report = memory_report(step, weights(), jnp.ones((BATCH, WIDTH)))
+    assert not report.has_buffers
+    assert sum(row.policy for row in report.rows) == report.policy
+    assert report.row("parameters").policy == 4 * LAYERS * WIDTH * WIDTH
+    assert "only its size is known" in " ".join(str(report).split())
+
+
+def test_live_arrays_fit_their_allocation():
+    compiled = jax.jit(scanned).lower(jnp.stack(weights()), jnp.ones((BATCH, WIDTH))).compile()
+    held, stats = _buffers.allocations(compiled), compiled.memory_analysis()
+    temporary = [a for a in held if a.parameter is None and not a.is_result]
+    assert sum(a.size for a in temporary) == stats.temp_size_in_bytes
+    assert sum(a.size for a in held if a.parameter is not None) == stats.argument_size_in_bytes
+    for allocation in temporary:
+        live = sum(buffer.size for buffer in allocation.buffers)
+        # Alignment and fragmentation take little.
+        assert 0.9 * allocation.size < live <= allocation.size
+        assert any("jvp(" in buffer.op_name for buffer in allocation.buffers)
+
+
+def test_plot(reports):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = reports("plain").plot()
+    (axes,) = figure.axes
+    assert "MB" in axes.get_ylabel()
+    assert [label.get_text().split(",")[0] for label in axes.get_xticklabels()] == ["XLA"] * 2 + [
+        "recipe"
+    ] * 2
+    tops = [sum(bar[i].get_height() for bar in axes.containers) for i in range(4)]
+    np.testing.assert_allclose(tops[:2], [reports("plain").float32 / 1e6, reports("plain").policy / 1e6])
+    pyplot.close(figure)
+
+
+def test_mistakes():
+    with pytest.raises(TypeError, match=r"memory_report takes a function.*call it already"):
+        memory_report(jnp.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a Linen module keeps no parameters"):
+        memory_report(MLP(), jnp.ones((2, 8)))
+    with pytest.raises(KeyError, match="No memory is called 'weights': parameters, half copies"):
+        memory_report(jnp.sin, jnp.ones(2)).row("weights")
+    assert len(_memory._COLORS) == len(_memory._CATEGORIES)
