@@ -29,7 +29,7 @@ ORDER = [
     "linen._summary", "_check",
     "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
     "nnx._wrap", "nnx._train", "nnx._named", "nnx._pure", "nnx._summary", "nnx._autocast", "nnx",
-    "_wrap", "",
+    "_wrap", "", "__main__",
 ]  # fmt: skip
 
 

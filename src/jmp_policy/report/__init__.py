@@ -8,6 +8,9 @@ from jmp_policy.report._findings import HalfOperation as HalfOperation
 from jmp_policy.report._findings import Product as Product
 from jmp_policy.report._findings import RepeatedCast as RepeatedCast
 from jmp_policy.report._findings import Upcast as Upcast
+from jmp_policy.report._formats import Format as Format
+from jmp_policy.report._formats import Formats as Formats
+from jmp_policy.report._formats import formats as formats
 from jmp_policy.report._gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
 from jmp_policy.report._lowered import LoweringReport as LoweringReport
 from jmp_policy.report._lowering import lowering_report as lowering_report
