@@ -667,7 +667,7 @@ def test_explain():
         "chosen",
         "why",
     ]
-    assert len(rows.to_dict()["operation"]) == len(rows)
+    assert len(rows.to_dict()["operations"]) == len(rows)
     with pytest.warns(UserWarning, match="custom_vjp"):
         assert "Note: a custom_vjp" in str(explain(lambda w: attended(X, w), "float16")(W))
     assert [row.operation for row in rows[:2]] == ["dot_general", "broadcast_in_dim"]

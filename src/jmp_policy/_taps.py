@@ -140,10 +140,15 @@ def tap(x: T, name: str) -> T:
 
 def _varying_like(value: Any, x: Any) -> Any:
     """A value that varies over the devices that an array varies over, whose cotangents then add up."""
-    missing = getattr(jax.typeof(x), "vma", frozenset()) - getattr(jax.typeof(value), "vma", frozenset())
+    missing = _varying(x) - _varying(value)
     if not missing:
         return value
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes, of a shard_map around, that an array varies over."""
+    return frozenset(getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", ()))
 
 
 def _forward(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:

@@ -8,6 +8,7 @@ from jmp_policy import _jax
 from jmp_policy._autocast._interpreter import Settings, check_function
 from jmp_policy._autocast._plan import MOVED, Plan, Step
 from jmp_policy._regions import is_marker, scopes
+from jmp_policy._report import Report, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation(Sequence[Operation]):
+class Explanation(Report, Sequence[Operation]):
     """What autocast does with a function: a sequence of its operations, in order.
 
     `str` is a table. Operations without float32 arrays, and those of a loop's second trip, are left out.
@@ -46,6 +47,8 @@ class Explanation(Sequence[Operation]):
     """
 
     operations: tuple[Operation, ...]
+
+    _rows = "operations"
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -57,26 +60,13 @@ class Explanation(Sequence[Operation]):
         """The operations of these primitives."""
         return [row for row in self.operations if row.operation in names]
 
-    def to_dict(self) -> dict[str, list[str]]:
-        """Columns by name, as `pandas.DataFrame` takes them."""
-        return {
-            f.name: [getattr(row, f.name) for row in self.operations] for f in dataclasses.fields(Operation)
-        }
-
-    def __str__(self) -> str:
+    def _tables(self) -> Sequence[Table]:
         names = ("operation", "path", "line", "traced", "operands", "chosen", "why")
-        table = [names, *(tuple(getattr(row, name) for name in names) for row in self.operations)]
-        widths = [min(max(map(len, column)), 48) for column in zip(*table, strict=True)]
-        lines = []
-        for *cells, why in table:
-            columns = [_shortened(c, width).ljust(width) for c, width in zip(cells, widths, strict=False)]
-            lines.append("  ".join([*columns, why]))
-        notes = sorted({f"Note: {row.note}" for row in self.operations if row.note})
-        return "\n".join([*lines, *notes])
+        rows = [tuple(getattr(row, name) for name in names) for row in self.operations]
+        return [Table(names, rows)]
 
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[3 - width :]
+    def _lines(self) -> Sequence[str]:
+        return sorted({f"Note: {row.note}" for row in self.operations if row.note})
 
 
 def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Explanation]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jmp_policy._report import Report, Table
 
-#: From wide to narrow. TensorFloat-32, in Tensor Cores alone, is float32's exponent and float16's significand.
+#: From wide to narrow. TensorFloat-32 is in Tensor Cores alone: float32's exponent, float16's significand.
 _FORMATS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 

@@ -73,7 +73,7 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
       float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
     """
     scaled = jnp.abs(x.astype(jnp.float32)).ravel()
-    index = _index(scaled * jnp.float32(inverse_scale))
+    index = _index(scaled, jnp.asarray(inverse_scale, jnp.float32))
     by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
     # By bits: backends flush subnormal operands of comparisons to zero.
     bits = lax.bitcast_convert_type(scaled, jnp.int32)
@@ -103,15 +103,31 @@ def take_apart(vector: np.ndarray) -> Counts:
     )
 
 
-def _index(magnitude: jax.Array) -> jax.Array:
-    """Places in a vector of counts of non-negative float32 numbers."""
+def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
+    """Places in a vector of counts of non-negative float32 numbers times a normal one.
+
+    Their exponents are added and their mantissas multiplied, since backends flush subnormal operands and
+    products to zero. What is beyond float32's exponents is counted with the last of them.
+    """
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    field = bits >> 23
-    normal = field - 127 - LOWEST + 1
-    subnormal = 32 - lax.clz(bits)  # 1 for 2**-149.
-    index = jnp.where(field > 0, normal, subnormal)
+    # A subnormal number is a whole multiple of the smallest.
+    is_subnormal = bits < _bits(2.0**-126)
+    exponent, mantissa = _parts(jnp.where(is_subnormal, bits.astype(jnp.float32), magnitude))
+    shift, part = _parts(factor)
+    exponent += shift + _parts(mantissa * part)[0] + jnp.where(is_subnormal, LOWEST, 0)
+    index = jnp.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     infinite = 1 + _EXPONENTS
-    return jnp.where(field == 255, jnp.where(bits == _bits(jnp.inf), infinite, infinite + 1), index)
+    index = jnp.where(
+        bits >= _bits(jnp.inf), jnp.where(bits == _bits(jnp.inf), infinite, infinite + 1), index
+    )
+    return jnp.where(bits == 0, 0, index)
+
+
+def _parts(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Exponent, and mantissa in [1, 2), of positive normal numbers."""
+    bits = lax.bitcast_convert_type(number, jnp.int32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | _bits(1.0), jnp.float32)
+    return (bits >> 23) - 127, mantissa
 
 
 def _bits(number: float) -> np.int32:
