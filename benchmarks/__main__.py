@@ -8,6 +8,7 @@ from benchmarks import (
     nnx_gpu_cost,
     overhead,
     peers,
+    report_cost,
 )
 
 BENCHMARKS = (
@@ -18,6 +19,7 @@ BENCHMARKS = (
     autocast_cost,
     autocast_gpu_cost,
     peers,
+    report_cost,
 )
 
 if __name__ == "__main__":

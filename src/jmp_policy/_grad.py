@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_policy._by_devices import varies_over_devices
 from jmp_policy._cast import map_changed
 from jmp_policy._dtypes import widened
 from jmp_policy._finite import all_finite, select_tree
-from jmp_policy._finite_reduction import varies_over_devices
 from jmp_policy._loss_scale import LossScale, positive_int
 from jmp_policy._state import find_loss_scale, replace_loss_scale
 from jmp_policy._types import PyTree

@@ -124,7 +124,7 @@ def is_promotion(eqn: Any) -> bool:
     """Whether a conversion was made for a value to meet one of another dtype, and not asked for by name.
 
     What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
-    Flax's normalisation layers compute in float32 on purpose.
+    Flax's normalisation layers and JAX's sums compute in float32 on purpose.
     """
     by_name = False
     for frame in _frames(eqn):
@@ -133,6 +133,8 @@ def is_promotion(eqn: Any) -> bool:
             if _short(frame.file_name) == "normalization.py":
                 return False
             return not by_name or "promote_dtype" in frame.function_name
+        if _short(frame.file_name) == "reductions.py":
+            return False
         name = _plain(frame.function_name)
         by_name = by_name or name in ("astype", "asarray", "array", "convert_element_type")
     return True
@@ -235,6 +237,11 @@ def is_array(value: Any) -> bool:
     return getattr(value, "dtype", jax.dtypes.float0) != jax.dtypes.float0 and not isinstance(
         value, jax.custom_derivatives.SymbolicZero
     )
+
+
+def varying(value: Any) -> frozenset[str]:
+    """The mesh axes, of a shard_map around, that a value varies over."""
+    return frozenset(getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ()))
 
 
 def retyped(aval: Any, dtype: Any) -> Any:

@@ -184,13 +184,15 @@ class GradientSpectrum(Report):
 
     @property
     def recommended_scale(self) -> float:
-        """The largest power of two S with max|g| * S < 65504; nan when all gradients are zero."""
+        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan when all gradients are zero."""
         rows = [row.largest for row in self.tensors if row.kind != "activation"]
         most = max(rows, default=0.0)
         if not most:
             return math.nan
         exponent = math.frexp(65504.0 / most)[1] - 1
-        return 2.0**exponent if most * 2.0**exponent < 65504 else 2.0 ** (exponent - 1)
+        exponent -= most * 2.0**exponent >= 65504
+        # Beyond, 1 / S is no normal float32.
+        return 2.0 ** min(exponent, 126)
 
     @property
     def safe_scale(self) -> float:

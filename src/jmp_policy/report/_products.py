@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_policy._dtypes import is_half
 from jmp_policy._jax import shape_of
 
 #: Tensor Cores are reached efficiently where rows are multiples of this many bytes.
@@ -70,15 +69,11 @@ def padding(eqn: Any, size: Size) -> str:
         # The gradient of a kernel swaps the batch and the channels: it sums over the batch.
         swapped = numbers.lhs_spec[0] > numbers.lhs_spec[1]
         inputs = out[numbers.out_spec[0]] if swapped else kernel[numbers.rhs_spec[1]]
-        dims = {"input channels": inputs, "output channels": size.n}
+        groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+        what = "channels per group" if groups > 1 else "channels"
+        dims = {f"input {what}": inputs, f"output {what}": size.n}
     else:
         dims = {"m": size.m, "n": size.n, "k": size.k}
     return ", ".join(
         f"{name} {length} to {-(-length // step) * step}" for name, length in dims.items() if length % step
     )
-
-
-def on_tensor_cores(eqn: Any) -> bool:
-    """Whether both operands are of types that Tensor Cores multiply: half precision, float8, int8."""
-    dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars[:2]]
-    return all(is_half(dtype) or dtype.name in ("int8", "uint8") for dtype in dtypes)

@@ -1,0 +1,76 @@
+"""Two ways to compute the same thing, of which the number of devices decides.
+
+What is best on one device can move whole arrays between several. How many devices a program is for is known
+when it is lowered, not when it is traced, so the choice is a primitive's lowering rule.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def by_devices(
+    name: str,
+    alone: Callable[..., jax.Array],
+    among: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> Callable[..., jax.Array]:
+    """A function of arrays that is computed in one way on one device, and in another on several.
+
+    Args:
+      name: of the primitive, as a jaxpr shows it.
+      alone: what is computed in a program for one device.
+      among: what is computed otherwise: on several devices, inside `shard_map`, in explicit sharding mode,
+        with symbolic dimensions, under `vmap` and operation by operation. It gives the same, bit for bit.
+      shape, dtype: of the result, whose derivative is zero.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(among)
+    primitive.def_abstract_eval(lambda *_: jax.core.ShapedArray(shape, jnp.dtype(dtype)))
+
+    def differentiate(primals: Sequence[jax.Array], _: Any) -> tuple[jax.Array, Any]:
+        is_number = jnp.issubdtype(dtype, jnp.inexact)
+        tangent = jax.core.ShapedArray(shape, jnp.dtype(dtype) if is_number else jax.dtypes.float0)
+        return primitive.bind(*primals), ad.Zero(tangent)
+
+    def batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
+        return jax.vmap(among, tuple(axes))(*arrays), 0
+
+    def lower(ctx: Any, *operands: Any) -> Any:
+        is_alone = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+        return mlir.lower_fun(alone if is_alone else among, multiple_results=False)(ctx, *operands)
+
+    ad.primitive_jvps[primitive] = differentiate
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower)
+
+    def choose(*arrays: jax.Array) -> jax.Array:
+        if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
+            # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
+            return among(*arrays)
+        return primitive.bind(*arrays)
+
+    return choose
+
+
+def varies_over_devices(aval: Any) -> bool:
+    """Whether a value (or the shape of one) is local to a device: we are inside shard_map."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(manual, "varying", ()))
+
+
+def _is_placed(x: jax.Array) -> bool:
+    aval = jax.typeof(x)
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return varies_over_devices(aval) or any(part is not None for part in spec)
+
+
+def _has_known_shape(x: jax.Array) -> bool:
+    """False while exporting with symbolic dimensions."""
+    return all(isinstance(size, int) for size in x.shape)

@@ -1,0 +1,715 @@
+"""`audit`: planted faults are named by module and line, sizes and costs are the analytic ones."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import flax.linen as nn
+import helpers
+import jax
+import jax.numpy as jnp
+import nnx_helpers
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+
+F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
+LINES = Path(__file__).read_text().splitlines()
+
+
+def here(marker):
+    """The file and line of this file that ends in such a comment: "test_audit.py:41"."""
+    (number,) = [i for i, line in enumerate(LINES, 1) if line.endswith(f"  # plant: {marker}")]
+    return f"{Path(__file__).name}:{number}"
+
+
+def array(*shape, dtype=F16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def squares(out):
+    """A float32 loss, whose own casts are asked for."""
+    return (out.astype(F32) ** 2).sum()
+
+
+class LinenBlock(nn.Module):
+    """A float32 product hidden in a half model."""
+
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, dtype=self.dtype)(x)
+        w = self.param("w", nn.initializers.lecun_normal(), (16, 16))
+        x = x.astype(F32) @ w.astype(F32)  # plant: linen dot
+        return nn.Dense(16, dtype=self.dtype)(x)
+
+
+class LinenNet(nn.Module):
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, dtype=self.dtype)(LinenBlock(self.dtype, name="block")(x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, *, rngs, dtype=None):
+        self.up = nnx.Linear(8, 16, dtype=dtype, rngs=rngs)
+        self.w = nnx.Param(jnp.ones((16, 16)))
+        self.down = nnx.Linear(16, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.up(x)
+        x = x.astype(F32) @ self.w[...].astype(F32)  # plant: nnx dot
+        return self.down(x)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, *, rngs, dtype=None):
+        self.block = NnxBlock(rngs=rngs, dtype=dtype)
+        self.head = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.block(x))
+
+
+def linen_loss(model, x):
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    return lambda variables, x: squares(model.apply(variables, x)), variables, x
+
+
+def nnx_loss(model, x):
+    return lambda model, x: squares(model(x)), model, x
+
+
+def plain_loss():
+    def loss(params, x):
+        with jax.named_scope("net"):
+            x = x @ params["up"]
+            with jax.named_scope("block"):
+                x = x.astype(F32) @ params["w"]  # plant: plain dot
+            return squares(x.astype(F16) @ params["down"])
+
+    params = {"up": array(8, 16), "w": array(16, 16, dtype=F32), "down": array(16, 8)}
+    return loss, params, array(8, 8)
+
+
+X = jax.ShapeDtypeStruct((8, 8), F32)
+PLANTED = {
+    "linen bare": (lambda: linen_loss(LinenNet(F16), X), "LinenNet/block", "linen dot"),
+    "linen wrapped": (
+        lambda: linen_loss(jmpp.wrap(LinenNet(), "mixed_float16"), X),
+        "LinenNet/block",
+        "linen dot",
+    ),
+    "nnx bare": (lambda: nnx_loss(NnxNet(rngs=nnx.Rngs(0), dtype=F16), X), "NnxNet/block", "nnx dot"),
+    "nnx wrapped": (
+        lambda: nnx_loss(jmpp.wrap(NnxNet(rngs=nnx.Rngs(0)), "mixed_float16"), X),
+        "NnxNet/block",
+        "nnx dot",
+    ),
+    "plain": (plain_loss, "net/block", "plain dot"),
+}
+
+
+@pytest.mark.parametrize("which", PLANTED)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_float32_product_hidden_in_a_float16_model_is_named(which, grad):
+    make, path, marker = PLANTED[which]
+    found = jmpp.audit(*make(), grad=grad)
+    wide = found.wide_products
+    assert {(p.path, p.line.partition(" ")[0], p.lhs, p.rhs) for p in wide} == {
+        (path, here(marker), "float32", "float32")
+    }
+    assert [p.backward for p in wide] == [False, True, True][: 1 + 2 * grad]
+    place = f"{path} ({here(marker)})"
+    assert f"{len(wide)} product{'s' * grad} in float32: {place}" in found.verdict
+    assert found.half_share == pytest.approx(1 - sum(p.share for p in wide))
+    # Explicit casts are what somebody asked for.
+    assert not found.upcasts
+
+
+LINEN = {case.name: case for case in helpers.CASES}
+NNX = {case.name: case for case in nnx_helpers.CASES}
+MODELS = [("linen", name) for name in ("mlp", "cnn", "scanned_remat_encoder", "lstm")]
+MODELS += [("nnx", name) for name in ("mlp", "cnn", "scanned_remat_encoder")]
+
+
+def model_loss(kind, name, policy):
+    case = {"linen": LINEN, "nnx": NNX}[kind][name]
+    x = case.inputs()
+    if kind == "nnx":
+        model = case() if policy is None else jmpp.wrap(case(), policy)
+        return nnx_helpers.loss_fn, (model, x)
+    model = case.make() if policy is None else jmpp.wrap(case.make(), policy)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    state = {k: v for k, v in variables.items() if k != "params"}
+
+    def loss(params, state, x):
+        out, new = model.apply({"params": params, **state}, x, mutable=list(state))
+        return jnp.mean(out.astype(F32) ** 2), new
+
+    return loss, (variables["params"], state, x)
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_every_product_of_a_model_is_listed_with_its_place(kind, name, policy):
+    loss, args = model_loss(kind, name, policy)
+    found = jmpp.audit(loss, *args, grad=True)
+    if kind == "linen":
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        expected = helpers.products(gradient, *args)
+    else:
+        gradient, params = nnx_helpers.pure_gradient(args[0])
+        expected = helpers.products(gradient, params, args[1])
+    listed = [(p.operation, p.lhs, p.rhs) for p in found.products]
+    assert {key: listed.count(key) for key in dict.fromkeys(listed)} == dict(expected)
+    assert sum(p.share for p in found.products) == pytest.approx(1)
+    assert found.flops == sum(p.flops for p in found.products)
+    assert any(p.backward for p in found.products)
+    assert not all(p.backward for p in found.products)
+    file = "helpers.py" if kind == "linen" else "nnx_helpers.py"
+    assert all(p.line.startswith(f"{file}:") or name == "lstm" for p in found.products)
+    title = {"mlp": "MLP", "cnn": "CNN", "lstm": "LSTM"}.get(name, "Encoder")
+    assert all(p.path == title or p.path.startswith(f"{title}/") for p in found.products)
+    assert found.half_share == pytest.approx(0.0 if policy is None else 1.0)
+    assert not [u for u in found.upcasts if u.reaches]
+
+
+def conv(x, kernel, strides=(1, 1), **kwargs):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return squares(lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=numbers, **kwargs))
+
+
+def scanned(x, w, length=5):
+    return squares(lax.scan(lambda c, _: (c @ w, None), x, None, length=length)[0])
+
+
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def sharded(x, w):
+    out = jax.shard_map(lambda x, w: x @ w, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
+    return squares(out)
+
+
+DOT = 2 * 8 * 16 * 16
+W, BATCH = array(16, 16), array(8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """A loss, its forward products as (batch, m, n, k) and times, and what gradients multiply the cost by."""
+
+    name: str
+    loss: object
+    args: tuple
+    sizes: list
+    flops: int
+    gradients: float = 3
+    times: int = 1
+
+    def __repr__(self):
+        return self.name
+
+
+COSTS = [
+    Cost("dot", lambda x, w: squares(x @ w), (BATCH, W), [(1, 8, 16, 16)], DOT),
+    Cost(
+        "batched dot",
+        lambda q, k: squares(jnp.einsum("bhqd,bhkd->bhqk", q, k)),
+        (array(2, 4, 8, 16), array(2, 4, 24, 16)),
+        [(8, 8, 24, 16)],
+        2 * 8 * 8 * 24 * 16,
+    ),
+    Cost("jitted twice", lambda x, w: squares(JITTED(JITTED(x, w), w)),
+         (BATCH, W), [(1, 8, 16, 16)] * 2, 2 * DOT),
+    Cost("scan", scanned, (BATCH, W), [(1, 8, 16, 16)], 5 * DOT, times=5),
+    Cost(
+        "scan of scan",
+        lambda x, w: squares(lax.scan(lambda c, _: (SCAN3(c, w), None), x, None, length=4)[0]),
+        (BATCH, W),
+        [(1, 8, 16, 16)],
+        12 * DOT,
+        times=12,
+    ),
+    Cost(
+        "fori_loop",
+        lambda x, w: squares(lax.fori_loop(0, 7, lambda i, c: c @ w, x)),
+        (BATCH, W),
+        [(1, 8, 16, 16)],
+        7 * DOT,
+        times=7,
+    ),
+    Cost("remat", lambda x, w: squares(jnp.sin(jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)(x))),
+         (BATCH, W), [(1, 8, 16, 16)] * 2, 2 * DOT, gradients=3.5),
+    Cost("vmap", lambda x, w: squares(jax.vmap(lambda r: r @ w)(x)), (BATCH, W), [(1, 8, 16, 16)], DOT),
+    Cost("vmap over weights", lambda x, w: squares(jax.vmap(jnp.dot)(x, w)),
+         (array(4, 8, 16), array(4, 16, 24)), [(4, 8, 24, 16)], 2 * 4 * 8 * 24 * 16),
+    Cost("cond", lambda x, w: squares(lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x)),
+         (BATCH, W), [(1, 8, 16, 16)], DOT),
+    Cost("shard_map", sharded, (array(64, 16), W), [(1, 8, 16, 16)], DOT),
+    Cost("custom_vjp", lambda x, w: squares(CUSTOM(x, w)), (BATCH, W), [(1, 8, 16, 16)], DOT),
+    Cost(
+        "ragged_dot",
+        lambda x, w: squares(lax.ragged_dot(x, w, jnp.full(4, 8, jnp.int32))),
+        (array(32, 16), array(4, 16, 8)),
+        [(1, 32, 8, 16)],
+        2 * 32 * 16 * 8,
+    ),
+    Cost(
+        "vmapped ragged_dot",
+        lambda x, w: squares(jax.vmap(lax.ragged_dot)(x, w, jnp.full((2, 4), 8, jnp.int32))),
+        (array(2, 32, 16), array(2, 4, 16, 8)),
+        [(2, 32, 8, 16)],
+        2 * 2 * 32 * 16 * 8,
+    ),
+    Cost("conv", conv, (array(2, 8, 8, 8), array(3, 3, 8, 16)), [(1, 128, 16, 72)], 2 * 128 * 16 * 72),
+    Cost(
+        "strided conv",
+        lambda x, k: conv(x, k, (2, 2)),
+        (array(2, 16, 16, 8), array(3, 3, 8, 16)),
+        [(1, 128, 16, 72)],
+        2 * 128 * 16 * 72,
+    ),
+    Cost(
+        "grouped conv",
+        lambda x, k: conv(x, k, (2, 2), feature_group_count=2),
+        (array(2, 16, 16, 16), array(3, 3, 8, 32)),
+        [(2, 128, 16, 72)],
+        2 * 128 * 32 * 72,
+    ),
+    Cost(
+        "depthwise conv",
+        lambda x, k: conv(x, k, feature_group_count=8),
+        (array(2, 8, 8, 8), array(3, 3, 1, 8)),
+        [(8, 128, 1, 9)],
+        2 * 128 * 8 * 9,
+    ),
+]  # fmt: skip
+
+JITTED = jax.jit(lambda x, w: x @ w)
+SCAN3 = lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0]  # noqa: E731
+CUSTOM = jax.custom_vjp(lambda x, w: x @ w)
+CUSTOM.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+
+
+@pytest.mark.parametrize("case", COSTS, ids=repr)
+def test_sizes_and_flops_are_the_analytic_ones(case):
+    found = jmpp.audit(case.loss, *case.args)
+    assert [(p.batch, p.m, p.n, p.k) for p in found.products] == case.sizes
+    assert {p.times for p in found.products} == {case.times}
+    assert not any(p.backward for p in found.products)
+    assert found.flops == case.flops
+    assert not found.uncounted
+
+    # Each product has two gradients of the same cost; what is computed a second time counts again.
+    both = jmpp.audit(lambda both: case.loss(*both), case.args, grad=True)
+    assert both.flops == case.gradients * case.flops
+    assert {p.times for p in both.products} == {case.times}
+    assert sum(p.flops for p in both.products if not p.backward) == case.flops
+    assert {(p.lhs, p.rhs) for p in both.products} == {("float16", "float16")}
+
+
+def test_a_while_loop_is_counted_once_and_says_so():
+    def loop(x, w):
+        return lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c @ w, x)
+
+    found = jmpp.audit(loop, BATCH, W)
+    assert (found.flops, found.uncounted) == (DOT, True)
+    assert "counted once" in str(found)
+    inside_scan = jmpp.audit(
+        lambda x, w: lax.scan(lambda c, _: (loop(c, w), None), x, None, length=3)[0], BATCH, W
+    )
+    assert (inside_scan.flops, inside_scan.uncounted) == (3 * DOT, True)
+    beside = jmpp.audit(lambda x, w: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: 2 * c, x) @ w, BATCH, W)
+    assert (beside.flops, beside.uncounted) == (DOT, False)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return jnp.sin(nn.Dense(16, use_bias=False)(x)), None
+
+
+class Stack(nn.Module):
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer) if self.remat else Layer
+        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return stack(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_lifted_modules_keep_their_path(remat, policy):
+    model = Stack(remat) if policy is None else jmpp.wrap(Stack(remat), policy)
+    loss, variables, x = linen_loss(model, array(8, 16, dtype=F32))
+    found = jmpp.audit(loss, variables, x, grad=True)
+    assert {p.path for p in found.products} == {"Stack/layers/Dense_0"}
+    assert {p.times for p in found.products} == {3}
+    # The gradient in the input of the first layer is computed too: the scan's trips are alike.
+    assert found.flops == 3 * DOT * (4 if remat else 3)
+
+
+def promoted(x, b, w):
+    with jax.named_scope("net"):
+        x = x + b  # plant: promotion
+        return jnp.tanh(x) @ w
+
+
+def carried(x, b, w):
+    def body(carry, _):
+        wide, narrow = carry
+        out = wide @ w
+        wide = narrow + b  # plant: carried
+        return (wide, out.astype(x.dtype)), None
+
+    return lax.scan(body, (x.astype(F32), x), None, length=3)[0]
+
+
+def through_calls(x, b, w):
+    @jax.jit
+    def add(x):
+        return x + b  # plant: in jit
+
+    return jax.checkpoint(lambda x: jnp.sin(x) @ w)(add(x))
+
+
+def met_at_the_product(x, b, w):
+    return x @ (w.astype(F32) * b[0])  # plant: mixed product
+
+
+def in_a_branch(x, b, w):
+    y = lax.cond(x[0, 0] > 0, lambda x: x * b, lambda x: 0 * b + 1.0 * x.astype(F32), x)  # plant: branch
+    return y @ w
+
+
+UPCASTS = [
+    (promoted, "net", "promotion", 1),
+    (carried, "", "carried", 1),
+    (through_calls, "", "in jit", 1),
+    (met_at_the_product, "", "mixed product", 1),
+    (in_a_branch, "", "branch", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "path", "marker", "reaches"), UPCASTS, ids=lambda v: getattr(v, "__name__", "")
+)
+@pytest.mark.parametrize("half", [F16, BF16])
+def test_silent_upcasts_are_named_with_the_products_they_reach(fn, path, marker, reaches, half):
+    found = jmpp.audit(fn, array(8, 16, dtype=half), array(16, dtype=F32), array(16, 16, dtype=half))
+    (upcast,) = found.upcasts
+    assert (upcast.path, upcast.line.partition(" ")[0]) == (path, here(marker))
+    assert (upcast.narrow, upcast.wide, upcast.shape) == (jnp.dtype(half).name, "float32", (8, 16))
+    assert len(upcast.reaches) == reaches
+    assert [p.place for p in found.wide_products] == list(upcast.reaches)
+    assert [p.cause for p in found.wide_products] == [upcast.place]
+    assert upcast.place in str(found.to_dict())
+
+
+EXPLICIT = {
+    "astype": lambda x, b, w: x.astype(F32) @ w.astype(F32),
+    "astype on the sum": lambda x, b, w: (x + b.astype(F16)) @ w,
+    "lax": lambda x, b, w: lax.convert_element_type(x, F32) + b,
+    "asarray": lambda x, b, w: jnp.asarray(x, F32) + b,
+    "preferred_element_type": lambda x, b, w: jnp.dot(x, w, preferred_element_type=F32) + b,
+    "python scalar": lambda x, b, w: (2.5 * x) @ w,
+    "narrowed": lambda x, b, w: x + b.astype(x.dtype),
+    "loss in float32": lambda x, b, w: squares(x @ w),
+}
+
+
+@pytest.mark.parametrize("which", EXPLICIT)
+def test_what_was_asked_for_is_no_silent_upcast(which):
+    found = jmpp.audit(EXPLICIT[which], BATCH, array(16, dtype=F32), W)
+    assert not found.upcasts
+    assert not any(p.cause for p in found.products)
+
+
+def test_what_is_narrow_again_no_longer_reaches():
+    found = jmpp.audit(lambda x, b, w: (x + b).astype(F16) @ w, BATCH, array(16, dtype=F32), W)
+    (upcast,) = found.upcasts
+    assert not upcast.reaches
+    assert "no product" in str(found)
+    assert found.half_share == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "value", "times"),
+    [
+        (lambda params, x: (x @ params["w"].astype(F16)) @ params["w"].astype(F16), "params/w", 2),
+        (lambda params, x: scanned(x, params["w"].astype(F16)), None, 0),
+        (
+            lambda params, x: lax.scan(lambda c, _: (c @ params["w"].astype(F16), None), x, None, length=6)[
+                0
+            ],
+            "params/w",
+            6,
+        ),
+        (lambda params, x: jnp.sin(params["w"]).astype(F16) @ jnp.cos(params["w"]).astype(F16), None, 0),
+    ],
+    ids=["twice", "hoisted", "in a scan", "different values"],
+)
+def test_repeated_casts_name_the_argument(fn, value, times):
+    found = jmpp.audit(fn, {"w": array(16, 16, dtype=F32)}, BATCH)
+    casts = [(c.value, c.dtype, c.times, c.size) for c in found.repeated_casts]
+    assert casts == ([(value, "float16", times, 16 * 16 * 4)] if times else [])
+    if times:
+        assert all("test_audit.py:" in place for place in found.repeated_casts[0].places)
+
+
+HALF = {
+    "exp": lambda x: jnp.exp(x),
+    "log": lambda x: jnp.log(x),
+    "reduce_sum": lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None),
+    "rsqrt": lambda x: lax.rsqrt(x),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("half", [F16, BF16])
+def test_operations_still_in_half_are_listed(name, half):
+    with_scope = jax.named_scope("part")(HALF[name])
+    found = jmpp.audit(with_scope, array(8, 16, dtype=half))
+    assert [(h.operation, h.dtype, h.path, h.backward, h.times) for h in found.half_operations] == [
+        (name, jnp.dtype(half).name, "part", False, 1)
+    ]
+    assert found.half_operations[0].line.startswith("test_audit.py:")
+    assert found.half_operations[0].why
+    assert not jmpp.audit(with_scope, array(8, 16, dtype=F32)).half_operations
+
+
+def test_a_softmax_in_half_is_listed():
+    found = jmpp.audit(lambda x: jax.nn.softmax(x), BATCH)
+    assert "exp" in {h.operation for h in found.half_operations}
+
+
+class Vocabulary(nn.Module):
+    """A head whose vocabulary no Tensor Core likes."""
+
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, dtype=self.dtype)(x)
+        return nn.Dense(1001, dtype=self.dtype, name="head")(x)  # plant: linen vocabulary
+
+
+class NnxVocabulary(nnx.Module):
+    def __init__(self, *, rngs, dtype=None):
+        self.body = nnx.Linear(8, 16, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(16, 1001, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.body(x))  # plant: nnx vocabulary
+
+
+def plain_vocabulary():
+    def loss(params, x):
+        x = x @ params["body"]
+        with jax.named_scope("head"):
+            return squares(x @ params["head"])  # plant: plain vocabulary
+
+    return loss, {"body": array(8, 16), "head": array(16, 1001)}, array(8, 8)
+
+
+VOCABULARIES = {
+    "linen bare": (lambda: linen_loss(Vocabulary(F16), X), "Vocabulary/head", "linen"),
+    "linen wrapped": (
+        lambda: linen_loss(jmpp.wrap(Vocabulary(), "mixed_float16"), X), "Vocabulary/head", "linen",
+    ),
+    "nnx bare": (
+        lambda: nnx_loss(NnxVocabulary(rngs=nnx.Rngs(0), dtype=F16), X), "NnxVocabulary/head", "nnx",
+    ),
+    "nnx wrapped": (
+        lambda: nnx_loss(jmpp.wrap(NnxVocabulary(rngs=nnx.Rngs(0)), "mixed_float16"), X),
+        "NnxVocabulary/head",
+        "nnx",
+    ),
+    "plain": (plain_vocabulary, "head", "plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", VOCABULARIES)
+def test_an_unaligned_vocabulary_is_named_with_what_to_pad_to(which):
+    make, path, marker = VOCABULARIES[which]
+    found = jmpp.audit(*make(), grad=True)
+    unaligned = [p for p in found.products if not p.is_aligned]
+    assert len(unaligned) == 3
+    place = f"{path} ({here(marker + ' vocabulary')})"
+    assert {p.place for p in unaligned} == {place}
+    assert {p.pad.partition(" ")[2] for p in unaligned} == {"1001 to 1008"}
+    assert f"on shapes to pad: {place}, n 1001 to 1008" in found.verdict
+    share = sum(p.flops for p in unaligned) / found.flops
+    assert found.tensor_core_share == pytest.approx(1 - share)
+    assert found.half_share == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [(F16, "n 20 to 24, k 12 to 16"), (F32, ""), (jnp.float8_e4m3fn, "m 8 to 16, n 20 to 32, k 12 to 16")],
+)
+def test_alignment_is_of_16_bytes(dtype, pad):
+    found = jmpp.audit(lambda x, w: lax.dot(x, w), array(8, 12, dtype=dtype), array(12, 20, dtype=dtype))
+    assert found.products[0].pad == pad
+
+
+def test_a_convolution_is_padded_by_its_channels_in_both_passes():
+    args = array(3, 8, 8, 3), array(3, 3, 3, 20)  # A batch of 3 needs no padding.
+    found = jmpp.audit(lambda both: conv(*both), args, grad=True)
+    assert [p.pad for p in found.products] == [
+        "input channels 3 to 8, output channels 20 to 24",
+        "input channels 3 to 8, output channels 20 to 24",
+        "input channels 20 to 24, output channels 3 to 8",
+    ]
+    aligned = array(3, 8, 8, 8), array(3, 3, 8, 16)
+    assert jmpp.audit(lambda both: conv(*both), aligned, grad=True).tensor_core_share == 1
+
+
+def test_the_verdict_adds_up():
+    def mixed(x, w, wide, odd):
+        return x @ w, x.astype(F32) @ wide, x @ odd, (x.astype(BF16) @ w.astype(BF16))
+
+    found = jmpp.audit(mixed, BATCH, W, array(16, 48, dtype=F32), array(16, 9))
+    total = 16 + 48 + 9 + 16
+    assert [p.share for p in found.products] == pytest.approx([16 / total, 48 / total, 9 / total, 16 / total])
+    assert found.tensor_core_share == pytest.approx(32 / total)
+    assert found.half_share == pytest.approx(41 / total)
+    share = f"{100 * 16 / total:.3g} %"
+    assert found.verdict.startswith(
+        f"{share} of FLOPs in float16 and {share} of FLOPs in bfloat16 on Tensor-Core"
+    )
+    assert f"{100 * 9 / total:.3g} % in half precision on shapes to pad" in found.verdict
+    assert "1 product in float32: test_audit.py:" in found.verdict
+    assert "\n" not in found.verdict
+
+
+def test_without_products():
+    found = jmpp.audit(lambda x: x + 1, BATCH)
+    assert found.verdict == "<lambda> has no matrix products or convolutions."
+    assert math.isnan(found.half_share)
+    assert math.isnan(found.tensor_core_share)
+    assert str(found).endswith(found.verdict)
+    empty = jmpp.audit(jnp.dot, array(0, 16), W)
+    assert (empty.flops, empty.products[0].share) == (0, 0.0)
+    assert str(empty)
+
+
+def report():
+    def step(params, x, b):
+        y = (x + b) @ params["w"].astype(F16) + x @ params["w"].astype(F16)
+        return squares(jnp.exp(y.astype(F16)))
+
+    return jmpp.audit(step, {"w": array(16, 9, dtype=F32)}, BATCH, array(16, dtype=F32), grad=True)
+
+
+def test_a_report_is_read_as_text_html_and_data():
+    found = report()
+    assert all((found.products, found.upcasts, found.repeated_casts, found.half_operations))
+    text = " ".join(str(found).split())
+    assert text.endswith(found.verdict)
+    for title in ("Products of step", "Silent upcasts", "Casts of the same value", "Still in half precision"):
+        assert title in text
+        assert title in found._repr_html_()
+    assert found.verdict in found._repr_html_().replace("&gt;", ">").replace("&lt;", "<")
+    data = json.loads(json.dumps(found.to_dict()))
+    assert [row["m"] for row in data["products"]] == [p.m for p in found.products]
+    assert data["flops"] == found.flops
+
+
+def test_products_as_a_data_frame():
+    pytest.importorskip("pandas")
+    found = report()
+    frame = found.to_pandas()
+    assert list(frame["flops"]) == [p.flops for p in found.products]
+    assert "place" not in frame
+
+
+def test_nothing_runs_and_nothing_is_changed():
+    def refuse(x):
+        raise AssertionError("ran")
+
+    def loss(w, x):
+        y = jax.pure_callback(refuse, jax.ShapeDtypeStruct((8, 16), F16), x)
+        return squares(y @ w)
+
+    found = jmpp.audit(loss, W, BATCH)
+    assert found.opaque == {"pure_callback": 1}
+    assert "Not looked into: pure_callback (1)" in str(found)
+
+    model = NnxNet(rngs=nnx.Rngs(0), dtype=F16)
+    before = [type(m) for _, m in nnx.iter_modules(model)]
+    jmpp.audit(*nnx_loss(model, X), grad=True)
+    assert [type(m) for _, m in nnx.iter_modules(model)] == before
+    assert all(not isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+@pytest.mark.parametrize("struct", [False, True])
+def test_arguments_may_be_arrays_shapes_keywords_and_static(struct):
+    make = array if struct else lambda *shape: np.ones(shape, np.float16)
+
+    def fn(x, mode, *, w, twice=False):
+        assert mode == "go"
+        return (x @ w) @ w if twice else x @ w
+
+    assert len(jmpp.audit(fn, make(8, 16), "go", w=make(16, 16)).products) == 1
+    assert len(jmpp.audit(fn, make(8, 16), "go", w=make(16, 16), twice=True).products) == 2
+
+
+def test_a_step_that_differentiates_itself_is_audited_alike():
+    loss, variables, x = linen_loss(jmpp.wrap(LinenNet(), "mixed_float16"), X)
+    outer = jmpp.audit(loss, variables, x, grad=True)
+    inner = jmpp.audit(jax.value_and_grad(loss), variables, x)
+    jitted = jmpp.audit(jax.jit(jax.value_and_grad(loss)), variables, x)
+    for found in (inner, jitted):
+        assert [dataclasses.replace(p, cause="") for p in found.products] == list(outer.products)
+
+    model = jmpp.wrap(NnxNet(rngs=nnx.Rngs(0)), "mixed_float16")
+    outer = jmpp.audit(*nnx_loss(model, X), grad=True)
+    inner = jmpp.audit(lambda m, x: nnx.value_and_grad(lambda m: squares(m(x)))(m), model, X)
+    shown = [[(p.path, p.m, p.n, p.k, p.lhs, p.backward) for p in f.products] for f in (outer, inner)]
+    assert shown[0] == shown[1]
+
+
+def test_an_nnx_module_itself():
+    model = NnxNet(rngs=nnx.Rngs(0), dtype=F16)
+    found = jmpp.audit(model, X)
+    assert [p.path for p in found.products] == [
+        "NnxNet/block/up",
+        "NnxNet/block",
+        "NnxNet/block/down",
+        "NnxNet/head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda: jmpp.audit(jnp.ones(3)),
+            "audit takes a function and its arguments, got Array.*call it already",
+        ),
+        (lambda: jmpp.audit(nn.Dense, BATCH), "audit takes a function and its arguments, got <class"),
+        (lambda: jmpp.audit(nn.Dense(3), BATCH), "a Linen module keeps no parameters.*model.apply"),
+        (
+            lambda: jmpp.audit(lambda w: w @ w, W, grad=True),
+            r"grad=True\) needs a loss, a function that returns a scalar.*<lambda> returns \(16, 16\)",
+        ),
+    ],
+    ids=["an array", "a class", "a Linen module", "no loss"],
+)
+def test_what_is_no_function_is_refused(call, match):
+    with pytest.raises(TypeError, match=match):
+        call()
