@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python >= 3.11, pip and make; they build .venv if it is not there.
 PYTHON ?= python3
 VENV ?= .venv
+# EXTRAS=test,gpu-lowering also installs XLA's GPU compiler (600 MB), and tests what needs it.
+EXTRAS ?= test
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
@@ -37,7 +39,7 @@ wheel: $(READY)  ## build the wheel and import it from a clean environment
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $(READY)
 
 clean:

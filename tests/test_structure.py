@@ -23,7 +23,7 @@ ORDER = [
     "report._function", "report._walk", "report._float32", "report._products", "report._findings",
     "report._audit", "report._histogram", "report._spectrum_plot", "report._magnitudes", "report._scale",
     "report._spectrum", "report._trail",
-    "report._diagnose", "report._buffers", "report._recipe", "report._memory", "report._targets", "report._hlo",
+    "report._diagnosis", "report._diagnose", "report._buffers", "report._recipe", "report._memory", "report._targets", "report._hlo",
     "report._hlo_products", "report._kernels", "report._roofline", "report._gpu_compiler", "report._lowered", "report._lowering",
     "report._summary", "report._formats", "report",
     "linen._summary", "_check",

@@ -59,10 +59,14 @@ def by_devices(
     return choose
 
 
+def varying(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value of this type differs from device to device, inside shard_map."""
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
 def varies_over_devices(aval: Any) -> bool:
     """Whether a value (or the shape of one) is local to a device: we are inside shard_map."""
-    manual = getattr(aval, "manual_axis_type", None)
-    return bool(getattr(manual, "varying", ()))
+    return bool(varying(aval))
 
 
 def _is_placed(x: jax.Array) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jmp_policy._metrics import metrics
 from jmp_policy._types import PyTree
-from jmp_policy.report._diagnose import Diagnosis, diagnose
+from jmp_policy.report._diagnose import diagnose
+from jmp_policy.report._diagnosis import Diagnosis
 
 
 class LossScaleStuckError(FloatingPointError):

@@ -239,11 +239,6 @@ def is_array(value: Any) -> bool:
     )
 
 
-def varying(value: Any) -> frozenset[str]:
-    """The mesh axes, of a shard_map around, that a value varies over."""
-    return frozenset(getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ()))
-
-
 def retyped(aval: Any, dtype: Any) -> Any:
     """A type of arrays with another dtype; its shape, sharding and varying axes stay."""
     return aval.update(dtype=dtype, weak_type=False)

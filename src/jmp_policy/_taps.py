@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmp_policy._by_devices import varying
+
 T = TypeVar("T")
 W = TypeVar("W")
 
@@ -121,6 +123,8 @@ def tap(x: T, name: str) -> T:
 
     Example:
       >>> import jax.numpy as jnp
+
+    from jmp_policy._by_devices import varying
       >>> x = jnp.ones(3)
       >>> tap(x, "hidden") is x
       True
@@ -140,15 +144,10 @@ def tap(x: T, name: str) -> T:
 
 def _varying_like(value: Any, x: Any) -> Any:
     """A value that varies over the devices that an array varies over, whose cotangents then add up."""
-    missing = _varying(x) - _varying(value)
+    missing = varying(jax.typeof(x)) - varying(jax.typeof(value))
     if not missing:
         return value
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """The mesh axes, of a shard_map around, that an array varies over."""
-    return frozenset(getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", ()))
 
 
 def _forward(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:

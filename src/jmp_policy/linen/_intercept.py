@@ -246,6 +246,14 @@ def _original(module: nn.Module) -> dict[str, Any]:
 _ORIGINAL = "_jmp_policy_original"
 
 
+def is_handed_on(module: nn.Module, field: str) -> bool:
+    """Whether a field is what the module's parent has by its policy: parents hand on their `dtype`."""
+    parent = module.parent
+    if not isinstance(parent, nn.Module) or field not in _original(parent):
+        return False
+    return getattr(parent, field) == getattr(module, field) != _original(parent)[field]
+
+
 @contextlib.contextmanager
 def _shadowed(scope: Scope, module: nn.Module, treatment: Treatment) -> Iterator[None]:
     new = {}

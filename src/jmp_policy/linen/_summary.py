@@ -10,7 +10,8 @@ from jmp_policy import _taps
 from jmp_policy._dtypes import is_dtype_or_none
 from jmp_policy._rules import PolicyMap, as_policy_map
 from jmp_policy._scope import current
-from jmp_policy.linen._intercept import governing_rule, intercept
+from jmp_policy._treatment import Treatment
+from jmp_policy.linen._intercept import governing_rule, intercept, is_handed_on
 from jmp_policy.linen._taps import tapped
 from jmp_policy.linen._wrap import bare, bare_class, check_used, policy_of
 from jmp_policy.report import _summary
@@ -37,7 +38,8 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
     def note(module: nn.Module) -> Any:
         scope = current()
         assert scope is not None
-        return governing_rule(scope, module), _overruled(rules, module)
+        treatment, index = governing_rule(scope, module)
+        return treatment, index, _overruled(rules, module, treatment)
 
     calls = _taps.Calls(note)
 
@@ -54,10 +56,12 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
     return _summary.made(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
 
 
-def _overruled(rules: PolicyMap, module: nn.Module) -> str:
+def _overruled(rules: PolicyMap, module: nn.Module, treatment: Treatment) -> str:
     """What to say of a module that has a dtype of its own."""
     own = getattr(module, "dtype", None)
-    if own is None or not is_dtype_or_none(own):
+    if own is None or not is_dtype_or_none(own) or is_handed_on(module, "dtype"):
+        return ""
+    if not rules.keep_module_dtypes and own == treatment.policy.compute_dtype:
         return ""
     return f"its dtype={jax.numpy.dtype(own).name} is {'kept' if rules.keep_module_dtypes else 'overruled'}"
 
@@ -73,7 +77,7 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
             first.setdefault(path[:depth], i)
     rows, own = [], _own_parameters(variables.get("params", {}), by_path)
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
-        (call, ((treatment, index), note)), *_ = by_path[path]
+        (call, (treatment, index, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
         rule = _summary.rule_text(rules, index, treatment)
         cls = bare_class(call.module)

@@ -132,7 +132,7 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     rules = as_policy_map(policy)
     require_no_grad_dtype(rules)
     new = nnx.clone(module, variables=False, graph=True)
-    _unwrap(module, new)
+    unwrap(module, new)
     walk = _Walk(rules)
     walk.visit(new, (), rules.default, None, None)
     places = list(walk.places.values())
@@ -206,7 +206,7 @@ def _check_methods(methods: tuple[str, ...], places: list[Place]) -> None:
             raise ValueError(f"methods={methods!r}: no module of this model defines {name!r}.{hint}")
 
 
-def _unwrap(original: nnx.Module, copy: nnx.Module) -> None:
+def unwrap(original: nnx.Module, copy: nnx.Module) -> None:
     """Makes bare modules of the copies of wrapped ones, and lets them hold each other."""
     olds, news = _modules(original), _modules(copy)
     new_of = {id(old): new for old, new in zip(olds.values(), news.values(), strict=True)}

@@ -1,8 +1,8 @@
 """Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
 
 from jmp_policy.report._audit import audit as audit
-from jmp_policy.report._diagnose import Diagnosis as Diagnosis
 from jmp_policy.report._diagnose import diagnose as diagnose
+from jmp_policy.report._diagnosis import Diagnosis as Diagnosis
 from jmp_policy.report._findings import Audit as Audit
 from jmp_policy.report._findings import HalfOperation as HalfOperation
 from jmp_policy.report._findings import Product as Product

@@ -10,121 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy import _jax
-from jmp_policy._dtypes import widened
+from jmp_policy._dtypes import is_half, widened
 from jmp_policy._grad import split_loss
-from jmp_policy._report import Report, Table, joined
 from jmp_policy._types import PyTree
+from jmp_policy.report._diagnosis import Diagnosis, Operand, advice
 from jmp_policy.report._function import Function, as_function
 from jmp_policy.report._scale import as_loss_scale
-from jmp_policy.report._trail import Step, Trail, range_of
-from jmp_policy.report._walk import Site
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """What the operation that failed was given.
-
-    Args:
-      name: the argument that it is ("params/head/kernel"), or "".
-      dtype, shape: of the array.
-      largest: its largest finite magnitude.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    largest: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Diagnosis(Report):
-    """The first non-finite value of a loss and its gradients; `str` says what happened and what to do.
-
-    Args:
-      function: name of the loss function.
-      finite: whether loss and gradients are all finite; the fields below then are empty.
-      loss: the loss, scale taken off.
-      loss_scale: what the loss was multiplied by.
-      bad_results: names of what is not finite in the end: "the loss", gradients by their path.
-      kind: "overflow" (finite in float32), "underflow" (finite in float32: a divisor, or the argument of a
-        logarithm, became zero), "not finite" (nor is it in float32) or "argument" (it was so to begin with).
-      path: names of the scopes around it, joined by slashes; the name of an argument.
-      line: where the user wrote it.
-      backward: whether it is in the backward pass.
-      operation: name of the primitive that made it.
-      trip: which trip of a loop, counted from 0; None outside of loops.
-      dtype, shape: of the array.
-      is_nan: whether it holds NaNs; infinities otherwise.
-      operands: what the operation was given.
-      largest_before: largest finite magnitude in the same dtype among all values before.
-      largest_before_place: where that was.
-      largest_in_float32: largest finite magnitude of the same value in float32; nan where it is not finite.
-      advice: what to do.
-    """
-
-    function: str
-    finite: bool
-    loss: float
-    loss_scale: float
-    bad_results: tuple[str, ...] = ()
-    kind: str = ""
-    path: str = ""
-    line: str = ""
-    backward: bool = False
-    operation: str = ""
-    trip: int | None = None
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    is_nan: bool = False
-    operands: tuple[Operand, ...] = ()
-    largest_before: float = 0.0
-    largest_before_place: str = ""
-    largest_in_float32: float = math.nan
-    advice: str = ""
-
-    _rows = "operands"
-
-    @property
-    def place(self) -> str:
-        """The path, and the file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
-
-    @property
-    def verdict(self) -> str:
-        """What happened, in one sentence."""
-        if self.finite:
-            return f"{self.function}: the loss ({self.loss:.6g}) and all gradients are finite."
-        what = "NaN" if self.is_nan else "infinite"
-        if self.kind == "argument":
-            return f"{self.path} is not finite to begin with ({what}, {self.dtype}{list(self.shape)})."
-        where = f"{'backward' if self.backward else 'forward'}, in {self.place}"
-        trip = "" if self.trip is None else f", trip {self.trip}"
-        ends = {
-            "overflow": f"an overflow: in float32 it is finite, at most {self.largest_in_float32:.4g}",
-            "underflow": "an underflow: in float32 it is finite, but something became zero in half precision",
-            "not finite": "not finite in float32 either",
-        }
-        return (
-            f"The first non-finite value is {what}: the result of {self.operation} "
-            f"({self.dtype}{list(self.shape)}), {where}{trip}; {ends[self.kind]}."
-        )
-
-    def _tables(self) -> Sequence[Table]:
-        if not self.operands:
-            return ()
-        rows = [(o.name or "(computed)", o.dtype, list(o.shape), f"{o.largest:.4g}") for o in self.operands]
-        return [Table(("operand", "dtype", "shape", "largest "), rows, f"What {self.operation} was given")]
-
-    def _lines(self) -> Sequence[str]:
-        if self.finite:
-            return [self.verdict]
-        lines = [self.verdict]
-        if self.largest_before_place:
-            lines.append(
-                f"Largest {self.dtype} value before: {self.largest_before:.4g}, {self.largest_before_place}."
-            )
-        lines.append(f"Not finite in the end: {joined(self.bad_results, 6)}.")
-        return [*lines, self.advice]
+from jmp_policy.report._trail import MOVES, Step, Trail, on_devices, range_of
 
 
 def diagnose(
@@ -179,7 +71,8 @@ def diagnose(
         return dataclasses.replace(found, kind="argument", path="a constant of the program", advice=advice)
     if culprit < -1:
         return _of_argument(found, trail, -2 - culprit, function)
-    return _of_step(found, trail, culprit, function)
+    names = {place: function.arguments[i].path for place, i in trail.origins.items()}
+    return _of_step(found, trail, culprit, names, trail.feeding(trail.results[:2]), {})
 
 
 def _value_and_gradients(
@@ -225,54 +118,102 @@ def _of_argument(found: Diagnosis, trail: Trail, index: int, function: Function)
 
 
 def _of_step(
-    found: Diagnosis, trail: Trail, index: int, function: Function, names: dict[int, str] | None = None
+    found: Diagnosis,
+    trail: Trail,
+    index: int,
+    names: dict[int, str],
+    forward: set[int],
+    before: dict[Any, tuple[float, str]],
 ) -> Diagnosis:
+    """What happened at a step of a trail, or inside it.
+
+    Args:
+      found: what is known already.
+      trail, index: the step.
+      names: of places that are arguments.
+      forward: places of values that the loss is computed from.
+      before: by dtype, the largest magnitude before the trail began, and where.
+    """
     step = trail.steps[index]
-    if names is None:
-        names = {place: function.arguments[i].path for place, i in trail.origins.items()}
-    if step.eqn.primitive.name in ("scan", "while"):
+    before = _largest(trail, index, before)
+    if step.eqn.primitive.name == "shard_map" and not trail.is_stacked:
+        inner = on_devices(step, [trail.values[p] for p in step.reads])
+        culprit = inner.culprit()
+        if culprit is not None and culprit >= 0:
+            return _of_step(found, inner, culprit, {}, _forward_inside(step, inner, forward), before)
+    if step.eqn.primitive.name in ("scan", "while") and not trail.is_stacked:
         for trip, inner in enumerate(_trips(trail, step)):
             culprit = inner.culprit()
             if culprit is not None and culprit >= 0:
-                return _of_step(dataclasses.replace(found, trip=trip), inner, culprit, function, {})
+                found = dataclasses.replace(found, trip=trip)
+                return _of_step(found, inner, culprit, {}, _forward_inside(step, inner, forward), before)
+            before = _largest(inner, len(inner.steps), before)
     place = next(p for p in step.writes if not trail.ranges[p].is_finite)
     value = trail.values[place]
     in_float32 = range_of(trail.in_float32(place))
     kind = "not finite"
     if in_float32.is_finite:
         kind = "underflow" if _divides_by_lost(trail, step) else "overflow"
-    before, where = _largest_before(trail, index, value.dtype)
+    elif step.eqn.primitive.name in _ENDS_AT_ZERO and any(_lost_its_epsilon(trail, p) for p in step.reads):
+        kind = "underflow"
+    largest, where = before.get(value.dtype, (0.0, ""))
     found = dataclasses.replace(
         found,
         kind=kind,
         path=step.site.path,
         line=step.site.line,
-        backward=step.site.backward,
+        # Derivatives such as sqrt's 1 / (2 sqrt(x)) are computed before the transpose begins.
+        backward=step.site.backward or place not in forward,
         operation=step.eqn.primitive.name,
         dtype=str(value.dtype),
-        shape=tuple(value.shape),
+        shape=_shape(trail, place),
         is_nan=trail.ranges[place].nan,
         operands=tuple(_operand(trail, p, names.get(p, "")) for p in step.reads),
-        largest_before=before,
+        largest_before=largest,
         largest_before_place=where,
         largest_in_float32=in_float32.largest if in_float32.is_finite else math.nan,
     )
-    return dataclasses.replace(found, advice=_advice(found))
+    return dataclasses.replace(found, advice=advice(found, scaled=step.site.backward))
+
+
+def _forward_inside(step: Step, inner: Trail, forward: set[int]) -> set[int]:
+    """Places of the values in one trip of a loop, or in a shard_map, that the loss is computed from."""
+    params = step.eqn.params
+    if step.eqn.primitive.name == "scan":
+        first, carries = _jax.scan_sizes(params)
+    elif step.eqn.primitive.name == "shard_map":
+        first, carries = 0, 0
+    else:
+        first, carries = params["body_nconsts"], len(inner.results)
+    wanted = {result for result, write in zip(inner.results, step.writes, strict=True) if write in forward}
+    starts = inner.arguments[first : first + carries]
+    while True:
+        needed = inner.feeding(list(wanted))
+        # What a trip hands on to the next one.
+        more = {r for start, r in zip(starts, inner.results, strict=False) if start in needed} - wanted
+        if not more:
+            return needed
+        wanted |= more
 
 
 def _operand(trail: Trail, place: int, name: str) -> Operand:
     value = trail.values[place]
-    return Operand(name, str(value.dtype), tuple(value.shape), trail.ranges[place].largest)
+    return Operand(name, str(value.dtype), _shape(trail, place), trail.ranges[place].largest)
 
 
-def _largest_before(trail: Trail, index: int, dtype: Any) -> tuple[float, str]:
-    """The largest finite magnitude that an earlier operation made in a dtype, and where."""
-    found = (0.0, "")
+def _shape(trail: Trail, place: int) -> tuple[int, ...]:
+    """The shape of a value, on one device of a shard_map."""
+    return tuple(trail.values[place].shape)[1 if trail.is_stacked else 0 :]
+
+
+def _largest(trail: Trail, index: int, before: dict[Any, tuple[float, str]]) -> dict[Any, tuple[float, str]]:
+    """By dtype, the largest finite magnitude that the operations up to a step made, and where."""
+    found = dict(before)
     for step in trail.steps[:index]:
         for place in step.writes:
-            largest = trail.ranges[place].largest
-            if largest > found[0] and getattr(trail.values[place], "dtype", None) == dtype:
-                found = (largest, f"{step.eqn.primitive.name} in {step.site.place}")
+            largest, dtype = trail.ranges[place].largest, getattr(trail.values[place], "dtype", None)
+            if largest > found.get(dtype, (0.0, ""))[0]:
+                found[dtype] = (largest, f"{step.eqn.primitive.name} in {step.site.place}")
     return found
 
 
@@ -289,6 +230,26 @@ def _divides_by_lost(trail: Trail, step: Step) -> bool:
         if zero.any() and (np.asarray(trail.in_float32(place))[zero] != 0).any():
             return True
     return False
+
+
+def _lost_its_epsilon(trail: Trail, place: int) -> bool:
+    """Whether a zero is a sum with a constant of zero: an epsilon that was rounded to half."""
+    makers = {write: step for step in trail.steps for write in step.writes}
+    while place in makers:
+        step = makers[place]
+        if step.eqn.primitive.name == "add":
+            # On the right: Python's sum() begins with 0 on the left.
+            constant = step.reads[1]
+            zero = not np.asarray(trail.values[constant]).any()
+            return trail.is_constant(constant) and zero and is_half(trail.values[constant].dtype)
+        if step.eqn.primitive.name not in _KEEPS_ZERO:
+            return False
+        place = step.reads[0]
+    return False
+
+
+#: Operations that may stand between an epsilon and what it guards.
+_KEEPS_ZERO = MOVES | {"sqrt"}
 
 
 def _trips(trail: Trail, step: Step) -> Iterator[Trail]:
@@ -312,47 +273,3 @@ def _trips(trail: Trail, step: Step) -> Iterator[Trail]:
         inner = Trail(params["body_jaxpr"], [*fixed, *carry], step.site)
         yield inner
         carry = [inner.values[place] for place in inner.results]
-
-
-def _advice(found: Diagnosis) -> str:
-    part = f"{found.path!r}" if found.path else f"the function at {found.line}"
-    if found.kind == "underflow":
-        return (
-            f"Something became zero in {found.dtype} (the smallest number of float16 is 6e-8): enlarge the "
-            f"epsilon that guards it to 1e-4 or more, or compute {part} in float32: by a rule of a "
-            "PolicyMap, or with full_precision around it."
-        )
-    if found.kind == "overflow" and found.backward:
-        return (
-            f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
-            "DynamicLossScale lowers it by itself; a constant scale must be smaller (gradient_spectrum says "
-            f"which). At a scale of 1 already: compute {part} in float32 or bfloat16."
-        )
-    if found.kind == "overflow":
-        limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
-        return (
-            f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in "
-            "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
-            "Or make what it is given smaller: normalise before it."
-        )
-    return _ADVICE.get(
-        found.operation,
-        "It is not the precision: in float32 it is not finite either. Look for what feeds this operation.",
-    )
-
-
-#: By operation, what makes it non-finite in any precision.
-_ADVICE = {
-    "div": "A division by zero, in any precision. Guard the divisor itself (jnp.where(x == 0, 1, x) before "
-    "dividing): a where after the division stops the value, but its gradient is 0 * inf = NaN.",
-    "log": "A logarithm of zero or of a negative number, in any precision. Clamp its argument, or use "
-    "log_softmax, log1p, xlogy or logsumexp.",
-    "sqrt": "A square root of a negative number, in any precision. Clamp its argument.",
-    "rsqrt": "A reciprocal square root of zero or of a negative number, in any precision. Add an epsilon.",
-    "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min, or leave one "
-    "entry unmasked.",
-    "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a "
-    "where whose other branch is infinite: guard the argument before the operation, not the result after it.",
-    "exp": "An exponential beyond float32. Subtract the maximum first (logsumexp, softmax).",
-    "pow": "A power of zero or of a negative number, in any precision. Clamp its base.",
-}

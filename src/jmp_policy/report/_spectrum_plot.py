@@ -8,6 +8,8 @@ import numpy as np
 #: Okabe and Ito's colours, told apart by people who see red and green alike.
 COLOURS = {"weight gradient": "#0072B2", "activation gradient": "#D55E00", "activation": "#009E73"}
 KINDS = tuple(COLOURS)
+#: The least share that is drawn, in per cent.
+_LEAST = 0.005
 _ZERO, _SUBNORMAL, _NORMAL, _INFINITE = "#999999", "#F0E442", "#56B4E9", "#CC79A7"
 
 
@@ -29,6 +31,9 @@ def plot(spectrum: Any, pyplot: Any) -> Any:
     top.set_title(f"{spectrum.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
     top.set_xlabel("log2 |x|, loss scale taken off")
     top.set_ylabel("share of values (%)")
+    # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
+    top.set(yscale="log", ylim=(_LEAST, 130))
+    top.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
     top.set_xlim(low - 3.5, high)
     ticks = [tick for tick in range(-80, 140, 10) if low <= tick < high]
     top.set_xticks([low - 2.2, *ticks], ["zero", *map(str, ticks)])
@@ -58,9 +63,11 @@ def _histogram(axes: Any, row: Any, low: int, high: int) -> None:
     shares[0] += sum(100 * n / row.size for e, n in row.exponents.items() if e < low)
     colour = COLOURS[row.kind]
     zeros = 100 * row.zeros / row.size
+    # A logarithmic axis needs something positive, also where every share is 0.
     axes.stairs(
-        shares, [*exponents, high], color=colour, linewidth=1.6, label=f"{row.kind}s ({zeros:.3g} % are 0)"
-    )
+        np.maximum(shares, _LEAST), [*exponents, high], baseline=_LEAST, color=colour, linewidth=1.6,
+        label=f"{row.kind}s ({zeros:.3g} % are 0)",
+    )  # fmt: skip
     offset = list(COLOURS).index(row.kind)
     axes.bar(low - 3 + 0.8 * offset, zeros, width=0.7, color=colour)
 
@@ -80,4 +87,4 @@ def _tensors(figure: Any, axes: Any, rows: list[Any], low: int, high: int, shift
     axes.set_yticklabels(names, fontsize=7)
     axes.set_xlim(low - 3.5, high)
     axes.set_xlabel("log2 |gradient| per tensor; dashed: float16's zero, subnormal, infinite")
-    figure.colorbar(image, ax=axes, label="of the tensor's fullest bin", pad=0.01)
+    figure.colorbar(image, ax=axes, label="share of the fullest bin", pad=0.01)

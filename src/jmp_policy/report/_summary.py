@@ -256,7 +256,9 @@ def _of_function(
         paths.setdefault(operation.path, []).append(operation)
     rows = []
     for path, inside in paths.items():
-        index = rules.match(path)
+        names = path.split("/") if path else []
+        above = ("/".join(names[:depth]) for depth in range(len(names), -1, -1))
+        index = next((i for i in map(rules.match, above) if i is not None), None)
         chosen = rules.overrides[index][1] if index is not None else rules.default
         rows.append(
             ModuleRow(
@@ -269,14 +271,15 @@ def _of_function(
                 output_dtype="float32",
                 parameters=0,
                 bytes=0,
-                receives=tuple(inside[0].operands.split(", ")),
-                returns=tuple(inside[-1].chosen.split(", ")),
+                receives=tuple(filter(None, inside[0].operands.split(", "))),
+                returns=tuple(filter(None, inside[-1].chosen.split(", "))),
                 calls=1,
                 note=f"{len(inside)} operations",
             )
         )
     name = getattr(fn, "__name__", "function")
-    return Summary(name, str(policy), tuple(rows), 0, 0, 0)
+    missed = tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else ()
+    return Summary(name, str(policy), tuple(rows), 0, 0, 0, no_rule=missed)
 
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jmp_policy import _jax
+from jmp_policy._by_devices import varying
 from jmp_policy.report import _walk
 from jmp_policy.report._float32 import wide, widened_equation
 
@@ -68,6 +70,7 @@ class Trail:
       jaxpr: a closed jaxpr; calls and branches are followed, loops run as a whole.
       arguments: its arguments.
       site: where the program is called.
+      is_known: whether the arguments are arrays; in a trace nothing is measured, nor is a branch chosen.
 
     Attributes:
       values: every value, in the order of creation; the arguments first.
@@ -75,9 +78,14 @@ class Trail:
       steps: every operation, in order.
       results: places of the program's results.
       origins: by place, the index of the argument that a value is, casts and reshapes aside.
+      is_stacked: whether values have the devices of a shard_map as their first axis.
     """
 
-    def __init__(self, jaxpr: Any, arguments: Sequence[Any], site: _walk.Site | None = None):
+    def __init__(
+        self, jaxpr: Any, arguments: Sequence[Any], site: _walk.Site | None = None, is_known: bool = True
+    ):
+        self.is_stacked = False
+        self._is_known = is_known
         self.values: list[Any] = []
         self.ranges: list[Range] = []
         self.steps: list[Step] = []
@@ -91,7 +99,7 @@ class Trail:
 
     def _add(self, value: Any, constant: bool = False) -> int:
         self.values.append(value)
-        self.ranges.append(range_of(value))
+        self.ranges.append(range_of(value) if self._is_known else Range(False, False, 0.0))
         place = len(self.values) - 1
         if constant:
             self._constants.add(place)
@@ -118,7 +126,7 @@ class Trail:
         name = eqn.primitive.name
         if name in _CALLS:
             return self._run(eqn.params[_CALLS[name]], reads, site)
-        if name == "cond":
+        if name == "cond" and self._is_known:
             branches = eqn.params["branches"]
             index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
             return self._run(branches[index], reads[1:], site)
@@ -126,9 +134,21 @@ class Trail:
             outs = _jax.bound(eqn.primitive, [self.values[place] for place in reads], eqn.params)
         writes = [self._add(out) for out in outs]
         self.steps.append(Step(eqn, site, reads, writes))
-        if name in _MOVES and reads[0] in self.origins:
+        if name in MOVES and reads[0] in self.origins:
             self.origins[writes[0]] = self.origins[reads[0]]
         return writes
+
+    def filled(self, values: Sequence[Any]) -> "Trail":
+        """The trail of a trace with what its values, and those in float32, have become; stacked."""
+        count = len(self.values)
+        self.values, self._wide = list(values[:count]), dict(enumerate(values[count:]))
+        self.ranges = [range_of(value) for value in self.values]
+        self.is_stacked, self._is_known = True, True
+        return self
+
+    def is_constant(self, place: int) -> bool:
+        """Whether a value is a constant of the program."""
+        return place in self._constants
 
     def culprit(self) -> int | None:
         """The first step that made a non-finite value which reached a non-finite result.
@@ -158,6 +178,14 @@ class Trail:
         found = [blame[place] for place in self.results if blame.get(place, _CONSTANT) != _CONSTANT]
         return min(found, default=None)
 
+    def feeding(self, results: Sequence[int]) -> set[int]:
+        """Places of the values that some of the results are computed from, those results included."""
+        needed = set(results)
+        for step in reversed(self.steps):
+            if not needed.isdisjoint(step.writes):
+                needed.update(step.reads)
+        return needed
+
     def in_float32(self, place: int) -> Any:
         """A value as the program would have it if it computed in float32 throughout."""
         if not self._wide:
@@ -166,6 +194,39 @@ class Trail:
                 outs = widened_equation(step.eqn, [self._wide[p] for p in step.reads])
                 self._wide.update(zip(step.writes, outs, strict=True))
         return self._wide[place]
+
+
+def on_devices(step: Step, arguments: Sequence[Any]) -> Trail:
+    """The trail of the program inside a shard_map, on all its devices at once."""
+    params, inside = step.eqn.params, None
+    axes = tuple(_jax.manual_axes(params))
+
+    def program(*values: Any) -> list[Any]:
+        nonlocal inside
+        inside = Trail(params["jaxpr"], values, step.site, is_known=False)
+        places = range(len(inside.values))
+        wide = [inside.in_float32(place) for place in places]
+        return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *wide)]
+
+    stacked = jax.shard_map(
+        program,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=P(axes),
+        check_vma=params["check_vma"],
+        axis_names=set(axes),
+    )(*arguments)
+    assert inside is not None
+    return inside.filled(stacked)
+
+
+def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
+    """One device's numbers, with an axis for the others; zeros for what is no numbers."""
+    if not jax.numpy.issubdtype(getattr(value, "dtype", np.bool_), jax.numpy.inexact):
+        value = np.zeros((), np.float32)
+    value = jax.numpy.asarray(value)[None]
+    missing = tuple(axis for axis in axes if axis not in varying(jax.typeof(value)))
+    return jax.lax.pcast(value, missing, to="varying") if varies and missing else value
 
 
 def range_of(value: Any) -> Range:
@@ -186,4 +247,4 @@ def range_of(value: Any) -> Range:
 
 
 #: Operations after which a parameter is still recognised.
-_MOVES = frozenset(["convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy"])
+MOVES = frozenset(["convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy"])

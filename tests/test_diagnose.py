@@ -1,0 +1,853 @@
+"""`diagnose` against planted faults: the place, the kind, the trip; and what is no fault."""
+
+import dataclasses
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy.report import Diagnosis, diagnose
+
+F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
+FILE = __file__.rsplit("/", 1)[-1]
+BIG = jnp.float32(300.0)
+X = np.full((2, 4), 100.0, np.float32)
+
+
+def line_of(mark):
+    """The line of this file that ends in a comment `# mark: name`."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    (number,) = [i for i, text in enumerate(lines, 1) if text.endswith(f"# mark: {mark}")]
+    return f"{FILE}:{number}"
+
+
+def line(found):
+    return found.line.split(" ")[0]
+
+
+def square(w):
+    return w.astype(F16) ** 2  # mark: square
+
+
+def to_float32(fn):
+    """A loss of float32 from a function whose result is half."""
+
+    def loss(w, *args):
+        return fn(w, *args).astype(F32).sum()
+
+    return loss
+
+
+# A model of four layers, of which one overflows: 100 * 200 * 4 is more than 65504.
+
+
+class LinenDeep(nn.Module):
+    bad: int
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            init = nn.initializers.constant(200.0 if i == self.bad else 0.25)
+            x = nn.Dense(4, use_bias=False, name=f"layer_{i}", kernel_init=init)(x)  # mark: linen
+        return x
+
+
+class NnxDeep(nnx.Module):
+    def __init__(self, bad):
+        inits = [nnx.initializers.constant(200.0 if i == bad else 0.25) for i in range(4)]
+        make = lambda init: nnx.Linear(4, 4, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))  # noqa: E731
+        self.layers = nnx.List([make(init) for init in inits])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)  # mark: nnx
+        return x
+
+
+def of_linen(model, policy="mixed_float16", x=X, **kwargs):
+    """A loss function and parameters of a Linen model."""
+    model = model if policy is None else jmpp.wrap(model, policy)
+    params = model.init(jax.random.key(0), x)["params"]
+    return lambda params, x: model.apply({"params": params}, x, **kwargs).astype(F32).mean(), params
+
+
+def of_nnx(model, policy="mixed_float16"):
+    return lambda model, x: model(x).astype(F32).mean(), jmpp.wrap(model, policy)
+
+
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jit"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_overflow_in_layer_k_is_found_there(kind, jitted, bad):
+    loss, params = of_linen(LinenDeep(bad)) if kind == "linen" else of_nnx(NnxDeep(bad))
+    found = diagnose((jax.jit if kind == "linen" else nnx.jit)(loss) if jitted else loss, params, X)
+    path = f"layer_{bad}" if kind == "linen" else f"layers/{bad}"
+    assert (found.kind, found.backward, found.finite) == ("overflow", False, False)
+    assert found.path == f"{'LinenDeep' if kind == 'linen' else 'NnxDeep'}/{path}"
+    assert line(found) == line_of(kind)
+    assert (found.operation, found.dtype, found.shape) == ("dot_general", "float16", (2, 4))
+    assert not found.is_nan
+    assert found.largest_in_float32 == 80000.0
+    assert found.largest_before == 200.0
+    kernel = f"params/{path}/kernel" if kind == "linen" else f"model/{path}/kernel"
+    assert [o.name for o in found.operands] == ["x" if bad == 0 else "", kernel]
+    assert [o.largest for o in found.operands] == [100.0, 200.0]
+    assert "float32, or in bfloat16" in found.advice
+    assert {"the loss", "the scaled loss"} <= set(found.bad_results)
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_rule_for_the_module_that_was_named_is_the_cure(bad):
+    advised = jmpp.PolicyMap("mixed_float16", {f"layer_{bad}": "float32"})
+    # What follows halves 80000 to 20000 by the float32 kernel of .25 only if it is in float32 as well.
+    loss, params = of_linen(LinenDeep(bad), advised)
+    assert diagnose(loss, params, X).path != f"LinenDeep/layer_{bad}"
+    loss, params = of_linen(LinenDeep(bad), "mixed_bfloat16")
+    assert diagnose(loss, params, X).finite
+
+
+# Control flow. Each multiplies by 8 from 1, so that trip 5 makes 8**6 > 65504 of 32768.
+
+
+def multiply(c, w):
+    return c * w.astype(F16)  # mark: multiply
+
+
+def scanned(w, reverse=False):
+    xs = jnp.arange(8)
+    return lax.scan(lambda c, _: (multiply(c, w), None), F16(1), xs, reverse=reverse)[0]
+
+
+def stacked(w):
+    """The overflow is in what a scan gives beside its carry, of one trip alone."""
+
+    xs = jnp.where(jnp.arange(8) == 5, F16(32768), F16(1))
+    return lax.scan(lambda c, x: (c, multiply(x, w)), F16(1), xs)[1]
+
+
+def nested(w):
+    def outer(c, _):
+        return lax.scan(lambda c, _: (multiply(c, w), None), c, None, length=2)[0], None
+
+    return lax.scan(outer, F16(1), None, length=4)[0]
+
+
+def while_loop(w):
+    fixed = lax.stop_gradient(w)
+
+    def body(c):
+        return c[0] + 1, multiply(c[1], fixed)
+
+    return lax.while_loop(lambda c: c[0] < 8, body, (0, F16(1)))[1] * w.astype(F16)
+
+
+def fori_loop(w):
+    return lax.fori_loop(0, 8, lambda i, c: multiply(c, w), F16(1))
+
+
+def branch_in_scan(w):
+    def body(c, i):
+        return lax.cond(i == 3, lambda c: multiply(c * F16(8) ** 5, w), lambda c: c, c), None
+
+    return lax.scan(body, F16(1), jnp.arange(5))[0]
+
+
+def jit_in_remat_in_scan(w):
+    inner = jax.checkpoint(lambda c: jax.jit(multiply)(c, w))
+    return lax.scan(lambda c, _: (inner(c), None), F16(1), None, length=8)[0]
+
+
+def vmapped_scan(w):
+    def one(start):
+        return lax.scan(lambda c, _: (multiply(c, w), None), start, None, length=8)[0]
+
+    return jax.vmap(one)(jnp.asarray([0, 1], F16))
+
+
+@jax.custom_vjp
+def with_rule(w):
+    return square(w)
+
+
+with_rule.defvjp(lambda w: (square(w), w), lambda w, ct: (w,))
+
+
+@jax.custom_jvp
+def with_jvp_rule(w):
+    return square(w)
+
+
+with_jvp_rule.defjvp(lambda primals, tangents: (square(*primals), tangents[0].astype(F16)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "trip"),
+    [
+        (scanned, 5),
+        (lambda w: scanned(w, reverse=True), 5),
+        (stacked, 5),
+        (nested, 1),  # The second trip of the inner loop, in the third of the outer.
+        (while_loop, 5),
+        (fori_loop, 5),
+        (branch_in_scan, 3),
+        (jit_in_remat_in_scan, 5),
+        (vmapped_scan, 5),
+    ],
+    ids=["scan", "reverse", "stacked", "nested", "while", "fori", "cond_in_scan", "jit_remat_scan", "vmap"],
+)
+def test_overflow_in_a_loop_is_found_on_its_trip(fn, trip):
+    found = diagnose(to_float32(fn), jnp.float32(8.0))
+    assert (found.kind, found.operation, found.trip) == ("overflow", "mul", trip)
+    assert line(found) == line_of("multiply")
+    assert not found.backward
+    assert found.largest_in_float32 == 2.0**18
+    assert max(o.largest for o in found.operands) == 32768.0
+    assert f"trip {trip}" in str(found)
+
+
+@pytest.mark.parametrize("fn", [scanned, nested, while_loop, fori_loop])
+def test_largest_before_counts_earlier_trips(fn):
+    found = diagnose(to_float32(fn), jnp.float32(8.0))
+    assert found.largest_before == 32768.0
+    assert line_of("multiply") in found.largest_before_place
+
+
+CALLS = {
+    "plain": square,
+    "jit": jax.jit(square),
+    "jit_in_jit": jax.jit(lambda w: jax.jit(square)(w)),
+    "cond": lambda w: lax.cond(w > 1, square, lambda w: w.astype(F16), w),
+    "switch": lambda w: lax.switch(2, [lambda w: w.astype(F16), lambda w: -w.astype(F16), square], w),
+    "remat": jax.checkpoint(square),
+    "custom_vjp": with_rule,
+    "custom_jvp": with_jvp_rule,
+    "vmap": lambda w: jax.vmap(square)(jnp.stack([w, w])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_overflow_in_a_call_is_found_inside_it(name):
+    found = diagnose(to_float32(CALLS[name]), BIG)
+    assert (found.kind, found.operation, found.trip) == ("overflow", "integer_pow", None)
+    assert line(found) == line_of("square")
+    assert found.largest_in_float32 == 90000.0
+    assert found.largest_before == 300.0
+    assert found.operands[0].largest == 300.0
+
+
+def test_the_branch_not_taken_is_no_fault():
+    found = diagnose(to_float32(CALLS["cond"]), jnp.float32(-300.0))
+    assert found.finite
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(4, use_bias=False, kernel_init=nn.initializers.ones)(x), None  # mark: layer
+
+
+class LinenScan(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer) if self.remat else Layer
+        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=10)
+        return stack(name="stack")(x, None)[0]
+
+
+class NnxScan(nnx.Module):
+    def __init__(self, remat=False):
+        make = nnx.split_rngs(splits=10)(nnx.vmap(self.layer))
+        self.layers, self.remat = make(nnx.Rngs(0)), remat
+
+    @staticmethod
+    def layer(rngs):
+        return nnx.Linear(4, 4, use_bias=False, kernel_init=nnx.initializers.ones, rngs=rngs)
+
+    def __call__(self, x):
+        def run(x, layer):
+            return layer(x)  # mark: nnx_layer
+
+        run = nnx.remat(run) if self.remat else run
+        return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan_remat"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_scanned_modules(kind, remat):
+    loss, params = of_linen(LinenScan(remat)) if kind == "linen" else of_nnx(NnxScan(remat))
+    found = diagnose(loss, params, X)
+    # 100 * 4**4 is 25600, and the fifth layer is too much.
+    assert (found.kind, found.operation, found.trip) == ("overflow", "dot_general", 4)
+    assert found.path == {"linen": "LinenScan/stack/Dense_0", "nnx": "NnxScan/layers"}[kind]
+    assert line(found) == line_of({"linen": "layer", "nnx": "nnx_layer"}[kind])
+    assert found.largest_before == 25600.0
+    assert [o.largest for o in found.operands] == [25600.0, 1.0]
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        ones = nn.initializers.ones
+        cell = nn.SimpleCell(4, activation_fn=lambda x: x * 20, kernel_init=ones, recurrent_kernel_init=ones)
+        return nn.RNN(cell, name="rnn")(x)
+
+
+def test_recurrent_layers():
+    x = np.ones((2, 6, 3), np.float32)
+    loss, params = of_linen(Recurrent(), x=x)
+    found = diagnose(loss, params, x)
+    assert (found.kind, found.operation, found.trip) == ("overflow", "mul", 2)
+    assert "SimpleCell_0" in found.path
+    assert found.largest_in_float32 == pytest.approx(388860)
+
+
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def over_devices(w, x):
+    def local(w, x):
+        return lax.pmean(square(x * w).astype(F32).mean(), "d")
+
+    return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(w, x)  # mark: shard_map
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_shard_map(jitted):
+    loss = jax.jit(over_devices) if jitted else over_devices
+    x = jnp.ones(8)
+    assert diagnose(loss, jnp.float32(1.0), x).finite
+    # On one device of eight alone.
+    found = diagnose(loss, BIG, x.at[1:].set(0.0))
+    assert (found.kind, found.operation, found.dtype) == ("overflow", "integer_pow", "float16")
+    assert line(found) == line_of("square")
+    assert found.largest_in_float32 == 90000.0
+
+
+# Backward.
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("body", "head"):
+            x = nn.Dense(4, use_bias=False, name=name, kernel_init=nn.initializers.ones)(x)
+        return x
+
+
+@pytest.mark.parametrize(("power", "finite"), [(0, True), (8, True), (15, True), (20, False), (24, False)])
+def test_overflow_by_the_loss_scale_is_in_the_backward_pass(power, finite):
+    loss, params = of_linen(Net())
+    found = diagnose(loss, params, X / 100, scale=2.0**power)
+    assert found.finite == finite
+    assert found.loss == 16.0
+    assert found.loss_scale == 2.0**power
+    if finite:
+        assert (found.kind, found.advice, found.bad_results) == ("", "", ())
+        return
+    assert (found.kind, found.backward, found.is_nan) == ("overflow", True, False)
+    assert found.path.startswith("Net")
+    assert found.largest_in_float32 == 2.0**power / 8
+    assert set(found.bad_results) == {"params/body/kernel", "params/head/kernel"}
+    assert f"at a loss scale of {2.0**power:g}" in found.advice
+    assert "DynamicLossScale" in found.advice
+    assert found.largest_before == 16.0
+
+
+def scaled_state(scale):
+    return jmpp.loss_scaled(optax.sgd(0.1), scale).init({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        2.0**20,
+        jnp.float32(2.0**20),
+        np.float32(2.0**20),
+        jmpp.StaticLossScale(2.0**20),
+        scaled_state(jmpp.DynamicLossScale(2.0**20)),
+        (optax.EmptyState(), scaled_state(jmpp.StaticLossScale(2.0**20))),
+    ],
+    ids=["float", "jax", "numpy", "loss_scale", "state", "nested_state"],
+)
+def test_scale_may_be_many_things(scale):
+    loss, params = of_linen(Net())
+    assert diagnose(loss, params, X / 100, scale=scale).loss_scale == 2.0**20
+
+
+def test_overflow_in_a_layer_of_the_backward_pass():
+    """The gradient grows from layer to layer: it overflows where it is too large, and not before."""
+
+    def loss(w, x):
+        with jax.named_scope("first"):
+            x = x * w.astype(F16)  # mark: first
+        with jax.named_scope("second"):
+            x = x * F16(2.0**10)  # mark: second
+        with jax.named_scope("third"):
+            x = x * F16(2.0**-10)
+        return x.astype(F32)
+
+    assert diagnose(loss, jnp.float32(1.0), F16(1.0), scale=2.0**15).finite
+    found = diagnose(loss, jnp.float32(1.0), F16(1.0), scale=2.0**16)
+    # The seed, 2**16, is no float16 number.
+    assert (found.operation, found.backward) == ("convert_element_type", True)
+
+    def grows(w, x):
+        with jax.named_scope("inner"):
+            x = x * w.astype(F16)
+        with jax.named_scope("outer"):
+            x = x * F16(2.0**10)  # mark: grows
+        return (x.astype(F32) * 2.0**-20).sum()
+
+    found = diagnose(grows, jnp.float32(2.0**-10), F16(1.0), scale=2.0**30)
+    assert (found.kind, found.path, found.operation) == ("overflow", "outer", "mul")
+    assert found.backward
+    assert line(found) == line_of("grows")
+    assert found.largest_in_float32 == 2.0**20
+
+
+def test_overflow_in_the_backward_rule_of_a_custom_vjp():
+    @jax.custom_vjp
+    def fn(w):
+        return w
+
+    def backward(w, ct):
+        return (((ct * w).astype(F16) * F16(300.0)).astype(F32),)
+
+    fn.defvjp(lambda w: (w, w), backward)
+    # JAX knows of the rule's operations where it was called.
+    found = diagnose(lambda w: fn(w), BIG)  # mark: rule
+    assert (found.kind, found.backward, found.bad_results) == ("overflow", True, ("w",))
+    assert line(found) == line_of("rule")
+    assert found.largest_in_float32 == 90000.0
+
+
+def test_overflow_in_the_backward_pass_of_a_scanned_model():
+    loss, params = of_nnx(NnxScan())
+    found = diagnose(loss, params, X / 1e4, scale=2.0**12)
+    assert (found.kind, found.backward, found.path) == ("overflow", True, "NnxScan/layers")
+    assert isinstance(found.trip, int)
+    assert found.bad_results == ("model/layers/kernel",)
+
+
+# Real NaNs: float32 has them too.
+
+MASK = jnp.asarray([[True, False], [True, True]])
+FULL_ROW = jnp.asarray([[False, False], [True, True]])
+VALUES = jnp.arange(4.0).reshape(2, 2)
+
+
+def softmax(w, mask):
+    return jax.nn.softmax(jnp.where(mask, w.astype(F16), -jnp.inf))  # mark: softmax
+
+
+def softmax_by_hand(w, mask):
+    scores = jnp.where(mask, w.astype(F16), -jnp.inf)
+    scores = jnp.exp(scores - scores.max(-1, keepdims=True))  # mark: by_hand
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def weighted(attention, *args):
+    return jnp.vdot(attention(*args).astype(F32), VALUES)
+
+
+def zero_by_zero(w):
+    return ((w - w) / (w - w)).sum()  # mark: 0/0
+
+
+def one_by_zero(w):
+    return (w.astype(F16) / (w - 1).astype(F16)).astype(F32).sum()  # mark: 1/0
+
+
+def log_of_negative(w):
+    return jnp.log(w - 2).sum()  # mark: log
+
+
+def log_of_zero(w):
+    return jnp.log((w - 1).astype(F16)).astype(F32).sum()  # mark: log0
+
+
+def sqrt_of_negative(w):
+    return jnp.sqrt(w - 2).sum()  # mark: sqrt
+
+
+def sqrt_at_zero(w):
+    return jnp.sqrt(w - 1).sum()  # mark: sqrt0
+
+
+def guarded_too_late(w):
+    return jnp.where(w > 1, jnp.sqrt(w - 1), 0.0).sum()  # mark: where
+
+
+def guarded(w):
+    return jnp.where(w > 1, jnp.sqrt(jnp.where(w > 1, w - 1, 1.0)), 0.0).sum()
+
+
+def exp_of_much(w):
+    return jnp.exp(w * 1000).sum()  # mark: exp
+
+
+def beyond_bfloat16(w):
+    return (w.astype(BF16) * BF16(3e38) * BF16(10)).astype(F32).sum()  # mark: bfloat16
+
+
+def rows(mask, attention):
+    return lambda w: weighted(attention, jnp.stack([w, w]), mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    loss: Callable[..., Any]
+    mark: str
+    operation: str
+    backward: bool
+    is_nan: bool
+    advice: str
+
+
+FAULTS = [
+    Fault(zero_by_zero, "0/0", "div", False, True, "A division by zero"),
+    Fault(one_by_zero, "1/0", "div", False, False, "A division by zero"),
+    Fault(log_of_negative, "log", "log", False, True, "A logarithm of zero or of a negative"),
+    Fault(log_of_zero, "log0", "log", False, False, "A logarithm of zero or of a negative"),
+    Fault(sqrt_of_negative, "sqrt", "sqrt", False, True, "A square root of a negative"),
+    Fault(sqrt_at_zero, "sqrt0", "div", True, False, "A division by zero"),
+    Fault(guarded_too_late, "where", "div", True, False, "A division by zero"),
+    Fault(exp_of_much, "exp", "exp", False, False, "An exponential beyond float32"),
+    Fault(beyond_bfloat16, "bfloat16", "mul", False, False, "a product beyond float32"),
+    Fault(rows(FULL_ROW, softmax), "softmax", "sub", False, True, "a row of a mask that is all -inf"),
+    Fault(rows(FULL_ROW, softmax_by_hand), "by_hand", "sub", False, True, "a row of a mask that is all -inf"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.mark)
+def test_what_float32_would_not_have_either(fault):
+    found = diagnose(fault.loss, jnp.ones(2))
+    assert (found.kind, found.operation) == ("not finite", fault.operation)
+    assert line(found) == line_of(fault.mark)
+    assert (found.backward, found.is_nan) == (fault.backward, fault.is_nan)
+    assert math.isnan(found.largest_in_float32)
+    assert fault.advice in found.advice
+    assert "not finite in float32 either" in found.verdict
+
+
+def test_bfloat16_is_named_a_true_overflow_only_where_float32_is_one_too():
+    found = diagnose(lambda w: (w.astype(BF16) * 10).astype(F32), jnp.float32(3e38))
+    assert (found.kind, found.dtype) == ("not finite", "bfloat16")
+    # 3.4e38 is a float32 number; bfloat16's largest is 3.39e38, to which it does not round.
+    found = diagnose(lambda w: w.astype(BF16).astype(F32), jnp.float32(3.4e38))
+    assert (found.kind, found.dtype) == ("overflow", "bfloat16")
+    assert found.largest_in_float32 == pytest.approx(3.4e38)
+    assert "the range of bfloat16" in found.advice
+
+
+NO_FAULTS = {
+    "softmax": rows(MASK, softmax),
+    "softmax_by_hand": rows(MASK, softmax_by_hand),
+    "logsumexp": lambda w: jax.nn.logsumexp(jnp.where(MASK, w, -jnp.inf), axis=-1).sum(),
+    "max_pool": lambda w: nn.max_pool(jnp.ones((1, 4, 1)) * w[0], (2,), (2,)).sum(),
+    "max": lambda w: jnp.max(w, initial=-jnp.inf),
+    "min_of_masked": lambda w: jnp.min(jnp.where(w > 5, 0.0, jnp.inf), initial=3.0) * w.sum(),
+    "guarded": guarded,
+    "infinity_as_an_integer": lambda w: w.sum() + jnp.isinf(w / 0).sum(),
+    "nan_to_num": lambda w: w.sum() + lax.stop_gradient(jnp.nan_to_num(jnp.full(2, jnp.nan) * 0)).sum(),
+    "one_hundred_layers": lambda w: lax.fori_loop(0, 100, lambda i, c: jnp.tanh(c * w), w).sum(),
+    "no_gradient": lambda w: jnp.float32(1.0),
+}
+
+
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_what_is_no_fault(name):
+    found = diagnose(NO_FAULTS[name], jnp.ones(2))
+    assert found.finite
+    assert found.verdict.endswith("and all gradients are finite.")
+    assert str(found) == found.verdict
+    assert dataclasses.replace(found, function="", loss=0.0) == Diagnosis("", True, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("attention", [softmax, softmax_by_hand])
+def test_an_overflow_is_found_behind_a_masks_infinities(attention):
+    def loss(w):
+        return weighted(attention, w, MASK) + square(w).astype(F32).sum()
+
+    found = diagnose(loss, jnp.full((2, 2), 300.0))
+    assert (found.kind, line(found)) == ("overflow", line_of("square"))
+
+
+# Numbers that vanish.
+
+
+def norm_of_squares(w):
+    return lax.rsqrt(jnp.square(w.astype(F16)).mean() + 1e-8).astype(F32)  # mark: rsqrt
+
+
+def ratio(w):
+    w = w.astype(F16)
+    return (w / (jnp.abs(w) + 1e-8)).astype(F32).sum()  # mark: ratio
+
+
+def normalised(w):
+    w = w.astype(F16)
+    return (w / jnp.sqrt(jnp.var(w) + 1e-8)).astype(F32).sum()  # mark: normalised
+
+
+def log_of_small(w):
+    return jnp.log(jnp.square(w.astype(F16))).astype(F32).sum()  # mark: small
+
+
+def log_with_epsilon(w):
+    return jnp.log(w.astype(F16) + 1e-9).astype(F32).sum()  # mark: log_epsilon
+
+
+@pytest.mark.parametrize(
+    ("loss", "w", "mark", "operation"),
+    [
+        (norm_of_squares, 1e-5, "rsqrt", "rsqrt"),
+        (norm_of_squares, 0.0, "rsqrt", "rsqrt"),
+        (ratio, 0.0, "ratio", "div"),
+        (normalised, 0.0, "normalised", "div"),
+        (log_of_small, 1e-5, "small", "log"),
+        (log_with_epsilon, 0.0, "log_epsilon", "log"),
+    ],
+)
+def test_an_epsilon_or_an_argument_that_became_zero(loss, w, mark, operation):
+    found = diagnose(loss, jnp.full(3, w))
+    assert (found.kind, found.operation, found.dtype) == ("underflow", operation, "float16")
+    assert line(found) == line_of(mark)
+    assert "enlarge the epsilon that guards it to 1e-4" in found.advice
+    assert "an underflow" in found.verdict
+
+
+@pytest.mark.parametrize("loss", [ratio, normalised, log_with_epsilon])
+def test_in_float32_the_same_epsilon_does(loss):
+    single = diagnose(lambda w: loss(w), jnp.full(3, 0.5))
+    assert single.kind in ("", "underflow")
+    assert diagnose(jmpp.report._float32.widened(lambda w: ratio(w)), jnp.full(3, 0.5)).finite
+
+
+# Arguments that were not finite to begin with.
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", ["params", "batch"])
+def test_what_is_not_finite_to_begin_with(place, value):
+    params, batch = {"layer": {"kernel": jnp.ones((2, 2))}}, {"image": jnp.ones(2)}
+    if place == "params":
+        params["layer"]["kernel"] = params["layer"]["kernel"].at[0, 1].set(value)
+    else:
+        batch["image"] = batch["image"].at[1].set(value)
+
+    def loss(params, batch):
+        return (params["layer"]["kernel"] @ batch["image"]).sum()
+
+    found = diagnose(loss, params, batch)
+    assert found.kind == "argument"
+    assert found.path == {"params": "params/layer/kernel", "batch": "batch/image"}[place]
+    assert found.is_nan == np.isnan(value)
+    assert (found.dtype, found.shape) == ("float32", (2, 2) if place == "params" else (2,))
+    assert {"params": "last good checkpoint", "batch": "Clean the data"}[place] in found.advice
+    assert found.verdict.startswith(f"{found.path} is not finite to begin with")
+
+
+def test_what_is_not_finite_in_an_nnx_model():
+    loss, model = of_nnx(NnxDeep(-1))
+    kernel = model.layers[2].kernel
+    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
+    found = diagnose(loss, model, X)
+    assert (found.kind, found.path) == ("argument", "model/layers/2/kernel")
+
+
+def test_an_argument_that_does_not_reach_the_loss_is_no_fault():
+    def loss(w, batch):
+        return jnp.where(jnp.isnan(batch), 0.0, w).sum()
+
+    assert diagnose(loss, jnp.ones(2), jnp.asarray([jnp.nan, 1.0])).finite
+
+
+def test_keyword_arguments_and_static_ones():
+    def loss(w, *, batch, power, name="x"):
+        return (w * batch).sum() ** power
+
+    found = diagnose(loss, jnp.ones(2), batch=jnp.asarray([1.0, np.inf]), power=2, name="y")
+    assert (found.kind, found.path) == ("argument", "batch")
+    assert diagnose(loss, jnp.ones(2), batch=jnp.ones(2), power=2).loss == 4.0
+
+
+def test_a_constant_of_the_program():
+    found = diagnose(lambda w: w * np.float32(np.inf), jnp.float32(1.0))
+    assert (found.kind, found.path) == ("argument", "a constant of the program")
+    assert "holds a constant that is not finite" in found.advice
+
+
+# Losses.
+
+
+def test_has_aux():
+    def loss(w):
+        return square(w).astype(F32), {"logits": w, "text": 3}
+
+    assert diagnose(loss, jnp.float32(2.0), has_aux=True).loss == 4.0
+    assert diagnose(loss, BIG, has_aux=True).kind == "overflow"
+    # What is beside the loss is not what training needs.
+    assert diagnose(lambda w: (w, square(w)), BIG, has_aux=True).finite
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "kwargs", "error", "message"),
+    [
+        (lambda w: w, jnp.ones(2), {}, TypeError, "scalar"),
+        (lambda w: (w, w), jnp.float32(1), {}, TypeError, "must return one scalar"),
+        (lambda w: w, jnp.float32(1), {"has_aux": True}, TypeError, r"must return \(loss, aux\)"),
+        (3, jnp.float32(1), {}, TypeError, "diagnose takes a function and its arguments, got 3"),
+        (Net(), jnp.float32(1), {}, TypeError, "a Linen module keeps no parameters"),
+        (lambda w: w, jnp.float32(1), {"scale": optax.EmptyState()}, ValueError, "There is no loss scale"),
+    ],
+)
+def test_mistakes(loss, params, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        diagnose(loss, params, **kwargs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**24])
+def test_a_float16_loss_is_scaled_as_in_training(scale):
+    assert diagnose(lambda w: (w.astype(F16) / 2).sum(), jnp.ones(3), scale=scale).finite
+    found = diagnose(lambda w: square(w).sum(), jnp.full(3, 200.0), scale=scale)
+    # Three times 40000: the sum overflows, unless its accumulator is wider; then the result does.
+    assert (found.kind, found.dtype, found.backward) == ("overflow", "float16", False)
+    assert found.largest_in_float32 == 120000.0
+
+
+def test_losses_of_the_healthy_models():
+    for loss, params in (of_linen(LinenDeep(-1)), of_nnx(NnxDeep(-1)), of_linen(LinenDeep(2), None)):
+        found = diagnose(loss, params, X)
+        assert found.finite
+        assert found.loss == pytest.approx(100.0 if found.loss < 1000 else 80000.0)
+
+
+def test_the_model_is_as_before():
+    loss, model = of_nnx(NnxDeep(1))
+    before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model)))
+    diagnose(loss, model, X)
+    after = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_gradients_of_integers_keys_and_static_leaves():
+    params = {"w": jnp.ones(2), "steps": jnp.int32(3), "key": jax.random.key(0), "name": 2.0}
+
+    def loss(params):
+        noise = jax.random.normal(params["key"], (2,), F16)
+        return (params["w"] * noise * params["name"]).astype(F32).sum() * params["steps"]
+
+    assert diagnose(loss, params).finite
+
+
+# As a report.
+
+
+def overflowing():
+    loss, params = of_linen(LinenDeep(2))
+    return diagnose(loss, params, X, scale=8.0)
+
+
+def test_as_text():
+    text = " ".join(str(overflowing()).split())
+    assert "The first non-finite value is infinite: the result of dot_general (float16[2, 4])" in text
+    assert f"forward, in LinenDeep/layer_2 ({line_of('linen')}); an overflow" in text
+    assert "Largest float16 value before: 200, convert_element_type in LinenDeep/layer_2" in text
+    assert "Not finite in the end: the loss, the scaled loss, params/layer_" in text
+    assert "params/layer_2/kernel float16 [4, 4] 200" in text
+    assert "Compute 'LinenDeep/layer_2' in float32" in text
+
+
+def test_as_data():
+    found = overflowing()
+    data = json.loads(json.dumps(found.to_dict()))
+    assert set(data) == {f.name for f in dataclasses.fields(Diagnosis)}
+    assert data["path"] == "LinenDeep/layer_2"
+    assert data["operands"][1] == {
+        "name": "params/layer_2/kernel", "dtype": "float16", "shape": [4, 4], "largest": 200.0,
+    }  # fmt: skip
+    assert found.place == f"LinenDeep/layer_2 ({line_of('linen')})"
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):
+        found.kind = ""
+
+
+def test_as_html_is_escaped():
+    found = dataclasses.replace(overflowing(), path="<b>&", operation="<script>")
+    html = found._repr_html_()
+    assert "<b>" not in html
+    assert "<script>" not in html
+    assert "&lt;b&gt;&amp;" in html
+    assert html.count("<table>") == html.count("</table>") == 1
+
+
+# `check` asks when the scale is stuck.
+
+
+def stuck(loss, params, steps, scale):
+    tx = jmpp.loss_scaled(optax.sgd(0.1), scale)
+    state = tx.init(params)
+    for _ in range(steps):
+        _, grads = jmpp.scaled_value_and_grad(loss)(state, params, X)
+        _, state = tx.update(grads, state, params)
+    return state, grads
+
+
+def test_check_says_where():
+    loss, params = of_linen(LinenDeep(2))
+    state, grads = stuck(loss, params, 3, jmpp.DynamicLossScale(2.0, min_loss_scale=1.0))
+    message = r"at its floor \(1\)(.|\n)*Non-finite gradients:(.|\n)*LinenDeep/layer_2 \(" + line_of("linen")
+    with pytest.raises(jmpp.LossScaleStuckError, match=message) as caught:
+        jmpp.check(state, grads, loss_fn=loss, args=(params, X))
+    found = caught.value.diagnosis
+    assert (found.path, found.kind, found.loss_scale) == ("LinenDeep/layer_2", "overflow", 1.0)
+    assert str(caught.value).endswith(found.advice)
+    with pytest.raises(jmpp.LossScaleStuckError, match="at its floor") as caught:
+        jmpp.check(state, grads)
+    assert caught.value.diagnosis is None
+
+
+def test_check_runs_nothing_while_all_is_well():
+    def never(*args):
+        raise AssertionError
+
+    loss, params = of_linen(LinenDeep(-1))
+    state, grads = stuck(loss, params, 2, jmpp.DynamicLossScale(2.0, min_loss_scale=1.0))
+    jmpp.check(state, grads, loss_fn=never, args=(params,))
+    # Skipped, and not stuck: the scale may still fall.
+    loss, params = of_linen(LinenDeep(2))
+    state, grads = stuck(loss, params, 1, jmpp.DynamicLossScale(2.0**10))
+    jmpp.check(state, grads, loss_fn=never, args=(params,))
+
+
+def test_check_of_a_scale_that_cannot_be_stuck_with_aux_and_nnx():
+    loss, model = of_nnx(NnxDeep(1))
+    state, _ = stuck(*of_linen(LinenDeep(2)), 3, jmpp.StaticLossScale(4.0))
+
+    def with_aux(model, x):
+        return loss(model, x), x
+
+    jmpp.check(state, max_consecutive_skips=4, loss_fn=with_aux, args=(model, X), has_aux=True)
+    with pytest.raises(jmpp.LossScaleStuckError, match="3 steps skipped in a row(.|\n)*NnxDeep/layers/1"):
+        jmpp.check(state, max_consecutive_skips=3, loss_fn=with_aux, args=(model, X), has_aux=True)
+    # A step that was well: the message says so.
+    healthy, params = of_linen(LinenDeep(-1))
+    with pytest.raises(jmpp.LossScaleStuckError, match="and all gradients are finite.$") as caught:
+        jmpp.check(state, max_consecutive_skips=3, loss_fn=healthy, args=(params, X))
+    assert caught.value.diagnosis.finite
