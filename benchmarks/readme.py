@@ -125,13 +125,37 @@ def autocast() -> str:
     return "\n".join(lines)
 
 
+def reports() -> str:
+    """Looking at every 100th step: ratios to the step without."""
+    result = load("report_cost")
+    words = (
+        "What looking costs: ratios to the same float16 step without it, of the step that looks, and of 100 "
+        f"steps of which one does ({provenance(result)}, {result['machine']['cores']} cores, "
+        f"{result['backend']}). Not looking adds no equations:"
+    )
+    lines = [
+        textwrap.fill(words, 110, break_on_hyphens=False),
+        "",
+        "| | | time | bytes | temporary memory | time, 1 of 100 | bytes, 1 of 100 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if row["looks at"] != "nothing":
+            shares = [row.get(f"{what}, 1 of 100") for what in ("step", "bytes")]
+            cells = [row["model"], row["looks at"], f"{row['step']['median']:.2f}"]
+            cells += [f"{row['bytes']:.2f}", f"{row['temp']:.2f}"]
+            cells += ["" if share is None else f"{share:.3f}" for share in shares]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def section() -> str:
     """The README's numbers."""
     return "\n\n".join([overhead(), nnx(), gpu()])
 
 
 #: Files with measured numbers between markers, and what writes them.
-FILES = {"README.md": section, "docs/autocast.md": autocast}
+FILES = {"README.md": section, "docs/autocast.md": autocast, "docs/reports.md": reports}
 
 
 def written(text: str, numbers: Callable[[], str] = section) -> str:

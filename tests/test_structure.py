@@ -11,8 +11,8 @@ PACKAGE = ROOT / "src" / "jmp_policy"
 
 #: Lowest first: a file imports only files listed before it.
 ORDER = [
-    "_types", "_words", "_after_import", "_loaded", "_pytree", "_dtypes", "_cast", "_by_devices", "_finite_reduction",
-    "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
+    "_types", "_words", "_after_import", "_loaded", "_pytree", "_dtypes", "_cast", "_by_devices",
+    "_finite_reduction", "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
     "_adaptive_scale", "_state", "_grad", "_metrics", "_logger", "_monitor", "optim",
     "_regions", "_report", "_taps",
     "linen._attention", "linen._layers", "linen._intercept", "linen._taps", "linen._wrap", "linen",
@@ -22,9 +22,9 @@ ORDER = [
     "_autocast._interpreter", "_autocast._explain", "_autocast",
     "report._function", "report._walk", "report._float32", "report._products", "report._findings",
     "report._audit", "report._histogram", "report._spectrum_plot", "report._magnitudes", "report._scale",
-    "report._spectrum", "report._trail",
-    "report._diagnosis", "report._diagnose", "report._buffers", "report._recipe", "report._memory", "report._targets", "report._hlo",
-    "report._hlo_products", "report._kernels", "report._roofline", "report._gpu_compiler", "report._lowered", "report._lowering",
+    "report._spectrum", "report._trail", "report._diagnosis", "report._diagnose", "report._buffers",
+    "report._recipe", "report._memory", "report._targets", "report._hlo", "report._hlo_products",
+    "report._kernels", "report._roofline", "report._gpu_compiler", "report._lowered", "report._lowering",
     "report._summary", "report._formats", "report",
     "linen._summary", "_check",
     "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",

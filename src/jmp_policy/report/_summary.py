@@ -53,7 +53,7 @@ class Summary(Report):
     Args:
       model: name of its class.
       policy: as text.
-      modules: in the order in which they are called first.
+      modules: in the order in which they are called first; those of NNX as their attributes are.
       parameters: number of all parameters.
       bytes: what they take as they are stored.
       compute_bytes: what they take in the dtypes in which they are used.
