@@ -12,8 +12,8 @@ PACKAGE = ROOT / "src" / "jmp_policy"
 #: Lowest first: a file imports only files listed before it.
 ORDER = [
     "_types", "_words", "_after_import", "_loaded", "_pytree", "_dtypes", "_cast", "_by_devices",
-    "_finite_reduction", "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope", "_loss_scale",
-    "_adaptive_scale", "_state", "_grad", "_metrics", "_logger", "_monitor", "optim",
+    "_finite_reduction", "_finite", "_policy", "_border", "_attention", "_treatment", "_rules", "_scope",
+    "_loss_scale", "_adaptive_scale", "_state", "_grad", "_metrics", "_logger", "_monitor", "optim",
     "_regions", "_report", "_taps",
     "linen._attention", "linen._layers", "linen._intercept", "linen._taps", "linen._wrap", "linen",
     "_jax",
