@@ -80,6 +80,12 @@ def data(capsys, *arguments):
     return json.loads(out)
 
 
+def test_json_is_strict(capsys):
+    found = data(capsys, "formats", "inf")
+    assert "Infinity" not in json.dumps(found)
+    assert found["numbers"] == [None]
+
+
 def test_audit_prints_what_audit_says(capsys):
     status, out, err = run(capsys, "audit", "jmp_example:apply", "f32[8,16]", "f32[4,8]")
     assert (status, err) == (0, "")
@@ -144,6 +150,10 @@ def test_types_of_arrays(text, shape, dtype):
         (("jmp_not_there:f",), "No module named 'jmp_not_there'"),
         (("jmp_example:apply", "f32"), "'f32' is no type of arrays; they look like"),
         (("jmp_example:apply", "f32[a]"), "'f32.a.' is no type of arrays"),
+        (
+            ("jmp_example:apply", "f64[8]"),
+            "JAX has 64 bits only with .* JAX_ENABLE_X64",
+        ),
         (("jmp_example:apply", "f33[2]"), r"'f33\[2\]': there is no dtype 'float33'"),
         (("jmp_example:apply", "f32[3,4]", "f32[3,4]"), "dot_general|contracting"),
         (("jmp_example:apply", "f32[8,8]", "f32[4,8]", "--policy", "p=f32,c=fp61"), "fp61"),

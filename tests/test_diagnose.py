@@ -836,6 +836,36 @@ def test_check_runs_nothing_while_all_is_well():
     jmpp.check(state, grads, loss_fn=never, args=(params,))
 
 
+def test_check_says_so_when_the_search_fails():
+    loss, params = of_linen(LinenDeep(2))
+    state, grads = stuck(loss, params, 3, jmpp.DynamicLossScale(2.0, min_loss_scale=1.0))
+
+    def broken(params, x):
+        raise KeyError("no such batch")
+
+    message = "at its floor(.|\n)*Looking for the place failed: KeyError: 'no such batch'"
+    with pytest.raises(jmpp.LossScaleStuckError, match=message) as caught:
+        jmpp.check(state, grads, loss_fn=broken, args=(params, X))
+    assert caught.value.diagnosis is None
+    with pytest.raises(TypeError, match=r"needs args, what loss_fn was called with: args=\(params, batch\)"):
+        jmpp.check(state, grads, loss_fn=loss)
+
+
+def test_a_constant_that_is_not_finite():
+    constant = jnp.asarray([1.0, np.nan])
+    found = diagnose(lambda w: (w + constant).sum() * 0 + constant.sum(), jnp.ones(2))
+    assert not found.finite
+    assert found.is_nan
+    assert str(found)
+
+
+def test_needs_arrays_to_run_on():
+    with pytest.raises(ValueError, match="diagnose found no floating arrays in the parameters of <lambda>"):
+        diagnose(lambda n: 1.0, jnp.arange(3))
+    with pytest.raises(TypeError, match="it needs arrays, not jax.ShapeDtypeStructs"):
+        diagnose(lambda w: w.sum(), jax.ShapeDtypeStruct((3,), F32))
+
+
 def test_check_of_a_scale_that_cannot_be_stuck_with_aux_and_nnx():
     loss, model = of_nnx(NnxDeep(1))
     state, _ = stuck(*of_linen(LinenDeep(2)), 3, jmpp.StaticLossScale(4.0))

@@ -287,3 +287,10 @@ def test_mistakes():
     with pytest.raises(KeyError, match="No memory is called 'weights': parameters, half copies"):
         memory_report(jnp.sin, jnp.ones(2)).row("weights")
     assert len(_memory._COLORS) == len(_memory._CATEGORIES)
+
+
+def test_of_an_nnx_module():
+    model = jmp_policy.wrap(nnx_helpers.MLP(rngs=nnx.Rngs(0)), "mixed_float16")
+    report = memory_report(model, vectors(256, 32)())
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert report.row("parameters").policy == report.row("parameters").float32 == stored

@@ -131,7 +131,7 @@ def test_half_gradients_are_measured_as_what_they_are_unscaled(dtype):
 
 def test_a_single_array_complex_and_no_numbers():
     found = measured(update(tx(), jnp.float32(2.0), jnp.float32(1.0)))
-    assert found == {"": {"max": 2.0, "min": 2.0, "underflow": 0.0}}
+    assert found == {"all": {"max": 2.0, "min": 2.0, "underflow": 0.0}}
     assert measured(tx().init({})) == {}
     found = measured(update(tx(), {"c": jnp.asarray([3 + 4j])}, {"c": jnp.asarray([1 + 1j])}))
     assert found["c"]["max"] == 5.0
@@ -187,6 +187,13 @@ def step_of(transformation):
 
 
 X = np.ones((2, 4), np.float32)
+
+
+def test_groups_of_linens_variables_are_below_params():
+    params = {"params": PARAMS}
+    keeps = tx()
+    _, state = keeps.update({"params": gradients()}, keeps.init(params), params)
+    assert set(measured(state)) == {"encoder", "head"}
 
 
 def test_off_adds_nothing():
@@ -324,6 +331,8 @@ class Device:
     def __init__(self, value):
         self.value, self.ready, self.copied, self.waited = value, False, False, False
 
+    shape = ()
+
     def is_ready(self):
         return self.ready
 
@@ -455,9 +464,21 @@ def test_what_the_writer_raises_is_not_hidden():
     [
         (lambda: MetricsLogger(None), TypeError, r"needs a function write\(step, scalars\), got None"),
         (lambda: MetricsLogger("x"), TypeError, "got 'x'"),
-        (lambda: MetricsLogger(print, every=0), ValueError, "at least 1; got 0"),
-        (lambda: MetricsLogger(print, every=-5), ValueError, "at least 1; got -5"),
+        (lambda: MetricsLogger(print, every=0), ValueError, "a whole number from 1 on; got 0"),
+        (lambda: MetricsLogger(print, every=-5), ValueError, "from 1 on; got -5"),
+        (lambda: MetricsLogger(print, every=2.5), ValueError, "from 1 on; got 2.5"),
+        (lambda: MetricsLogger(print, every=True), ValueError, "from 1 on; got True"),
         (lambda: MetricsLogger(print)(0, optax.EmptyState()), ValueError, "There is no loss scale"),
+        (
+            lambda: MetricsLogger(print)(0, tx().init(PARAMS), loss=jnp.ones(2)),
+            ValueError,
+            r"writes scalars, and 'loss' has shape \(2,\)",
+        ),
+        (
+            lambda: jax.jit(lambda state: MetricsLogger(print)(0, state))(tx().init(PARAMS)),
+            TypeError,
+            "runs on the host; 'loss_scale' is traced",
+        ),
     ],
 )
 def test_mistakes(make, error, message):

@@ -533,6 +533,89 @@ def test_sharded_gradients_count_alike_and_shardings_stay():
     assert all(leaf.sharding == replicated for leaf in jax.tree.leaves(state))
 
 
+class NnxNorm(nnx.Module):
+    def __init__(self, *, rngs):
+        self.a = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.a(x))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_in_the_step_of_an_nnx_model(has_aux):
+    def loss(model, x, power):
+        value = (model(x) ** power).mean()
+        return (value, {"power": power}) if has_aux else value
+
+    models = [jmpp.wrap(NnxNorm(rngs=nnx.Rngs(0)), "mixed_bfloat16") for _ in range(2)]
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(8.0))
+    optimizers = [nnx.Optimizer(model, tx, wrt=nnx.Param) for model in models]
+    state = jmpp.SpectrumState.create(models[0], loss, X, power=2)
+    assert state.names == ("a/bias", "a/kernel", "norm/bias", "norm/scale")
+
+    @nnx.jit
+    def counted(model, optimizer, state, x):
+        count = jmpp.nnx.spectrum_value_and_grad(loss, has_aux=has_aux)
+        (value, grads), state = count(optimizer, state, model, x, power=2)
+        optimizer.update(model, grads)
+        return value, state
+
+    @nnx.jit
+    def plain(model, optimizer, x):
+        count = jmpp.nnx.scaled_value_and_grad(loss, has_aux=has_aux)
+        value, grads = count(optimizer, model, x, power=2)
+        optimizer.update(model, grads)
+        return value
+
+    for _ in range(2):
+        value, state = counted(models[0], optimizers[0], state, X)
+        expected = plain(models[1], optimizers[1], X)
+        assert jax.tree.all(jax.tree.map(lambda a, b: float(a) == float(b), value, expected))
+    # Watching changes nothing: parameters and batch statistics are the same.
+    for one, other in zip(*(jax.tree.leaves(nnx.state(model)) for model in models), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert float(jnp.abs(models[0].norm.mean[...]).sum()) > 0
+    found = state.report()
+    assert found.steps == 2
+    assert found.of("a/kernel").size == 2 * 16
+    assert found.of("NnxNorm/a", "activation").size == 2 * 32
+
+
+def test_gradients_of_an_nnx_model_by_update():
+    loss, model, _ = nnx_case(False)
+    state = jmpp.SpectrumState.create(model).update(nnx.grad(loss)(model, X))
+    assert state.report().of("tiny/kernel").float16.zero == 1.0
+
+
+def test_explicit_axes():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(None, "d")))
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        found = jmpp.gradient_spectrum(lambda w, x: (jmpp.tap(x @ w, "h") ** 2).sum(), w, x)
+    assert (found.of("w").size, found.of("h", "activation").size) == (32, 64)
+    expected = expected_counts(2 * np.asarray(X).T @ np.asarray(X).sum(1, keepdims=True) @ np.ones((1, 8)), 1)
+    assert sum(found.of("w").exponents.values()) == 32
+    assert found.of("w").exponents == {
+        int(e) + _histogram.LOWEST: int(n) for e, n in enumerate(expected[1]) if n
+    }
+
+
+def test_float64_gradients_below_float32s_range():
+    with jax.enable_x64(True):
+        found = jmpp.gradient_spectrum(lambda w: (w * 1e-60).sum(), jnp.ones(3)).overall()
+    # No half has them, and none are lost from the count.
+    assert found.size == 3
+    assert found.zeros + sum(found.exponents.values()) == 3
+    assert found.float16.zero == 1.0 or found.zeros == 3
+
+
+def test_taps_without_a_gradient_are_named():
+    found = jmpp.gradient_spectrum(lambda w: (jax.lax.stop_gradient(jmpp.tap(w * 2, "stopped")) * w).sum(), W)
+    assert "Not counted, since no gradient flows through it: stopped" in str(found).replace("\n", " ")
+
+
 def test_int_parameters_are_left_out():
     params, loss = params_and_loss()
     found = jmpp.gradient_spectrum(loss, params, 3.0)
@@ -697,6 +780,10 @@ def test_plot_is_a_figure_with_labelled_axes(name):
         pyplot.close(figure)
 
 
+def with_state(model):
+    return jmpp.SpectrumState.create(model), model
+
+
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
@@ -739,6 +826,23 @@ def test_plot_is_a_figure_with_labelled_axes(name):
             KeyError,
             "There is no activation 'w'",
         ),
+        (
+            lambda: jmpp.spectrum_value_and_grad(jnp.sum)(1.0, W, W),
+            TypeError,
+            r"counts into a SpectrumState, made by SpectrumState.create\(params\); it got ArrayImpl",
+        ),
+        (
+            lambda: jmpp.spectrum_value_and_grad(jnp.sum)(1.0, *with_state(NnxNet(rngs=nnx.Rngs(0)))),
+            TypeError,
+            "use jmp_policy.nnx.spectrum_value_and_grad",
+        ),
+        (
+            lambda: jmpp.gradient_spectrum(
+                lambda w: jax.jvp(lambda w: jmpp.tap(w * 2, "a"), (w,), (w,))[1].sum(), W
+            ),
+            TypeError,
+            "taps on activations cannot follow.*activations=False",
+        ),
     ],
 )
 def test_errors_say_what_to_do(call, error, match):
@@ -763,4 +867,4 @@ def test_has_aux():
     assert float(value) == 16
     assert set(aux) == {"n"}
     assert grads[0] == 8
-    assert state.report().of("").exponents == {2: 4}
+    assert state.report().of("params").exponents == {2: 4}

@@ -28,7 +28,8 @@ ORDER = [
     "report._summary", "report._formats", "report",
     "linen._summary", "_check",
     "nnx._graph", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
-    "nnx._wrap", "nnx._train", "nnx._named", "nnx._pure", "nnx._summary", "nnx._autocast", "nnx",
+    "nnx._wrap", "nnx._train", "nnx._named", "nnx._pure", "nnx._summary", "nnx._spectrum",
+    "nnx._autocast", "nnx",
     "_wrap", "", "__main__",
 ]  # fmt: skip
 

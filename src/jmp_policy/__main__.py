@@ -28,12 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (_MistakeError, ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.to_dict(), indent=2) if given.json else report)
+    print(_as_json(report.to_dict()) if given.json else report)
     return 0
 
 
 class _MistakeError(Exception):
     """Something on the command line that cannot be done."""
+
+
+def _as_json(fields: Any) -> str:
+    """Strict JSON: what is not finite is null."""
+    return json.dumps(json.loads(json.dumps(fields), parse_constant=lambda _: None), indent=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +93,7 @@ def _lowering(given: Any) -> Any:
     if given.grad:
         import jax
 
-        fn = jax.value_and_grad(fn)
+        fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
     return lowering_report(fn, *args, target=given.target)
 
 
@@ -147,6 +152,8 @@ def _array_type(text: str) -> Any:
         dtype = jax.numpy.dtype("bool" if name == "pred" else name)
     except TypeError as error:
         raise _MistakeError(f"{text!r}: there is no dtype {name!r}.") from error
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise _MistakeError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)
 
 

@@ -49,8 +49,12 @@ def check(
     Raises:
       LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` has what `diagnose`
         found, if it ran.
-      TypeError: inside `jax.jit`, where nothing can be raised at run time.
+      TypeError: inside `jax.jit`, where nothing can be raised at run time; for `loss_fn` without `args`.
     """
+    if loss_fn is not None and not args:
+        raise TypeError(
+            "check(..., loss_fn=loss_fn) needs args, what loss_fn was called with: args=(params, batch)."
+        )
     values = metrics(opt_state)
     if any(isinstance(v, jax.core.Tracer) for v in values.values()):
         raise TypeError(
@@ -73,8 +77,11 @@ def check(
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
     if loss_fn is not None:
-        diagnosis = diagnose(loss_fn, *args, scale=opt_state, has_aux=has_aux)
-        message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()
+        try:
+            diagnosis = diagnose(loss_fn, *args, scale=scale, has_aux=has_aux)
+            message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()
+        except Exception as error:  # The reason to stop must not be lost with the search for its cause.
+            message += f"\nLooking for the place failed: {type(error).__name__}: {error}"
     raise LossScaleStuckError(message, diagnosis)
 
 

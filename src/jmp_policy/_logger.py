@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,8 +39,10 @@ class MetricsLogger:
     def __init__(self, write: Callable[[int, dict[str, float]], Any], *, every: int = 1, prefix: str = ""):
         if not callable(write):
             raise TypeError(f"MetricsLogger needs a function write(step, scalars), got {write!r}.")
-        if every < 1:
-            raise ValueError(f"MetricsLogger writes one step of `every`, at least 1; got {every}.")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"MetricsLogger writes one step of `every`, a whole number from 1 on; got {every!r}."
+            )
         self._write, self._every, self._prefix = write, every, prefix
         self._waiting: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
@@ -50,10 +53,14 @@ class MetricsLogger:
           step: the step's number, on the host.
           opt_state: an optimizer state that holds a loss scale. It may be donated afterwards.
           scalars: more to write, such as `loss=loss`.
+
+        Raises:
+          TypeError: inside `jax.jit`.
+          ValueError: for what is no scalar.
         """
         if step % self._every == 0:
             # Copies: the state's own arrays may be donated to the next step.
-            values = {k: jnp.copy(v) for k, v in {**metrics(opt_state), **scalars}.items()}
+            values = {k: _scalar(k, v) for k, v in {**metrics(opt_state), **scalars}.items()}
             for value in values.values():
                 value.copy_to_host_async()
             self._waiting.append((int(step), values))
@@ -69,3 +76,17 @@ class MetricsLogger:
         step, values = self._waiting.popleft()
         scalars = {self._prefix + k: float(np.asarray(v)) for k, v in jax.device_get(values).items()}
         self._write(step, scalars)
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"MetricsLogger runs on the host; {name!r} is traced. Call it on what the step returned."
+        )
+    shape = value.shape if hasattr(value, "shape") else np.shape(value)  # np.shape would wait for it.
+    if shape != ():
+        raise ValueError(
+            f"MetricsLogger writes scalars, and {name!r} has shape {shape}. Of a state that "
+            "pmap or vmap has stacked give one: jax.tree.map(lambda x: x[0], opt_state)."
+        )
+    return jnp.copy(value)

@@ -39,12 +39,16 @@ def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict
       By group: `max`, the largest magnitude; `min`, the smallest that is not zero (0 if all are);
       `underflow`, the share of values that are zero in float16 at this loss scale. float32 scalars.
     """
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    ]
     parts: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size:
-            text = jax.tree_util.keystr(path, simple=True, separator="/")
-            name = groups(text) if callable(groups) else text.split("/")[0]
-            parts.setdefault(name, []).append(jnp.abs(leaf).astype(jnp.float32))
+    for text, leaf in leaves:
+        # Of Linen's variables the parts are below.
+        name = groups(text) if callable(groups) else text.removeprefix("params/").split("/")[0] or "all"
+        parts.setdefault(name, []).append(jnp.abs(leaf).astype(jnp.float32))
     limit = _BECOMES_ZERO / jnp.asarray(loss_scale, jnp.float32)
     return {name: _of_group(group, limit) for name, group in parts.items()}
 

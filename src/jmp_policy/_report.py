@@ -130,9 +130,9 @@ def bytes_text(count: float) -> str:
     return _with_prefix(count, "B")
 
 
-def count_text(count: float) -> str:
+def count_text(count: float, unit: str = "") -> str:
     """A number to read: "1.5 M"; powers of 1000."""
-    return _with_prefix(count, "")
+    return _with_prefix(count, unit)
 
 
 def _with_prefix(count: float, unit: str) -> str:

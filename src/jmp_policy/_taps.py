@@ -123,8 +123,6 @@ def tap(x: T, name: str) -> T:
 
     Example:
       >>> import jax.numpy as jnp
-
-    from jmp_policy._by_devices import varying
       >>> x = jnp.ones(3)
       >>> tap(x, "hidden") is x
       True

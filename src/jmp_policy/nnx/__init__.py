@@ -3,6 +3,7 @@
 from jmp_policy.nnx._autocast import autocast as autocast
 from jmp_policy.nnx._autocast import explain as explain
 from jmp_policy.nnx._governed import policy_of as policy_of
+from jmp_policy.nnx._spectrum import spectrum_value_and_grad as spectrum_value_and_grad
 from jmp_policy.nnx._train import keep_state_on_skip as keep_state_on_skip
 from jmp_policy.nnx._train import scaled_value_and_grad as scaled_value_and_grad
 from jmp_policy.nnx._wrap import cast_params as cast_params

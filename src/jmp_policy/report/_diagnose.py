@@ -44,7 +44,8 @@ def diagnose(
       A `Diagnosis`; `print` shows it.
 
     Raises:
-      TypeError: for a loss that is no scalar.
+      TypeError: for a loss that is no scalar, and types in the place of arrays.
+      ValueError: for parameters without floating arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,6 +58,10 @@ def diagnose(
     function = as_function(loss_fn, (params, *args), kwargs, "diagnose")
     loss_scale = float(as_loss_scale(scale).loss_scale)
     trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
+    if not trained:
+        raise ValueError(f"diagnose found no floating arrays in the parameters of {function.name}.")
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
+        raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     jaxpr = jax.make_jaxpr(_value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
     trail = Trail(jaxpr, function.arrays)
     loss = float(np.asarray(trail.values[trail.results[0]]).astype(np.float64))
@@ -67,8 +72,16 @@ def diagnose(
     if not bad:
         return found
     if culprit is None:
-        advice = "The program itself holds a constant that is not finite, and hands it on to the result."
-        return dataclasses.replace(found, kind="argument", path="a constant of the program", advice=advice)
+        place = next(p for p in trail.results if not trail.ranges[p].is_finite)
+        return dataclasses.replace(
+            found,
+            kind="argument",
+            path="a constant of the program",
+            dtype=str(trail.values[place].dtype),
+            shape=tuple(trail.values[place].shape),
+            is_nan=trail.ranges[place].nan,
+            advice="The program itself holds a constant that is not finite, and hands it on to the result.",
+        )
     if culprit < -1:
         return _of_argument(found, trail, -2 - culprit, function)
     names = {place: function.arguments[i].path for place, i in trail.origins.items()}

@@ -137,10 +137,16 @@ def advice(found: Diagnosis, scaled: bool) -> str:
             "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
             "Or make what it is given smaller: normalise before it."
         )
-    return _ADVICE.get(
+    known = _ADVICE.get(
         found.operation,
-        "It is not the precision: in float32 it is not finite either. Look for what feeds this operation.",
+        "In float32 it is not finite either: look for what feeds this operation.",
     )
+    if found.dtype == "float16" and found.operation in _ADVICE:
+        known += (
+            " If an epsilon guards it already: one below 6e-8 is zero in float16 before the program begins, "
+            "which no replay in float32 can tell from a zero that was meant."
+        )
+    return known
 
 
 #: By operation, what makes it non-finite in any precision.

@@ -1,7 +1,7 @@
 """What an audit finds: values that are read as tables."""
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -156,13 +156,13 @@ class Audit(Report):
     @property
     def half_share(self) -> float:
         """Share of `flops` in products of half operands; nan without products."""
-        return sum(p.share for p in self.products if p.is_half) if self.flops else float("nan")
+        return sum(p.flops for p in self.products if p.is_half) / self.flops if self.flops else float("nan")
 
     @property
     def tensor_core_share(self) -> float:
         """Share of `flops` in products of half operands on aligned shapes; nan without products."""
-        reached = (p.share for p in self.products if p.is_half and p.is_aligned)
-        return sum(reached) if self.flops else float("nan")
+        reached = sum(p.flops for p in self.products if p.is_half and p.is_aligned)
+        return reached / self.flops if self.flops else float("nan")
 
     @property
     def wide_products(self) -> tuple[Product, ...]:
@@ -173,7 +173,10 @@ class Audit(Report):
     def verdict(self) -> str:
         """One line: what share of the work reaches Tensor Cores, and what does not."""
         if not self.products:
-            return f"{self.function} has no matrix products or convolutions."
+            left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
+                self.half_operations
+            )
+            return f"{self.function} has no matrix products or convolutions{left}."
         parts = [self._share_text()]
         unaligned = [p for p in self.products if p.is_half and p.pad]
         if unaligned:
@@ -190,16 +193,22 @@ class Audit(Report):
                 for dtype, count in kinds.items()
             ]
             parts += texts
+        if silent := [u for u in self.upcasts if not u.reaches]:
+            parts.append(
+                f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
+            )
         return "; ".join(parts) + "."
 
     def _share_text(self) -> str:
-        halves: defaultdict[str, float] = defaultdict(float)
+        halves = Counter[str]()
         for p in self.products:
             if p.is_half and p.is_aligned:
-                halves[_widest(p)] += p.share
-        if not halves:
+                halves[_widest(p)] += p.flops
+        if not sum(halves.values()):
             return "Nothing of the FLOPs in half precision on Tensor-Core shapes"
-        shares = " and ".join(f"{percent(share)} of FLOPs in {name}" for name, share in halves.items())
+        shares = " and ".join(
+            f"{percent(flops / self.flops)} of FLOPs in {name}" for name, flops in halves.items()
+        )
         return f"{shares} on Tensor-Core shapes"
 
     def _tables(self) -> Sequence[Table]:
@@ -232,7 +241,7 @@ class Audit(Report):
         return tables
 
     def _lines(self) -> Sequence[str]:
-        lines = [f"{count_text(self.flops)}FLOP in {len(self.products)} products."] if self.flops else []
+        lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")
         if self.opaque:

@@ -35,6 +35,7 @@ class Function(NamedTuple):
       arguments: what each of them is.
       name: what to call the function in messages.
       has_state: whether `call` gives a pair, as for NNX modules.
+      args: what it was given, an NNX module that was called itself first.
     """
 
     call: Callable[[Sequence[Any]], Any]
@@ -42,6 +43,7 @@ class Function(NamedTuple):
     arguments: list[Argument]
     name: str
     has_state: bool
+    args: tuple[Any, ...] = ()
 
     def result(self, arrays: Sequence[Any]) -> Any:
         """The function's result alone."""
@@ -90,7 +92,7 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         new_args, new_kwargs = jax.tree.unflatten(structure, whole)
         return fn(*new_args, **new_kwargs)
 
-    return Function(call, [leaves[i] for i in taken], arguments, name, has_state=False)
+    return Function(call, [leaves[i] for i in taken], arguments, name, has_state=False, args=tuple(args))
 
 
 def is_array(value: Any) -> bool:
@@ -157,4 +159,5 @@ def _of_nodes(
             whole[i] = array
         return split.call(fn, state, whole)
 
-    return Function(call, [*values, *(split.others[i] for i in others)], arguments, name, has_state=True)
+    arrays = [*values, *(split.others[i] for i in others)]
+    return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))

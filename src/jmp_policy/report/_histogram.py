@@ -99,7 +99,7 @@ def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
-    scaled = jnp.abs(x.astype(jnp.float32)).ravel()
+    scaled = _magnitudes(_in_one_place(x)).ravel()
     index = _index(scaled, factor)
     by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
     # By bits: backends flush subnormal operands of comparisons to zero.
@@ -114,6 +114,25 @@ def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
         ]
     sums = jnp.stack([mask.sum(dtype=jnp.int32) for mask in lost])
     return jnp.concatenate([by_exponent, sums]).astype(jnp.float32)
+
+
+def _in_one_place(x: jax.Array) -> jax.Array:
+    """An array that no explicit sharding splits: its places in a vector of counts have none."""
+    spec = getattr(jax.typeof(x).sharding, "spec", ())
+    if all(part is None for part in spec):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, jax.P()))
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    """|x| as float32; what is beyond float32's range is its nearest number, and neither zero nor infinite."""
+    magnitude = jnp.abs(x)
+    single = magnitude.astype(jnp.float32)
+    if x.dtype != jnp.float64:
+        return single
+    least = lax.bitcast_convert_type(jnp.int32(1), jnp.float32)
+    single = jnp.where((magnitude > 0) & (magnitude < 2.0**-149), least, single)
+    return jnp.where(jnp.isfinite(magnitude) & jnp.isinf(single), jnp.finfo(jnp.float32).max, single)
 
 
 #: Slices of sharded arrays would be gathered from their devices.

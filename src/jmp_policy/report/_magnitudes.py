@@ -184,7 +184,10 @@ class GradientSpectrum(Report):
 
     @property
     def recommended_scale(self) -> float:
-        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan when all gradients are zero."""
+        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan when all gradients are zero.
+
+        Half of that where an activation gradient is the largest: of those an upper bound is known.
+        """
         rows = [row.largest for row in self.tensors if row.kind != "activation"]
         most = max(rows, default=0.0)
         if not most:
@@ -253,6 +256,8 @@ class GradientSpectrum(Report):
         if saved:
             text = ", ".join(f"2^{k} {percent(share)}" for k, share in saved.items())
             lines.append(f"Of the gradients that float16 makes zero, a scale saves: {text}.")
+        if unseen := [row.path for row in self.tensors if row.kind == "activation" and not row.size]:
+            lines.append(f"Not counted, since no gradient flows through it: {joined(unseen)}.")
         return [*lines, self.verdict]
 
     def plot(self) -> Any:

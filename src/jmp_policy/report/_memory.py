@@ -198,7 +198,7 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
       (8192, 4096)
     """
     function = as_function(fn, args, kwargs, "memory_report")
-    roles = _roles(function, args, kwargs)
+    roles = _roles(function, function.args, kwargs)
     types = [_type(array) for array in function.arrays]
 
     def as_given(*arrays: Any) -> Any:

@@ -13,11 +13,11 @@ from jax import lax
 
 from jmp_policy import _taps
 from jmp_policy._grad import restore_scale, scale_loss, split_loss
-from jmp_policy._loaded import loaded
+from jmp_policy._loaded import is_instance_of, loaded
 from jmp_policy._pytree import pytree_dataclass, replace, static
 from jmp_policy._types import PyTree
 from jmp_policy.report import _histogram
-from jmp_policy.report._function import as_function, is_array, is_floating
+from jmp_policy.report._function import Function, as_function, is_array, is_floating
 from jmp_policy.report._magnitudes import GradientSpectrum, magnitudes
 from jmp_policy.report._scale import as_loss_scale
 
@@ -50,7 +50,8 @@ def gradient_spectrum(
       A `GradientSpectrum`; `print` shows it, `.plot()` draws it.
 
     Raises:
-      TypeError, ValueError: for a loss that is no scalar, parameters without floating arrays.
+      TypeError, ValueError: for a loss that is no scalar, parameters without floating arrays, and losses
+        that taps on activations cannot follow.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,16 +75,22 @@ def gradient_spectrum(
         return function.result(whole)
 
     params = [function.arrays[i] for i in trained]
-    names = _tap_names(loss_of, (params, function.arrays)) if activations else {}
-    # Without the argument's name.
-    paths = [function.arguments[i].path.partition("/")[2] or function.arguments[i].path for i in trained]
-    state = SpectrumState.zeros(paths, names)
+    names = _tap_names(function) if activations else []
+    state = SpectrumState.zeros(_trained_paths(function), names)
     counted = spectrum_value_and_grad(loss_of, has_aux=has_aux)
 
     def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
         return counted(scale, state, params, arrays)[1]
 
-    state = jax.jit(run)(loss_scale, state, params, function.arrays)
+    try:
+        state = jax.jit(run)(loss_scale, state, params, function.arrays)
+    except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
+        if not names:
+            raise
+        raise TypeError(
+            f"{function.name} differentiates in a way that taps on activations cannot follow (jax.jvp, or a "
+            "custom_vjp around modules). gradient_spectrum(..., activations=False) counts weights alone."
+        ) from error
     return state.report(function.name, margin=margin)
 
 
@@ -116,6 +123,7 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
     def counted(
         scale_or_opt_state: Any, state: "SpectrumState", params: PyTree, *args: Any, **kwargs: Any
     ) -> Any:
+        _check(state, params)
         scale = as_loss_scale(scale_or_opt_state)
         half = _is_float16_loss(loss_fn, has_aux, params, args, kwargs)
         # What the backward pass starts with: a float16 loss takes no more, the rest is multiplied in later.
@@ -160,17 +168,19 @@ class SpectrumState:
     steps: jax.Array
 
     @classmethod
-    def create(cls, params: PyTree, loss_fn: Callable[..., Any] | None = None, *args: Any) -> "SpectrumState":
+    def create(
+        cls, params: PyTree, loss_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+    ) -> "SpectrumState":
         """Nothing counted yet.
 
         Args:
-          params: the parameters, whose gradients are to be counted.
-          loss_fn, args: for activations too: the loss function, which is traced, and its arguments after
-            `params`.
+          params: the parameters, whose gradients are to be counted; an NNX model for those of its Params.
+          loss_fn, args, kwargs: for activations too: the loss function, which is traced, and its arguments
+            after `params`.
         """
-        paths = [_path(path) for path, _ in _floating(params)]
-        names = _tap_names(loss_fn, (params, *args)) if loss_fn is not None else {}
-        return cls.zeros(paths, names)
+        given = (_nothing, (params,), {}) if loss_fn is None else (loss_fn, (params, *args), kwargs)
+        function = as_function(*given, "SpectrumState.create")
+        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _tap_names(function))
 
     @classmethod
     def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
@@ -280,11 +290,31 @@ def _watching(taps: _taps.Taps) -> Iterator[_taps.Taps]:
         yield stack.enter_context(_taps.looking(taps))
 
 
-def _tap_names(loss_fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def _tap_names(function: Function) -> list[str]:
     taps = _taps.Taps(_histogram.count)
     with _watching(taps):
-        jax.eval_shape(loss_fn, *args)
+        jax.eval_shape(function.call, function.arrays)
     return list(taps.met)
+
+
+def _trained_paths(function: Function) -> list[str]:
+    """Paths of the parameters, without the argument's name."""
+    paths = [a.path for a in function.arguments if a.position == 0 and a.trainable]
+    return [path.partition("/")[2] or path for path in paths]
+
+
+def _nothing(params: Any) -> None:
+    """Stands for a loss function where only the parameters matter."""
+
+
+def _check(state: Any, params: PyTree) -> None:
+    if not isinstance(state, SpectrumState):
+        raise TypeError(
+            "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); it "
+            f"got {type(state).__name__}."
+        )
+    if is_instance_of(params, "flax.nnx", "Pytree"):
+        raise TypeError("For a function of NNX modules use jmp_policy.nnx.spectrum_value_and_grad.")
 
 
 def _is_float16_loss(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> bool:

@@ -24,10 +24,12 @@ class ModuleRow:
       path: as rules match it: "decoder/layer_0"; "" for the model itself.
       type: name of its class.
       rule: what governs it: the pattern of a rule, "default", or "float32 island" for a normalisation layer.
-      param_dtype, compute_dtype, output_dtype: of its policy.
+      param_dtype, compute_dtype, output_dtype: of its policy; the first of its own parameters where it has
+        some. "-" for the scopes of functions, whose arguments and results stay as they are.
       parameters: number of its own; those of modules below it are theirs.
       bytes: what its own parameters take, as they are stored.
-      receives, returns: dtypes of the floating arrays that it is called with and gives back.
+      receives, returns: dtypes of the floating arrays that it is called with and gives back. Of a function's
+        scope, those of its first and last operation.
       calls: how often it is called.
       note: what to know of it, or "".
     """
@@ -84,10 +86,13 @@ class Summary(Report):
     @property
     def verdict(self) -> str:
         """Totals, and what to look at."""
+        count = f"{len(self.modules)} module{'s' * (len(self.modules) != 1)}"
         text = (
-            f"{len(self.modules)} modules, {count_text(self.parameters)} parameters: "
+            f"{count}, {count_text(self.parameters)} parameters: "
             f"{bytes_text(self.bytes)} stored, {bytes_text(self.compute_bytes)} as used."
         )
+        if all(row.param_dtype == "-" for row in self.modules):
+            text = f"{count}: named scopes of a function, which has no parameters of its own."
         if self.no_rule:
             text += f" No rule reaches {joined(self.no_rule, 5, repr)}: the default governs."
         if self.pointless_casts:
@@ -166,11 +171,12 @@ def row(
       calls: what was written down of its calls.
     """
     policy = treatment.policy
+    stored = {leaf.dtype.name for leaf in own}
     return ModuleRow(
         path=path,
         type=module.__name__,
         rule=rule,
-        param_dtype=policy.param_dtype.name,
+        param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
         compute_dtype="float32" if treatment.island else policy.compute_dtype.name,
         output_dtype=policy.output_dtype.name,
         parameters=sum(leaf.size for leaf in own),
@@ -191,14 +197,13 @@ def rule_text(rules: PolicyMap, index: int | None, treatment: Treatment) -> str:
 
 def made(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
     """The summary of rows, with what the trace shows."""
-    ratio = [jnp.dtype(r.compute_dtype).itemsize / jnp.dtype(r.param_dtype).itemsize for r in rows]
     return Summary(
         model=name,
         policy=str(rules.default) if not rules.overrides else repr(rules),
         modules=tuple(rows),
         parameters=sum(r.parameters for r in rows),
         bytes=sum(r.bytes for r in rows),
-        compute_bytes=round(sum(r.bytes * share for r, share in zip(rows, ratio, strict=True))),
+        compute_bytes=sum(r.parameters * jnp.dtype(r.compute_dtype).itemsize for r in rows),
         no_rule=tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else (),
         pointless_casts=tuple(pointless_casts(jaxpr)),
     )
@@ -266,9 +271,9 @@ def _of_function(
                 type="scope" if path else getattr(fn, "__name__", "function"),
                 rule="default" if index is None else show_pattern(rules.overrides[index][0]),
                 # Autocast leaves arguments and results as they are.
-                param_dtype="float32",
+                param_dtype="-",
                 compute_dtype=chosen.compute_dtype.name,
-                output_dtype="float32",
+                output_dtype="-",
                 parameters=0,
                 bytes=0,
                 receives=tuple(filter(None, inside[0].operands.split(", "))),
