@@ -12,7 +12,7 @@ demo: $(READY)  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
 
 test: $(READY)  ## run every test, the README's and the docstrings' examples among them
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .
