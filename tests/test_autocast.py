@@ -752,8 +752,8 @@ def test_bad_input():
         pass
     with pytest.raises(TypeError, match="full_precision decorates a function"):
         full_precision("off")
-    with pytest.raises(ValueError, match="weight gradients in another dtype"):
-        autocast(layer, "p=f32,c=f16,o=f32,g=f32")
+    with pytest.raises(ValueError, match="asks for weight gradients in bfloat16"):
+        autocast(layer, "p=f32,c=f16,o=f32,g=bf16")
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,61 @@ def test_transformer_fails_where_a_half_precision_falls_behind(
     assert message in capsys.readouterr().err
 
 
+def test_the_gan_trains_with_a_scale_for_each_loss_and_saves_its_images(load, monkeypatch, tmp_path, capsys):
+    gan = load("gan_digits")
+    # The run is short: two losses overflow at once, and the third is far from it.
+    scale = gan.jmpp.DynamicLossScale(2.0**24, growth_interval=20, max_loss_scale=2.0**60)
+    _, _, inner = gan.RUNS["float16"]
+    monkeypatch.setitem(gan.RUNS, "float16", ("mixed_float16", scale, inner))
+    monkeypatch.setattr(gan, "MARGIN", 2.0)  # The first skips are a good part of so few steps.
+    rows, out = keep_rows(gan, monkeypatch), tmp_path / "new" / "images.png"
+
+    assert gan.main(["--steps", "100", "--out", str(out), "--quiet"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert list(rows) == ["float32", "float16"]
+    for name, row in rows.items():
+        assert name in printed.out
+        assert row.images.shape == (2000, 64)
+        assert 0 <= row.images.min() < row.images.max() <= 1
+        assert row.distance < 8  # It begins at 13.
+        assert all(np.isfinite(row.history[f"{loss} loss"]).all() for loss in ("images", "penalty"))
+    history = rows["float16"].history
+    scales = {name: history[f"{name}"][-1] for name in history if "loss_scale" in name}
+    assert set(scales) == {"generator/loss_scale", "critic/loss_scale/images", "critic/loss_scale/penalty"}
+    assert len(set(scales.values())) > 1
+    assert history["critic/nonfinite_steps/images"][-1] > 0
+    assert 1 <= history["critic/skipped_steps"][-1] < 40
+
+
+def test_the_distance_between_samples_of_known_normal_distributions(load):
+    distance = load("gan_digits").frechet_distance
+    a = np.random.default_rng(0).normal(size=(5000, 4)) * [1.0, 2.0, 3.0, 4.0]
+    assert abs(distance(a, a)) < 1e-9
+    np.testing.assert_allclose(distance(a, a + 3.0), 4 * 9.0)
+    np.testing.assert_allclose(distance(a, 2 * a), np.trace(np.cov(a.T)) + np.sum(a.mean(axis=0) ** 2))
+    assert math.isnan(distance(a, np.full((10, 4), np.nan)))
+
+
+@pytest.mark.parametrize(
+    ("half", "message"),
+    [
+        (0.05, None),
+        (0.17, None),
+        (0.19, "of float16 are 0.19 away from real ones, more than 0.1 further than those of float32 (0.08)"),
+        (math.nan, "of float16 are nan away"),
+    ],
+)
+def test_the_gan_fails_where_float16_falls_behind(load, monkeypatch, capsys, half, message):
+    gan = load("gan_digits")
+    rows = [gan.Row("float32", 0.08, None, {}), gan.Row("float16", half, None, {})]
+    monkeypatch.setattr(gan, "compare", lambda **_: rows)
+    assert gan.main([]) == (0 if message is None else 1)
+    printed = capsys.readouterr().err
+    assert printed == "" if message is None else message in printed
+
+
 # Examples of `autocast`; the scale of their float16 runs starts where the first steps overflow.
 
 
@@ -302,7 +357,8 @@ def test_autocast_inference_fails_where_a_half_precision_says_something_else(
 
 
 @pytest.mark.parametrize(
-    "name", ["digits", "nnx_transformer", "equinox_digits", "haiku_lstm", "autocast_inference"]
+    "name",
+    ["digits", "gan_digits", "nnx_transformer", "equinox_digits", "haiku_lstm", "autocast_inference"],
 )
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -690,8 +690,8 @@ def test_what_is_no_nnx_module():
         jmpp.nnx.wrap(nnx.Param(X), "mixed_float16")
     with pytest.raises(TypeError, match="got dict"):
         jmpp.nnx.wrap({}, "mixed_float16")
-    with pytest.raises(ValueError, match="weight gradients in another dtype"):
-        jmpp.wrap(MLP(rngs=rngs()), "p=f32,c=f16,o=f32,g=f32")
+    with pytest.raises(ValueError, match="asks for weight gradients in bfloat16. Products of float16"):
+        jmpp.wrap(MLP(rngs=rngs()), "p=f32,c=f16,o=f32,g=bf16")
 
 
 def test_a_class_that_cannot_be_subclassed():

@@ -533,8 +533,10 @@ def test_bad_policies():
         jmpp.wrap(nn.Dense(2), "mixed_flaot16")
     with pytest.raises(TypeError, match="A policy is a jmp_policy.Policy"):
         jmpp.wrap(nn.Dense(2), 16)
-    with pytest.raises(ValueError, match="grad="):
-        jmpp.wrap(nn.Dense(2), "p=f32,c=f16,o=f32,g=f32")
+    with pytest.raises(ValueError, match="asks for float32 gradients of float16 parameters"):
+        jmpp.wrap(nn.Dense(2), "p=f16,c=f16,o=f32,g=f32")
+    with pytest.raises(ValueError, match="asks for weight gradients in bfloat16"):
+        jmpp.linen.intercept("p=f32,c=f16,o=f32,g=bf16")
     with pytest.raises(TypeError, match="takes a module, not its class"):
         jmpp.linen.wrap(nn.Dense, "mixed_float16")
     with pytest.raises(TypeError, match="takes a flax.linen.Module, got int"):

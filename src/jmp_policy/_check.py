@@ -62,17 +62,10 @@ def check(
             "metrics(opt_state)."
         )
     values = {name: np.asarray(value) for name, value in values.items()}
-    skips = int(values["consecutive_skips"].max())
-    stuck = bool(values.get("stuck", np.False_).any())
-    if not stuck and (max_consecutive_skips is None or skips < max_consecutive_skips):
+    found = _hopeless(values, max_consecutive_skips)
+    if found is None:
         return
-    scale = float(values["loss_scale"].min())
-    reason = "is at its floor" if stuck else "cannot help"
-    message = (
-        f"The loss scale {reason} ({scale:g}) and the gradients are still not finite: {skips} steps "
-        f"skipped in a row, {int(values['skipped_steps'].max())} in all. A smaller scale cannot help; the "
-        "model overflows in the forward pass, or a value is NaN."
-    )
+    message, scale = found
     if grads is not None:
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
@@ -83,6 +76,33 @@ def check(
         except Exception as error:  # The reason to stop must not be lost with the search for its cause.
             message += f"\nLooking for the place failed: {type(error).__name__}: {error}"
     raise LossScaleStuckError(message, diagnosis)
+
+
+def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
+    """Why training cannot go on, and at which loss scale; of metrics, mapped over devices or not."""
+    losses = [name.removeprefix("loss_scale") for name in values if name.split("/")[0] == "loss_scale"]
+    skips, skipped = int(values["consecutive_skips"].max()), int(values["skipped_steps"].max())
+    for loss in losses:  # "" or "/name"
+        stuck = bool(values.get(f"stuck{loss}", np.False_).any())
+        in_a_row = int(values.get(f"consecutive_nonfinite{loss}", values["consecutive_skips"]).max())
+        if not stuck and (limit is None or in_a_row < limit):
+            continue
+        whose, count = (f" of {loss[1:]!r}", f"{in_a_row} times in a row, ") if loss else ("", "")
+        scale = float(values[f"loss_scale{loss}"].min())
+        reason = "is at its floor" if stuck else "cannot help"
+        return (
+            f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
+            f"{skips} steps skipped in a row, {skipped} in all. A smaller scale cannot help; the model "
+            "overflows in the forward pass, or a value is NaN."
+        ), scale
+    if limit is None or skips < limit:
+        return None
+    times = ", ".join(f"{loss[1:]!r} {values[f'nonfinite_steps{loss}'].max()}" for loss in losses)
+    return (
+        f"{skips} steps skipped in a row, {skipped} in all, with no one loss to blame: the gradients of the "
+        f"losses were not finite this often: {times}. loss_scaled(..., on_nonfinite='drop_loss') leaves out "
+        "only the loss that overflows."
+    ), max(float(values[f"loss_scale{loss}"].max()) for loss in losses)
 
 
 def _describe_non_finite(grads: PyTree) -> str:

@@ -32,6 +32,7 @@ def scaled_value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     *,
+    loss: str | None = None,
     retries: int = 0,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
@@ -40,6 +41,7 @@ def scaled_value_and_grad(
       fun: the loss function, returning a real scalar, or `(loss, aux)` with `has_aux`. Compute the loss
         in float32; a float16 loss draws a warning.
       argnums, has_aux, holomorphic, allow_int: as for `jax.value_and_grad`.
+      loss: of several losses with a loss scale each, the name of this one.
       retries: repeat a step whose gradients are not finite up to this many times, each time with the
         scale that `adjust(False)` gives, instead of skipping it. Each repetition costs a whole forward
         and backward pass; a step without overflow costs nothing more.
@@ -56,7 +58,7 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: when `fun` returns no scalar.
-      ValueError: when no loss scale, or more than one, is found.
+      ValueError: when no loss scale, or more than one, is found; for a name that is missing or unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,8 +76,8 @@ def scaled_value_and_grad(
         positive_int(retries, "retries")
 
     def scaled_loss(scale: LossScale, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        loss, aux = split_loss(fun(*args, **kwargs), has_aux)
-        return scale_loss(scale, loss), (loss, aux)
+        unscaled, aux = split_loss(fun(*args, **kwargs), has_aux)
+        return scale_loss(scale, unscaled), (unscaled, aux)
 
     shift = _shift(argnums)
     gradient = jax.value_and_grad(
@@ -83,16 +85,16 @@ def scaled_value_and_grad(
     )
 
     def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
-        (_, (loss, aux)), grads = gradient(scale, *args, **kwargs)
-        value = (loss, aux) if has_aux else loss
-        return value, restore_scale(scale, loss, grads)
+        (_, (unscaled, aux)), grads = gradient(scale, *args, **kwargs)
+        value = (unscaled, aux) if has_aux else unscaled
+        return value, restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        scale = find_loss_scale(scale_or_opt_state)
+        scale = find_loss_scale(scale_or_opt_state, loss)
         if not retries:
             return once(scale, args, kwargs)
         result, scale = _with_retries(lambda s: once(s, args, kwargs), scale, retries)
-        return result, replace_loss_scale(scale_or_opt_state, scale)
+        return result, replace_loss_scale(scale_or_opt_state, scale, loss)
 
     return value_and_scaled_grad
 

@@ -82,6 +82,12 @@ def bound(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
+def outer_name_stack() -> Any:
+    """The current name stack without its innermost scope."""
+    stack = current_name_stack()
+    return type(stack)(stack.stack[:-1])
+
+
 class at:  # noqa: N801 - used like a function
     """Runs a with-block on behalf of an equation: its name stack, source line and configuration.
 

@@ -8,6 +8,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+
+from jmp_policy._dtypes import is_half
 from jmp_policy._policy import Policy, PolicyLike, get_policy
 
 #: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
@@ -205,14 +208,23 @@ def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
     return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
 
 
-def require_no_grad_dtype(rules: PolicyMap) -> None:
-    """Raises for policies that ask for weight gradients in another dtype than the products'."""
+def check_grad_dtypes(rules: PolicyMap) -> None:
+    """Raises for policies whose `grad_dtype` cannot be had."""
     for policy in (rules.default, *(p for _, p in rules.overrides)):
-        if policy.grad_dtype is not None and policy.grad_dtype != policy.compute_dtype:
+        grad = policy.grad_dtype
+        if grad in (None, policy.compute_dtype):
+            continue
+        if grad != np.float32:
             raise ValueError(
-                f"The policy {str(policy)!r} asks for weight gradients in another dtype than the products' "
-                "(grad=...), which this version cannot give for Flax modules. Leave grad out: gradients "
-                "are then converted to the parameters' dtype when they leave the cast."
+                f"The policy {str(policy)!r} asks for weight gradients in {grad.name}. Products of "
+                f"{policy.compute_dtype.name} hand on that or what they accumulate in: leave grad out, or "
+                "set it to float32."
+            )
+        if is_half(policy.param_dtype):
+            raise ValueError(
+                f"The policy {str(policy)!r} asks for float32 gradients of {policy.param_dtype.name} "
+                "parameters, and JAX gives gradients the dtype of the parameters. Keep them in float32: "
+                "params=float32."
             )
 
 

@@ -36,6 +36,7 @@ class Scope:
       caller: the policy of the module whose code is running, None for code outside every module.
       base: path of the module below which `rules` counts paths.
       here: identity of the module whose code is running, to tell a call among its own methods.
+      cloned: path of the module that was cloned to be a function, and so has lost its parent.
       seen: what the rules were asked about and what matched; shared by all scopes below one entry, to
         find rules that matched nothing.
     """
@@ -45,6 +46,7 @@ class Scope:
     caller: Policy | None = None
     base: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     here: Any = dataclasses.field(default=None, compare=False)
+    cloned: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:

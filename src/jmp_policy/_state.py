@@ -7,6 +7,8 @@ import jax
 from jmp_policy._cast import map_changed
 from jmp_policy._loaded import is_instance_of
 from jmp_policy._loss_scale import LossScale
+from jmp_policy._loss_scales import LossScales, are_several, is_one, pick
+from jmp_policy._pytree import replace
 from jmp_policy._types import PyTree
 
 
@@ -15,8 +17,10 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       inner_state: state of the wrapped transformation, as of the last finite step.
-      loss_scale: the loss scale that the next loss is to be multiplied by.
-      grads_finite: whether the last step's gradients were finite; boolean scalar, True at first.
+      loss_scale: the loss scale that the next loss is to be multiplied by; of several losses a `LossScales`,
+        with `loss_scale["name"]` for each.
+      grads_finite: whether the last step's gradients were finite, and the step taken; boolean scalar, True
+        at first.
       skipped: steps skipped so far; int32 scalar, saturating.
       consecutive_skips: steps skipped since the last one that was not; int32 scalar, saturating.
       steps: updates seen so far, skipped ones included; int32 scalar, saturating.
@@ -73,22 +77,27 @@ def _unwrapped(state: Any) -> Any:
     return map_changed(lambda x: x.get_value() if _is_variable(x) else x, state, _is_variable)
 
 
-def find_loss_scale(scale_or_state: Any) -> LossScale:
-    """The loss scale itself, given one or anything that `get_loss_scale_state` takes."""
-    if isinstance(scale_or_state, LossScale) and not isinstance(scale_or_state, type):
-        return scale_or_state
-    return get_loss_scale_state(scale_or_state).loss_scale
+def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
+    """The loss scale itself, given one or several or anything that `get_loss_scale_state` takes.
+
+    Args:
+      scale_or_state: where to look.
+      loss: which of several is meant.
+    """
+    if is_one(scale_or_state) or are_several(scale_or_state):
+        return pick(scale_or_state, loss)
+    return pick(get_loss_scale_state(scale_or_state).loss_scale, loss)
 
 
-def replace_loss_scale(scale_or_state: Any, new: LossScale) -> Any:
+def replace_loss_scale(scale_or_state: Any, new: LossScale, loss: str | None = None) -> Any:
     """What was given to `find_loss_scale`, with another loss scale in the same place."""
-    if isinstance(scale_or_state, LossScale) and not isinstance(scale_or_state, type):
-        return new
+    if is_one(scale_or_state) or are_several(scale_or_state):
+        return _with(scale_or_state, new, loss)
     old = _find_one(scale_or_state)
     kept_as = jax.tree.map(
         lambda before, value: before.replace(value) if _is_variable(before) else value,
         old.loss_scale,
-        new,
+        _with(_unwrapped(old.loss_scale), new, loss),
         is_leaf=_is_variable,
     )
     return jax.tree.map(
@@ -96,6 +105,14 @@ def replace_loss_scale(scale_or_state: Any, new: LossScale) -> Any:
         scale_or_state,
         is_leaf=lambda x: x is old,
     )
+
+
+def _with(scale: Any, new: LossScale, loss: str | None) -> Any:
+    if loss is None:
+        return new
+    if isinstance(scale, LossScales):
+        return replace(scale, scales={**scale.scales, loss: new})
+    return {**scale, loss: new}
 
 
 def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:

@@ -5,31 +5,31 @@ one), both outcomes are selected instead of branched to (Keras branches, which c
 memory), and the wrapped transformation only ever sees float32.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 
 from jmp_policy._cast import map_changed
-from jmp_policy._finite import all_finite
-from jmp_policy._loss_scale import LossScale, NoOpLossScale
-from jmp_policy._monitor import Groups, check_groups, magnitudes
+from jmp_policy._loss_scale import LossScale
+from jmp_policy._losses import count, losses_of
+from jmp_policy._monitor import Groups, check_groups
 from jmp_policy._state import LossScaledState
+from jmp_policy._transformation import check_inner, check_state, own, widen
 from jmp_policy._types import PyTree
-
-_widen = NoOpLossScale().unscale
 
 
 def loss_scaled(
     inner: Any,
-    loss_scale: LossScale,
+    loss_scale: LossScale | Mapping[str, LossScale],
     *,
     axis_name: Any = None,
     count_mode: Literal["hold", "advance"] = "hold",
+    on_nonfinite: Literal["skip_step", "drop_loss"] = "skip_step",
     monitor: Groups = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take scaled gradients, and skip the steps on which they are not finite.
@@ -41,11 +41,14 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or object with `init` and `update` (`optax.MultiSteps`).
-      loss_scale: the loss scale to start with. It is copied: states may be donated.
+      loss_scale: the loss scale to start with. It is copied: states may be donated. For several losses with
+        a scale each, a mapping from their names: `{"adversarial": DynamicLossScale(), ...}`.
       axis_name: mapped axis or axes over which all devices must agree whether to skip (`shard_map`,
         `pmap`). Not needed under `jax.jit` with shardings.
       count_mode: whether step counts inside `inner` (leaves named `count`, which move learning-rate
         schedules and bias corrections) hold still on a skipped step, or advance with the calendar.
+      on_nonfinite: of several losses, whether one with infinite or NaN gradients skips the step, or is left
+        out of it. With all of them left out the step is skipped.
       monitor: keep magnitudes of the gradients by group of parameters, for `metrics`. True for one group
         per part of the model, or a function from a parameter's path to its group. False adds nothing.
 
@@ -55,7 +58,15 @@ def loss_scaled(
       (float64 and complex keep their types, integers and `float0` pass; 16-bit `params` are shown to it
       as float32 as well). Where a gradient is infinite or NaN, the updates are -0.0, which leaves every
       bit of a parameter as it was, and `inner_state` is the old one. An extra argument `grad`, as the
-      line searches of optax take, is unscaled too; `value` must be the unscaled loss.
+      line searches of optax take, is unscaled too; `value` must be the unscaled loss. `overflowed`, a
+      boolean scalar, says that gradients left out of `grads` were not finite (a dropped micro-batch): the
+      scale then adjusts as after an overflow, and finite `grads` are applied all the same. That is no
+      skipped step: of the metrics only `loss_scale` and `stuck` show it.
+
+      For several losses `update({"adversarial": grads, ...}, state, params)` takes the gradients of each,
+      divides them by their own scale and tests them on their own; `inner` gets the sum. Each scale adjusts by
+      its own loss alone. `grad` is by name too; `overflowed` may be. Of optax's wrappers only `optax.chain`
+      can stand around it: the others want gradients that look like the parameters.
 
     Raises:
       TypeError, ValueError: for arguments that are no transformation, no loss scale, no known mode.
@@ -76,98 +87,51 @@ def loss_scaled(
     References:
       NVIDIA, "Training With Mixed Precision", SDK guide, section 3.2.
     """
-    transformation = _check_inner(inner)
-    _check_loss_scale(loss_scale)
+    transformation = check_inner(inner, "loss_scaled")
     if count_mode not in ("hold", "advance"):
         raise ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
 
     groups = check_groups(monitor)
+    losses: Any = losses_of(loss_scale, on_nonfinite, axis_name, groups)
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
-            inner_state=_own(transformation.init(_widen(params)), params),
-            loss_scale=jax.tree.map(jnp.array, loss_scale),
+            inner_state=own(transformation.init(widen(params)), params),
+            loss_scale=losses.start(),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            gradients=jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, groups)) if groups else None,
+            gradients=losses.no_magnitudes(params) if groups else None,
         )
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree = None, *, overflowed: Any = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
-        if not isinstance(state, LossScaledState):
-            raise TypeError(
-                f"loss_scaled got the state of another transformation ({type(state).__name__}); pass the "
-                "state that its own init returned."
-            )
+        check_state(state, LossScaledState, "loss_scaled")
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
-        grads = state.loss_scale.unscale(updates)
-        finite = all_finite(grads, axis_name)
+        grads = losses.unscale(state.loss_scale, updates)
+        each_finite = losses.test(grads)
+        finite = losses.usable(each_finite)
         if "grad" in extra_args:
-            extra_args["grad"] = state.loss_scale.unscale(extra_args["grad"])
+            line_grads = losses.unscale(state.loss_scale, extra_args["grad"])
+            extra_args["grad"] = losses.total(line_grads, each_finite)
         new_updates, inner_state = transformation.update(
-            grads, state.inner_state, _widen(params), **extra_args
+            losses.total(grads, each_finite), state.inner_state, widen(params), **extra_args
         )
         skipped = ~finite
         return map_changed(lambda u: _nothing_unless(finite, u), new_updates), LossScaledState(
             inner_state=_keep_unless(finite, inner_state, state.inner_state, count_mode),
-            loss_scale=_adjust(state.loss_scale, finite, grads),
+            loss_scale=losses.adjust(state.loss_scale, grads, each_finite, overflowed),
             grads_finite=finite,
-            skipped=_count(skipped, state.skipped, state.skipped),
-            consecutive_skips=_count(skipped, state.consecutive_skips, jnp.int32(0)),
+            skipped=count(skipped, state.skipped),
+            consecutive_skips=count(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=optax.safe_increment(state.steps),
-            gradients=magnitudes(grads, state.loss_scale.loss_scale, groups) if groups else None,
+            gradients=losses.magnitudes(grads, state.loss_scale) if groups else None,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, type) or not all(callable(getattr(inner, n, None)) for n in ("init", "update")):
-        hint = " Did you forget to call it?" if callable(inner) else ""
-        raise TypeError(
-            "loss_scaled wraps an optax transformation (an object with init and update), such as "
-            f"optax.adam(1e-3); got {inner!r}.{hint}"
-        )
-    return optax.with_extra_args_support(inner)
-
-
-def _check_loss_scale(loss_scale: Any) -> None:
-    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
-        hint = ""
-        if isinstance(loss_scale, type):
-            hint = f" Did you mean {loss_scale.__name__}()?"
-        elif isinstance(loss_scale, int | float):
-            hint = f" Did you mean StaticLossScale({loss_scale})?"
-        raise TypeError(
-            "loss_scaled needs a loss scale, such as DynamicLossScale(), StaticLossScale(1024.0) or "
-            f"NoOpLossScale(); got {loss_scale!r}.{hint}"
-        )
-
-
-def _own(state: PyTree, params: PyTree) -> PyTree:
-    """The state as every later step returns it: strongly typed, and in buffers of its own.
-
-    A weak type would compile the step twice; some optimizers keep the very arrays of the parameters (L-BFGS),
-    and those could not be donated together with them.
-    """
-    taken = {id(x) for x in jax.tree.leaves(params)}
-
-    def own(x: Any) -> Any:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if id(x) in taken:
-                x = jnp.array(x)
-            taken.add(id(x))
-        if isinstance(x, bool | int | float | complex):
-            return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-        if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
-            return lax.convert_element_type(x, x.dtype)
-        return x
-
-    return map_changed(own, state)
 
 
 def _nothing_unless(finite: jax.Array, update: Any) -> Any:
@@ -204,13 +168,3 @@ def _keep_unless(finite: jax.Array, new: PyTree, old: PyTree, count_mode: str) -
 
     kept = [keep(path, b, a) for (path, b), a in zip(old_leaves, new_leaves, strict=True)]
     return jax.tree.unflatten(treedef, kept)
-
-
-def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree) -> LossScale:
-    if getattr(loss_scale, "needs_grads", False):
-        return loss_scale.adjust(finite, grads=grads)
-    return loss_scale.adjust(finite)
-
-
-def _count(happened: jax.Array, count: jax.Array, otherwise: jax.Array) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(count), otherwise)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy import _jax
+from jmp_policy import _again, _jax
 from jmp_policy._autocast import _bind
 from jmp_policy._autocast._operations import as_traced
 from jmp_policy._autocast._plan import Plan, Planner, Rule, Step, Value, Wish, float32_reads, held
@@ -108,16 +108,9 @@ class Checkpoint(_Call):
     """jax.checkpoint: casts of weights are inside, so that no half copy is saved."""
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
-        eqn, arrays = step.eqn, _read_all(step, cells)
-        function = as_function(plan, held(plan.outs, eqn.outvars))
-        if not eqn.params["differentiated"]:
-            options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-            return [computed(out) for out in jax.checkpoint(function, **options)(*arrays)]
-        # Of a backward pass that is in the program already: a fresh checkpoint would not keep XLA from
-        # merging it with the forward pass.
-        closed = jax.make_jaxpr(function)(*arrays)
-        arrays = [*_jax.constants(closed), *arrays]
-        return [computed(out) for out in _bind.bind(eqn, *arrays, jaxpr=_jax.closed_over_arguments(closed))]
+        function = as_function(plan, held(plan.outs, step.eqn.outvars))
+        outs = _again.checkpoint(step.eqn, function, _read_all(step, cells), _bind.bind)
+        return [computed(out) for out in outs]
 
 
 class CustomJVP(_Call):
@@ -299,17 +292,8 @@ class ShardMap(_Call):
     """jax.shard_map: weights are cast inside, so that their gradients are summed over devices in float32."""
 
     def call(self, step: Step, plan: Plan, cells: Sequence[Cell]) -> Sequence[Cell]:
-        params = step.eqn.params
         function = as_function(plan, held(plan.outs, step.eqn.outvars))
-        mapped = jax.shard_map(
-            lambda *arrays: tuple(function(*arrays)),
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=set(_jax.manual_axes(params)),
-        )
-        return [computed(out) for out in mapped(*_read_all(step, cells))]
+        return [computed(out) for out in _again.shard_map(step.eqn, function, _read_all(step, cells))]
 
 
 RULES: dict[str, Rule] = {

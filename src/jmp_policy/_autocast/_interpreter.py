@@ -8,28 +8,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
 from jmp_policy import _jax
 from jmp_policy._autocast import _bind, _calls, _loops, _operations, _ops
 from jmp_policy._autocast._plan import Plan, Planner, Rule, traced
 from jmp_policy._autocast._run import as_function, run
-from jmp_policy._autocast._values import computed
+from jmp_policy._autocast._values import argument, leaves_marked
 from jmp_policy._dtypes import parse_dtype
+from jmp_policy._flat import flattened
 from jmp_policy._loaded import is_instance_of, loaded
 from jmp_policy._policy import Policy, PolicyLike
 from jmp_policy._regions import Regions, as_rules, compute_dtype, rules_of
-from jmp_policy._rules import PolicyMap, as_policy_map, require_no_grad_dtype, unused_error
+from jmp_policy._rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
 from jmp_policy._types import DTypeLike
+from jmp_policy._weights import _function as _weights
+from jmp_policy._weights._mark import any_asks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: The rules of primitives that need more than their list says.
 _RULES: dict[str, Rule] = {**_operations.OWN, **_calls.RULES, **_loops.RULES}
-
-
-#: What of a function's arguments is traced; all else is static. Shapes are for `explain`.
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 class Traced(NamedTuple):
@@ -63,7 +61,7 @@ class Settings:
         follow: Iterable[str] = (),
     ):
         self.policy_map = autocast_policy(policy)
-        require_no_grad_dtype(self.policy_map)
+        check_grad_dtypes(self.policy_map)
         self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
         self.table = _ops.changed_table(ops, lower=lower, full=full, follow=follow)
@@ -84,47 +82,22 @@ class Settings:
           ValueError: for rules that match no scope.
           TypeError: for NNX modules among the arguments.
         """
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_node)
-        is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
-        if any(map(_is_nnx_node, leaves)):
+        if any(map(_is_nnx_node, jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_node))):
             raise TypeError(
                 "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
                 "updates (batch statistics, random streams). Use jmp_policy.nnx.autocast, which splits and "
                 "merges it."
             )
-        outs: list[Any] = []
-
-        def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            whole = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-            new_args, new_kwargs = jax.tree.unflatten(structure, whole)
-            out_leaves, out_structure = jax.tree.flatten(fn(*new_args, **new_kwargs))
-            is_made = [isinstance(leaf, _ARRAYS) for leaf in out_leaves]
-            kept = [None if made else leaf for leaf, made in zip(out_leaves, is_made, strict=True)]
-            outs[:] = [out_structure, is_made, kept]
-            return [leaf for leaf, made in zip(out_leaves, is_made, strict=True) if made]
-
-        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
         with self._marked() as seen:
-            jaxpr = jax.make_jaxpr(flat)(*arrays)
+            flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules)
         planner = Planner(regions, self._planner_rules(), self.table, _operations.AS_TRACED)
-        opened = _jax.open_jaxpr(jaxpr)
+        opened = _jax.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
-        plan = planner.plan(jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
+        plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
         self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
 
-        def rebuild(made: list[Any]) -> Any:
-            out_structure, is_made, kept = outs
-            given = iter(made)
-            return jax.tree.unflatten(
-                out_structure,
-                [next(given) if array else leaf for leaf, array in zip(kept, is_made, strict=True)],
-            )
-
-        # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
-        arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays]
-        return Traced(plan, arrays, rebuild)
+        return Traced(plan, flat.arrays, flat.rebuild)
 
     def _planner_rules(self) -> dict[str, Rule]:
         by_list = {name: _operations.LISTS[op_list] for name, (op_list, _) in self.table.items()}
@@ -235,15 +208,19 @@ def autocast(
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
         plan, arrays, rebuild = settings.trace(fn, args, kwargs)
+        with leaves_marked(any_asks(settings.policy_map)) as asks:
+            return rebuild((_weights.with_float32_gradients(whole) if asks else whole)(plan, arrays))
+
+    def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = _jax.open_jaxpr(plan.jaxpr).outvars
         dtypes = [_jax.FLOAT32 if _jax.is_float32(atom) else None for atom in atoms]
         if _jax.is_explicit(_jax.open_jaxpr(plan.jaxpr).invars):
             # Op by op, constants would not get the shardings that the trace gave them.
-            return rebuild(jax.jit(as_function(plan, dtypes))(*arrays))
+            return jax.jit(as_function(plan, dtypes))(*arrays)
         with _bind.program(is_body=False):
-            outs = run(plan, [computed(array) for array in arrays])
+            outs = run(plan, list(map(argument, arrays, plan.ins)))
             made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
-        return rebuild([_jax.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)])
+        return [_jax.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
 
     return in_half  # type: ignore[return-value]
 

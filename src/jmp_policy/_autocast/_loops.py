@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_policy import _jax
+from jmp_policy import _again, _jax
 from jmp_policy._autocast import _bind
 from jmp_policy._autocast._operations import AS_TRACED, as_traced
 from jmp_policy._autocast._plan import Planner, Rule, Step, Wish, float32_reads, held
@@ -89,18 +89,8 @@ class Scan(_Loop):
         return Step(eqn, self, held(body.ins, eqn.invars), results, "what is inside decides", (body,))
 
     def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
-        params, (plan,) = step.eqn.params, step.inner
-        consts, carries = _jax.scan_sizes(params)
-        function = as_function(plan, held(step.outs, step.eqn.outvars))
-
-        def body(carry: Any, xs: Any) -> Any:
-            outs = function(*arrays[:consts], *carry, *xs)
-            return outs[:carries], outs[carries:]
-
-        init, xs = list(arrays[consts : consts + carries]), list(arrays[consts + carries :])
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        final, ys = lax.scan(body, init, xs, **options)
-        return [*final, *ys]
+        function = as_function(step.inner[0], held(step.outs, step.eqn.outvars))
+        return _again.scan(step.eqn, function, arrays)
 
 
 class While(_Loop):
@@ -197,7 +187,7 @@ class Cond(_Loop):
 
     def call(self, step: Step, arrays: Sequence[Any]) -> Sequence[Any]:
         dtypes = held(step.outs, step.eqn.outvars)
-        return lax.switch(arrays[0], [as_function(plan, dtypes) for plan in step.inner], *arrays[1:])
+        return _again.cond([as_function(plan, dtypes) for plan in step.inner], arrays)
 
 
 RULES: dict[str, Rule] = {"scan": Scan(), "while": While(), "cond": Cond()}

@@ -16,6 +16,7 @@ from jax import lax
 
 from jmp_policy._autocast import _bind
 from jmp_policy._jax import FLOAT32
+from jmp_policy._weights._run import WIDENED
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
@@ -39,6 +40,7 @@ def widened(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
         with _bind.program(is_body=True):
             return product(eqn, operands, FLOAT32)
 
+    dot.__name__ = WIDENED
     call = jax.custom_jvp(dot)
 
     def rule(primals: Any, tangents: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from jmp_policy import _jax
 from jmp_policy._autocast import _bind
 from jmp_policy._autocast._plan import Plan
-from jmp_policy._autocast._values import Cell, computed
+from jmp_policy._autocast._values import Cell, argument, computed, constant
 
 
 def run(plan: Plan, cells: Sequence[Cell]) -> list[Cell]:
@@ -24,7 +24,7 @@ def run(plan: Plan, cells: Sequence[Cell]) -> list[Cell]:
     jaxpr = _jax.open_jaxpr(plan.jaxpr)
     known = dict(zip(jaxpr.invars, cells, strict=True))
     known |= {
-        var: Cell(value, var.aval.dtype if _jax.is_plain_array(var) else None)
+        var: constant(value, var.aval.dtype if _jax.is_plain_array(var) else None)
         for var, value in zip(jaxpr.constvars, _jax.constants(plan.jaxpr), strict=True)
     }
 
@@ -56,7 +56,7 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
 
     def function(*arrays: Any) -> list[Any]:
         with _bind.program(is_body=True):
-            outs = run(plan, [computed(array) for array in arrays])
+            outs = run(plan, list(map(argument, arrays, plan.ins)))
             return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
 
     return function

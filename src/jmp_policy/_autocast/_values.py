@@ -1,12 +1,15 @@
 """What is known of a value while a program is planned, and what is kept of it while it runs."""
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._autocast import _bind
+from jmp_policy._weights._mark import marked
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
 #: or zeros and ones made of a mask. "computed": anything else.
@@ -43,20 +46,48 @@ class Cell:
       dtype: what the value is in to begin with.
       make: gives the array in another dtype. Left out, `value` is cast. For values that only move a parameter
         the parameter is cast first, so that `w` and `w.T` share one cast.
+      is_weight: whether casts of it are marked as those of a parameter.
     """
 
-    __slots__ = ("_dtype", "_made", "_make")
+    __slots__ = ("_dtype", "_is_weight", "_made", "_make")
 
-    def __init__(self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None):
-        self._dtype, self._make = dtype, make
+    def __init__(
+        self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None, is_weight: bool = False
+    ):
+        self._dtype, self._make, self._is_weight = dtype, make, is_weight
         self._made = {} if value is None else {dtype: value}
 
     def read(self, dtype: Any) -> Any:
         """The value in a dtype; for None, as it is."""
         dtype = self._dtype if dtype is None else dtype
         if dtype not in self._made:
-            self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
+            with marked() if self._is_weight else contextlib.nullcontext():
+                self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
         return self._made[dtype]
+
+
+#: Whether casts of untouched arguments are marked as those of parameters.
+_MARKS = contextvars.ContextVar("casts of leaves are marked", default=False)
+
+
+@contextlib.contextmanager
+def leaves_marked(marks: bool) -> Iterator[bool]:
+    """A with-block in which casts of leaves are marked, so that their gradients can be float32."""
+    token = _MARKS.set(marks)
+    try:
+        yield marks
+    finally:
+        _MARKS.reset(token)
+
+
+def argument(value: Any, known: Value) -> Cell:
+    """The cell of an argument."""
+    return Cell(value, getattr(value, "dtype", None), is_weight=known.source == "leaf" and _MARKS.get())
+
+
+def constant(value: Any, dtype: Any) -> Cell:
+    """The cell of an array that was closed over, which may be a parameter."""
+    return Cell(value, dtype, is_weight=_MARKS.get())
 
 
 def computed(value: Any) -> Cell:

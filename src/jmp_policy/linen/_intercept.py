@@ -16,6 +16,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import lift
+from flax.linen import transforms
 
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_floating
@@ -27,12 +29,14 @@ from jmp_policy._rules import (
     PolicyMap,
     PolicyMapLike,
     as_policy_map,
+    check_grad_dtypes,
     matches,
     path_text,
-    require_no_grad_dtype,
 )
 from jmp_policy._scope import Scope, Seen, current, entered
 from jmp_policy._treatment import Treatment
+from jmp_policy._weights import _function as _weights
+from jmp_policy._weights._mark import cast_weight
 from jmp_policy.linen import _layers
 
 
@@ -67,7 +71,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __init__(self, policy: PolicyMapLike):
         self.rules = as_policy_map(policy)
-        require_no_grad_dtype(self.rules)
+        check_grad_dtypes(self.rules)
         self._entered = threading.local()
 
     def __enter__(self) -> Scope:
@@ -125,6 +129,8 @@ def _interceptor(
         return next_fun(*args, **kwargs)
     if scope.marks:
         return _call_marked(scope, module, next_fun, args, kwargs)
+    if _weights.starts(scope.rules) and not module.is_initializing() and context.method_name != "setup":
+        return _call_with_float32_gradients(scope, module, context.method_name, args, kwargs)
     if context.method_name == "setup":
         with _governed(scope, module):
             return next_fun(*args, **kwargs)
@@ -163,6 +169,28 @@ def is_method(module: nn.Module, name: str) -> bool:
     """
     special = name.startswith("__") and name != "__call__"
     return not special and callable(getattr(type(module), name, None))
+
+
+def _call_with_float32_gradients(scope: Scope, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    """Runs a method as a function of the module's variables (as `nn.jit` does), whose gradients are float32.
+
+    The method and all that it calls come through the interceptor again, on a clone of the module.
+    """
+
+    def lifted(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+                scopes = scope_of(variables, rngs)
+                return fn(scopes, *args, **kwargs), repacked(scopes)
+
+            function = _weights.with_float32_gradients(pure, opens_scope=True)
+            return function(variables, rngs, args, kwargs)
+
+        return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)(scopes, *args, **kwargs)
+
+    with entered(dataclasses.replace(scope, cloned=module.path)):
+        method = getattr(type(module), name)
+        return transforms.lift_direct_transform(lifted, (method,), module, *args, **kwargs)
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -221,7 +249,7 @@ def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | Non
 
 def _is_lifted(scope: Scope, module: nn.Module) -> bool:
     """Whether a transform (nn.scan, nn.remat, nn.jit) runs the module: it has a scope, but no parent."""
-    return not isinstance(module.parent, nn.Module) and module.path != scope.base
+    return not isinstance(module.parent, nn.Module) and module.path not in (scope.base, scope.cloned)
 
 
 def _identity(module: nn.Module) -> Any:
@@ -325,7 +353,7 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
             return cast_floating(value, treatment.param_dtype)
 
         value = param(name, init, *init_args, unbox=unbox, **init_kwargs)
-        return cast_floating(value, treatment.used_param_dtype)
+        return cast_weight(value, treatment.used_param_dtype, treatment.policy)
 
     return governed_param
 
@@ -339,7 +367,8 @@ def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
         value, scope = get_variable(col, name, default), current()
         if scope is None or col != "params":
             return value
-        return cast_floating(value, _treatment(scope, module).used_param_dtype)
+        treatment = _treatment(scope, module)
+        return cast_weight(value, treatment.used_param_dtype, treatment.policy)
 
     return governed_get_variable
 

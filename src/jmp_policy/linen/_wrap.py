@@ -19,9 +19,9 @@ from jmp_policy._rules import (
     PolicyMap,
     PolicyMapLike,
     as_policy_map,
+    check_grad_dtypes,
     matches,
     path_text,
-    require_no_grad_dtype,
     unused_error,
 )
 from jmp_policy._scope import Scope, current
@@ -66,7 +66,7 @@ def wrap(module: M, policy: PolicyMapLike) -> M:
     if not isinstance(module, nn.Module):
         raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
     rules = as_policy_map(policy)
-    require_no_grad_dtype(rules)
+    check_grad_dtypes(rules)
     return _with_class(module, _wrapped_class(bare_class(module), rules))
 
 

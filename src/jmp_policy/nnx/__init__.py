@@ -1,5 +1,6 @@
 """Policies for Flax NNX modules: `wrap`, and what a training step with modules needs."""
 
+from jmp_policy.nnx._accumulate import accumulate_gradients as accumulate_gradients
 from jmp_policy.nnx._autocast import autocast as autocast
 from jmp_policy.nnx._autocast import explain as explain
 from jmp_policy.nnx._governed import policy_of as policy_of

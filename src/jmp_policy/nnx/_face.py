@@ -25,6 +25,8 @@ from flax.nnx import tracers
 
 from jmp_policy._cast import cast_floating, map_changed
 from jmp_policy._dtypes import is_half
+from jmp_policy._treatment import Treatment
+from jmp_policy._weights._mark import asks, cast_weight
 from jmp_policy.nnx import _graph, _layers
 
 #: Types of attributes that hold no Variables, for which nobody should wait.
@@ -43,7 +45,7 @@ class Run:
     Args:
       trace: the trace that the call began in; no longer current in the body of a transform.
       faces: every face handed out during the call, with the node it stands for.
-      views: every view handed out, by the Variable's identity and the dtype it is read in.
+      views: every view handed out, by the Variable's identity and what it is read by.
       containers: every list, tuple or dict handed out with views in it: the original, and its copy.
     """
 
@@ -79,16 +81,16 @@ def is_loop_body() -> bool:
 
 
 @contextlib.contextmanager
-def opened(module: Any, bare: type, dtype: np.dtype, class_dtype: Any) -> Iterator[Any]:
+def opened(module: Any, bare: type, treatment: Treatment, class_dtype: Any) -> Iterator[Any]:
     """The face of a module for the length of a call.
 
     Args:
       module: the module.
       bare: its class without a policy.
-      dtype: what its own Params are read in.
+      treatment: by which its own Params are read.
       class_dtype: what a `dtype` that its class defines is read as; None to leave it.
     """
-    run, face = Run(), _face(module, bare, dtype, class_dtype)
+    run, face = Run(), _face(module, bare, treatment, class_dtype)
     run.faces.append((face, module))
     before = _RUNS.stack
     _RUNS.stack = (*before, run)
@@ -131,23 +133,25 @@ def original(value: Any) -> Any:
     return map_changed(one, value, _graph.is_node)
 
 
-def _face(node: Any, bare: type, dtype: np.dtype, class_dtype: Any = None) -> Any:
+def _face(node: Any, bare: type, treatment: Treatment, class_dtype: Any = None) -> Any:
     with CLASSES:
-        cls = _face_class(bare, type(node), dtype, class_dtype)
+        cls = _face_class(bare, type(node), treatment, class_dtype)
     face = object.__new__(cls)
     object.__setattr__(face, "__dict__", vars(node))
     return face
 
 
 @functools.cache
-def _face_class(bare: Any, outer: type, dtype: np.dtype, class_dtype: Any) -> type:
+def _face_class(bare: Any, outer: type, treatment: Treatment, class_dtype: Any) -> type:
+    dtype = treatment.used_param_dtype
+
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
         if type(value) in _PLAIN:
             return value
         if name.startswith(("__", "_pytree__")) or name not in object.__getattribute__(self, "__dict__"):
             return value
-        return _seen(bare, name, value, dtype)
+        return _seen(bare, name, value, treatment)
 
     def setattribute(self: Any, name: str, value: Any) -> None:
         if isinstance(value, dataclasses.Field) and "nnx_value" in value.metadata:
@@ -180,17 +184,16 @@ def subclass(bare: Any, namespace: dict[str, Any], **keywords: Any) -> type:
     return types.new_class(bare.__name__, (bare,), keywords, lambda ns: ns.update(namespace))
 
 
-def _seen(bare: type, name: str, value: Any, dtype: np.dtype) -> Any:
+def _seen(bare: type, name: str, value: Any, treatment: Treatment) -> Any:
     """An attribute as the methods of a module see it."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
-            return _view(leaf, dtype) if _is_read_cast(bare, name, leaf) else leaf
+            return _view(leaf, treatment) if _is_read_cast(bare, name, leaf, treatment) else leaf
         if isinstance(leaf, nnx.Pytree) and _is_holder(leaf):
             spec = getattr(type(leaf), "_jmp_policy_specification", None)
             inner = getattr(type(leaf), "_jmp_policy_bare", type(leaf))
-            read_in = dtype if spec is None else spec.treatment.used_param_dtype
-            new = _face(leaf, inner, read_in)
+            new = _face(leaf, inner, treatment if spec is None else spec.treatment)
             if _RUNS.stack:
                 _RUNS.stack[-1].faces.append((new, leaf))
             return new
@@ -222,11 +225,15 @@ def _shown(value: Any, one: Callable[[Any], Any]) -> Any:
     return new
 
 
-def _is_read_cast(bare: type, name: str, variable: nnx.Variable) -> bool:
-    """Whether a module reads a Variable of its own in another dtype than it is stored in."""
+def _is_read_cast(bare: type, name: str, variable: nnx.Variable, treatment: Treatment) -> bool:
+    """Whether a module reads a Variable of its own in another dtype than it is stored in.
+
+    Layers of Flax cast theirs themselves; where gradients are to be float32, the cast must be ours.
+    """
     if issubclass(bare, nnx.MultiHeadAttention) and name in ("cached_key", "cached_value"):
         return True
     by_itself = _layers.is_flax(bare) and not issubclass(bare, nnx.List | nnx.Dict)
+    by_itself = by_itself and not asks(treatment.policy)
     return isinstance(variable, nnx.Param) and not by_itself
 
 
@@ -266,26 +273,26 @@ class _View:
     _jmp_policy_origin: Any
 
 
-def _view(variable: nnx.Variable, dtype: np.dtype) -> nnx.Variable:
+def _view(variable: nnx.Variable, treatment: Treatment) -> nnx.Variable:
     """A Variable that is `variable`, but for reading in another dtype."""
     if isinstance(variable, _View):
         variable = variable._jmp_policy_origin  # The innermost decides.
-    if _graph.dtypes(variable) <= {dtype}:
+    if _graph.dtypes(variable) <= {treatment.used_param_dtype}:
         return variable
-    known = _RUNS.stack[-1].views if _RUNS.stack else {}
-    if (id(variable), dtype) not in known:
+    known, key = _RUNS.stack[-1].views if _RUNS.stack else {}, (id(variable), treatment)
+    if key not in known:
         with CLASSES:
-            cls: Any = _view_class(variable.var_type, dtype)
+            cls: Any = _view_class(variable.var_type, treatment)
         view = object.__new__(cls)
         object.__setattr__(view, "_jmp_policy_origin", variable)
-        known[(id(variable), dtype)] = view
-    return known[(id(variable), dtype)]
+        known[key] = view
+    return known[key]
 
 
 @functools.cache
-def _view_class(base: Any, dtype: np.dtype) -> type[nnx.Variable]:
+def _view_class(base: Any, treatment: Treatment) -> type[nnx.Variable]:
     def get_value(self: Any, **kwargs: Any) -> Any:
-        return cast_floating(base.get_value(self, **kwargs), dtype)
+        return cast_weight(base.get_value(self, **kwargs), treatment.used_param_dtype, treatment.policy)
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         _warn_if_rounded(self._jmp_policy_origin, value)

@@ -18,7 +18,9 @@ from jmp_policy._cast import cast_leaf, map_changed
 from jmp_policy._dtypes import is_dtype_or_none
 from jmp_policy._policy import Policy
 from jmp_policy._treatment import Treatment
+from jmp_policy._weights import _function as _weights
 from jmp_policy.nnx import _face, _graph, _layers
+from jmp_policy.nnx._states import transformed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +155,12 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     spec = specification(module)
     assert spec is not None
     treatment = spec.treatment
+    if _weights.starts(treatment.policy):
+        run = transformed(functools.partial(_run_part, bare, method), _weights.with_float32_gradients)
+        return run(module, args, kwargs)
     in_loop = _face.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, treatment, args, kwargs)
-    seen_as = bare_class(type(module)), treatment.used_param_dtype, _class_dtype(bare, spec)
+    seen_as = bare_class(type(module)), treatment, _class_dtype(bare, spec)
     with _face.opened(module, *seen_as) as face:
         bound = method.__get__(face, type(face)) if hasattr(method, "__get__") else method
         out = _face.original(bound(*new_args, **new_kwargs))
@@ -168,6 +173,10 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         alone=in_loop,
         is_leaf=_graph.is_node,
     )
+
+
+def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    return _run(module, bare, method, args, kwargs)
 
 
 def _cast_inputs(module: Any, treatment: Treatment, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -18,11 +18,12 @@ from jmp_policy._rules import (
     PolicyMap,
     PolicyMapLike,
     as_policy_map,
+    check_grad_dtypes,
     path_text,
-    require_no_grad_dtype,
     unused_error,
 )
 from jmp_policy._treatment import Treatment
+from jmp_policy._weights._mark import asks
 from jmp_policy._words import did_you_mean
 from jmp_policy.nnx import _graph, _layers
 from jmp_policy.nnx._governed import bare_class, governed_methods, own_methods
@@ -58,7 +59,7 @@ class Plan:
         if type(module) in (nnx.List, nnx.Dict):
             # Not called, but what it holds is read in the dtype that its own rule says.
             return next(_graph.own_params(module), None) is not None
-        if not _layers.follows_by_itself(module, type(module)):
+        if asks(policy) or not _layers.follows_by_itself(module, type(module)):
             return True
         output = policy.output_dtype if place.at_border else policy.compute_dtype
         if _layers.passes_on(module):
@@ -130,7 +131,7 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     """
     _check_is_module(module)
     rules = as_policy_map(policy)
-    require_no_grad_dtype(rules)
+    check_grad_dtypes(rules)
     new = nnx.clone(module, variables=False, graph=True)
     unwrap(module, new)
     walk = _Walk(rules)

@@ -10,28 +10,7 @@ from jmp_policy._rules import PolicyMap
 from jmp_policy.nnx import _graph
 from jmp_policy.nnx._graph import is_node
 from jmp_policy.nnx._named import named
-
-
-class _Gap:
-    """Stands for a node."""
-
-
-NODE = _Gap()
-
-
-def filled(structure: Any, leaves: Any, nodes: Any) -> Any:
-    """The tree, with the nodes in the places that were left for them."""
-    given = iter(nodes)
-    return jax.tree.unflatten(structure, [next(given) if leaf is NODE else leaf for leaf in leaves])
-
-
-def variables(nodes: Any) -> Iterator[nnx.Variable]:
-    """Every Variable of these nodes, once per node."""
-    for node in nodes:
-        if isinstance(node, nnx.Variable):
-            yield node
-        else:
-            yield from (variable for _, variable in _graph.variables(node))
+from jmp_policy.nnx._states import NODE, filled, variables
 
 
 class Split:

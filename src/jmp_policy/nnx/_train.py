@@ -10,7 +10,7 @@ from flax import nnx
 from jmp_policy._finite import select_tree
 from jmp_policy._grad import restore_scale, scale_loss, split_loss
 from jmp_policy._metrics import grads_finite
-from jmp_policy._state import find_loss_scale
+from jmp_policy._state import find_loss_scale, get_loss_scale_state
 from jmp_policy.nnx import _graph
 
 
@@ -23,6 +23,7 @@ def scaled_value_and_grad(
     allow_int: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    loss: str | None = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
 
@@ -31,6 +32,7 @@ def scaled_value_and_grad(
         `(loss, aux)` with `has_aux`. Compute the loss in float32; a float16 loss draws a warning.
       argnums, has_aux, holomorphic, allow_int, graph, graph_updates: as for `nnx.value_and_grad`; among
         argnums `nnx.DiffState(0, filter)` for parameters other than `nnx.Param`.
+      loss: of several losses with a loss scale each, the name of this one.
 
     Returns:
       A function `(scale_or_optimizer, model, *args, **kwargs) -> (value, grads)`, where `value` is
@@ -58,12 +60,12 @@ def scaled_value_and_grad(
         raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
 
     def value_and_scaled_grad(scale_or_optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        scale = find_loss_scale(scale_or_optimizer)
+        scale = find_loss_scale(scale_or_optimizer, loss)
 
         @functools.wraps(fun)  # NNX puts keyword arguments in their places by the signature.
         def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            loss, aux = split_loss(fun(*args, **kwargs), has_aux)
-            return scale_loss(scale, loss), (loss, aux)
+            unscaled, aux = split_loss(fun(*args, **kwargs), has_aux)
+            return scale_loss(scale, unscaled), (unscaled, aux)
 
         gradient = nnx.value_and_grad(
             scaled_loss,
@@ -74,9 +76,9 @@ def scaled_value_and_grad(
             graph=graph,
             graph_updates=graph_updates,
         )
-        (_, (loss, aux)), grads = gradient(*args, **kwargs)
-        value = (loss, aux) if has_aux else loss
-        return value, restore_scale(scale, loss, grads)
+        (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
+        value = (unscaled, aux) if has_aux else unscaled
+        return value, restore_scale(scale, unscaled, grads)
 
     return value_and_scaled_grad
 
@@ -116,7 +118,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       >>> float(model.mean[0])
       0.0
     """
-    find_loss_scale(optimizer)  # Raises now, and not after the step.
+    get_loss_scale_state(optimizer)  # Raises now, and not after the step.
     selected = nnx.filterlib.to_predicate(only)
     found = {
         id(variable): variable

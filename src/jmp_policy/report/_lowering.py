@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jmp_policy import _jax
-from jmp_policy._autocast import autocast
+from jmp_policy._autocast._interpreter import autocast
 from jmp_policy.report._float32 import widened
 from jmp_policy.report._function import Function, as_function
 from jmp_policy.report._gpu_compiler import Compiled, Exported, compiled, compiled_here, exported

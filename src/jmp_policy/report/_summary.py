@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_policy import _jax
-from jmp_policy._autocast import autocast_policy, explain
+from jmp_policy._autocast._explain import explain
+from jmp_policy._autocast._interpreter import autocast_policy
 from jmp_policy._loaded import is_instance_of
 from jmp_policy._report import Report, Table, bytes_text, count_text, joined
 from jmp_policy._rules import PolicyMap, show_pattern

@@ -1,0 +1,67 @@
+"""A function whose weight gradients are float32."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jmp_policy import _jax
+from jmp_policy._autocast import _bind
+from jmp_policy._flat import flattened
+from jmp_policy._policy import Policy
+from jmp_policy._rules import PolicyMap
+from jmp_policy._weights._mark import any_asks, asks
+from jmp_policy._weights._run import Run, read
+
+#: Whether a function is traced for this already. Part of the key of jit's cache.
+_INSIDE = jax.make_user_context(default_value=False)
+
+
+def is_inside() -> bool:
+    """Whether what runs is traced by `with_float32_gradients`."""
+    return _INSIDE.value
+
+
+def starts(rules: PolicyMap | Policy) -> bool:
+    """Whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
+    return not is_inside() and (any_asks(rules) if isinstance(rules, PolicyMap) else asks(rules))
+
+
+def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
+    """The function, with float32 gradients of every parameter that it casts by `cast_weight`.
+
+    Where nothing is traced nobody differentiates, and the function runs as it is.
+
+    Args:
+      fn: a function of pytrees. Arguments and results that are no arrays are static.
+      opens_scope: whether it opens the named scope again in which it is called.
+
+    Warns:
+      UserWarning: for places at which a gradient stays half.
+    """
+
+    @functools.wraps(fn)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        with _INSIDE(True):
+            if not any(map(_jax.is_traced, jax.tree.leaves((args, kwargs)))):
+                return fn(*args, **kwargs)
+            jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
+        run, stack = Run(), _jax.outer_name_stack() if opens_scope else None
+        if _jax.is_explicit(_jax.open_jaxpr(jaxpr).invars):
+            # Op by op, constants would not get the shardings that the trace gave them.
+            made = jax.jit(run.function(jaxpr))(*arrays)
+        else:
+            with _bind.program(is_body=False):
+                made = list(map(read, run.evaluate(jaxpr, arrays, stack)))
+        for place, why in run.missed.items():
+            warnings.warn(
+                f"grad_dtype=float32 does not reach a weight at {place}: {why}. Its gradient is as without.",
+                UserWarning,
+                stacklevel=2,
+            )
+        atoms = _jax.open_jaxpr(jaxpr).outvars
+        return rebuild([_jax.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)])
+
+    return in_float32

@@ -1,0 +1,516 @@
+"""Weight gradients in float32 from half products: which layers, which values, what the devices send."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy import _jax
+from jmp_policy.report._gpu_compiler import is_installed
+
+F16, F32 = jnp.float16, jnp.float32
+HALF, WIDE = "p=f32,c=f16,o=f32", "p=f32,c=f16,o=f32,g=f32"
+X = jax.random.normal(jax.random.key(0), (4, 6, 8))
+IDS = jnp.arange(24).reshape(4, 6) % 7
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+# Layers. Every gradient of a parameter that meets half values must hold more than float16 can.
+
+
+class RawDots(nn.Module):
+    """Products written out, with all the ways in which a weight gets there."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (8, 2, 4))
+        x = jnp.einsum("bsd,dhk->bshk", x, w).reshape(*x.shape[:2], 8)
+        stacked = self.param("stacked", nn.initializers.normal(), (3, 8, 8))
+        x = x @ stacked[0] + x @ stacked[1].T
+        x, _ = lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, stacked)
+        tied = self.param("tied", nn.initializers.normal(), (8, 8))
+        x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ tied), None), x, None, length=3)
+        x = lax.cond(x.sum() > 0, lambda x: x @ tied, lambda x: x @ tied.T, x)
+        return x + jnp.concatenate([self.param("b", nn.initializers.zeros, (4,))] * 2)
+
+
+class InTransforms(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.remat(nn.Dense)(8)(x)
+        x = nn.jit(nn.Dense)(8)(x)
+        x, _ = nn.scan(
+            lambda layer, carry, _: (jnp.tanh(layer(carry)), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )(nn.Dense(8), x, None)
+        cell = nn.RNN(nn.OptimizedLSTMCell(8))
+        return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=4)(8)(
+            cell(x)
+        )
+
+
+class Tokens(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(7, 8)
+        positions = self.param("positions", nn.initializers.normal(), (6, 8))
+        return embed.attend(jnp.tanh(embed(ids) + positions))
+
+
+LINEN = {
+    "dense": (nn.Dense(5), X),
+    "general": (nn.DenseGeneral((2, 3), axis=(1, 2)), X),
+    "einsum": (nn.Einsum((8, 5), "...d,de->...e"), X),
+    "conv": (nn.Conv(5, (3,), feature_group_count=1), X),
+    "strided": (nn.Conv(4, (3,), strides=(2,), padding="SAME", feature_group_count=2), X),
+    "dilated": (nn.Conv(4, (3,), kernel_dilation=(2,), padding="CIRCULAR"), X),
+    "local": (nn.ConvLocal(4, (3,)), X),
+    "transposed": (nn.ConvTranspose(4, (3,), strides=(2,)), X),
+    "attention": (nn.MultiHeadDotProductAttention(2), X),
+    "lstm": (nn.RNN(nn.OptimizedLSTMCell(8)), X),
+    "gru": (nn.RNN(nn.GRUCell(8)), X),
+    "raw": (RawDots(), X),
+    "transforms": (InTransforms(), X),
+    "tokens": (Tokens(), IDS),
+}
+
+
+def linen_case(name, policy):
+    model, x = LINEN[name]
+    model = jmpp.wrap(model, policy)
+    params = model.init(jax.random.key(1), x)["params"]
+
+    def loss(params):
+        out = model.apply({"params": params}, x)
+        return (out * jnp.sin(jnp.arange(out.size, dtype=F32).reshape(out.shape))).mean()
+
+    return loss, params
+
+
+class NnxRaw(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((3, 8, 8)))
+        self.b = nnx.Param(jnp.zeros(8))
+
+    def __call__(self, x):
+        x, _ = lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, self.w[...])
+        return x @ self.w[0].T + self.b
+
+
+class NnxTokens(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(7, 8, rngs=rngs)
+        self.block = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.embed.attend(nnx.remat(lambda block, x: block(x))(self.block, self.embed(ids)))
+
+
+NNX = {
+    "linear": (lambda r: nnx.Linear(8, 5, rngs=r), X),
+    "general": (lambda r: nnx.LinearGeneral((6, 8), (2, 3), axis=(1, 2), rngs=r), X),
+    "einsum": (lambda r: nnx.Einsum("bsd,de->bse", (8, 5), (5,), rngs=r), X),
+    "conv": (lambda r: nnx.Conv(8, 4, (3,), feature_group_count=2, rngs=r), X),
+    "transposed": (lambda r: nnx.ConvTranspose(8, 4, (3,), rngs=r), X),
+    "attention": (lambda r: nnx.MultiHeadAttention(2, 8, decode=False, rngs=r), X),
+    "lstm": (lambda r: nnx.RNN(nnx.OptimizedLSTMCell(8, 8, rngs=r)), X),
+    "lora": (lambda r: nnx.LoRA(8, 2, 5, base_module=nnx.Linear(8, 5, rngs=r), rngs=r), X),
+    "sequential": (lambda r: nnx.Sequential(nnx.Linear(8, 8, rngs=r), nnx.relu, nnx.Linear(8, 8, rngs=r)), X),
+    "raw": (NnxRaw, X),
+    "tokens": (NnxTokens, IDS),
+}
+
+
+def nnx_case(name, policy):
+    make, x = NNX[name]
+    graph, params, rest = nnx.split(jmpp.wrap(make(nnx.Rngs(0)), policy), nnx.Param, ...)
+
+    def loss(params):
+        out = nnx.merge(graph, params, jax.tree.map(jnp.copy, rest))(x)
+        return (out * jnp.sin(jnp.arange(out.size, dtype=F32).reshape(out.shape))).mean()
+
+    return loss, nnx.to_pure_dict(params)
+
+
+def autocast_case(name, policy):
+    model, x = LINEN[name]
+    params = model.init(jax.random.key(1), x)["params"]
+
+    def loss(params):
+        out = model.apply({"params": params}, x)
+        return (out * jnp.sin(jnp.arange(out.size, dtype=F32).reshape(out.shape))).mean()
+
+    return jmpp.autocast(loss, policy), params
+
+
+CASES = [
+    *((linen_case, name) for name in LINEN),
+    *((nnx_case, name) for name in NNX),
+    *((autocast_case, name) for name in LINEN),
+]
+
+
+def values(tree):
+    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def in_half(x):
+    """Whether an array holds nothing but float16 numbers."""
+    return np.array_equal(x.astype(np.float16).astype(np.float32), x)
+
+
+@pytest.mark.parametrize(("case", "name"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
+def test_every_weight_gradient_is_float32_and_nothing_else_changes(case, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (half_loss, params), (wide_loss, _) = case(name, HALF), case(name, WIDE)
+        value, grads = jax.jit(jax.value_and_grad(half_loss))(params)
+        wide_value, wide = jax.jit(jax.value_and_grad(wide_loss))(params)
+    assert float(value) == float(wide_value)
+    grads, wide = values(grads), values(wide)
+    exact = values(jax.jit(jax.grad(case(name, "float32")[0]))(params))
+    for path in wide:
+        assert wide[path].dtype == np.float32
+        if np.abs(exact[path]).max() < 1e-6:
+            continue  # Of a bias that has no influence.
+        assert not in_half(wide[path]), path
+        # As near to the gradient in float32 as the half one, whose products are the same.
+        size = np.abs(exact[path]).max() + 1e-5
+        error = [np.abs(g[path] - exact[path]).max() / size for g in (grads, wide)]
+        assert error[1] <= error[0] + 2.0**-9, path
+
+
+def products(jaxpr):
+    """Dtypes of the results of all products."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield {v.aval.dtype.name for v in eqn.invars}, eqn.outvars[0].aval.dtype.name
+        for inside in _jax.subjaxprs(eqn):
+            yield from products(inside)
+
+
+@pytest.mark.parametrize("case", [linen_case, autocast_case])
+@pytest.mark.parametrize(("name", "count"), [("dense", 1), ("conv", 1), ("attention", 4), ("tokens", 1)])
+def test_only_the_weights_products_are_wide(case, name, count):
+    loss, params = case(name, WIDE)
+    half, _ = case(name, HALF)
+    found = list(products(jax.make_jaxpr(jax.grad(loss))(params)))
+    before = list(products(jax.make_jaxpr(jax.grad(half))(params)))
+    assert all(operands == {"float16"} for operands, _ in found)
+    assert len(found) == len(before)
+    wide = [sum(result == "float32" for _, result in these) for these in (found, before)]
+    assert wide[0] - wide[1] == count
+
+
+def test_off_leaves_no_trace():
+    loss, params = linen_case("attention", HALF)
+    same, _ = linen_case("attention", "p=f32,c=f16,o=f32,g=f16")
+    text = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert "custom_vjp" not in text
+    assert text == str(jax.make_jaxpr(jax.grad(same))(params))
+    assert "float32_gradient" not in jax.jit(loss).lower(params).as_text(debug_info=True)
+
+
+# Values that float16 cannot give.
+
+
+def test_a_sum_beyond_float16():
+    x = jnp.full((4096, 1), 8.0)
+    for policy, expected in ((HALF, np.inf), (WIDE, 4096 * 8 * 4.0)):
+        model = jmpp.wrap(nn.Dense(1, use_bias=False), policy)
+        grad = jax.jit(jax.grad(lambda p, m=model: 4.0 * m.apply(p, x).sum()))(
+            {"params": {"kernel": jnp.ones((1, 1))}}
+        )
+        assert float(grad["params"]["kernel"][0, 0]) == expected
+
+
+def test_a_frequent_token_keeps_its_gradient():
+    ids = jnp.zeros(4096, jnp.int32)
+    table = {"params": {"embedding": jnp.ones((2, 4))}}
+    weight = jnp.linspace(1.0, 1.5, 4096)[:, None]
+    exact = 4 * [float(weight.sum())]
+    grads = {}
+    for policy in (HALF, WIDE):
+        model = jmpp.wrap(nn.Embed(2, 4), policy)
+        grads[policy] = jax.jit(jax.grad(lambda p, m=model: (m.apply(p, ids) * weight).sum()))(table)
+    found = {k: np.asarray(g["params"]["embedding"][0]) for k, g in grads.items()}
+    # Each of 4096 terms is rounded to half once: errors of both signs, of 2^-12 on average.
+    np.testing.assert_allclose(found[WIDE], exact, rtol=2.0**-12)
+    assert np.abs(found[HALF] / exact - 1).max() > 0.1
+
+
+def test_a_bias_is_summed_in_float32():
+    x, params = jnp.ones((16384, 1)), {"params": {"kernel": jnp.ones((1, 1)), "bias": jnp.zeros(1)}}
+    weight = jnp.linspace(1.0, 1.37, 16384)[:, None]
+    grads = {}
+    for policy in (HALF, WIDE):
+        model = jmpp.wrap(nn.Dense(1), policy.replace("f16", "bf16"))
+        grads[policy] = jax.grad(lambda p, m=model: (m.apply(p, x) * weight).sum())(params)["params"]["bias"]
+    exact = float(weight.sum())
+    assert abs(float(grads[WIDE][0]) / exact - 1) < 2.0**-12 < abs(float(grads[HALF][0]) / exact - 1)
+
+
+# Around it.
+
+
+def test_state_and_random_numbers_are_those_without():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+            self.sow("intermediates", "h", x)
+            return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+    found = {}
+    for policy in (HALF, WIDE):
+        model = jmpp.wrap(Net(), policy)
+        variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+        @jax.jit
+        def run(params, model=model, state=variables["batch_stats"]):
+            out, new = model.apply(
+                {"params": params, "batch_stats": state},
+                X,
+                rngs={"dropout": jax.random.key(2)},
+                mutable=["batch_stats", "intermediates"],
+            )
+            return out, new
+
+        found[policy] = run(variables["params"])
+    assert jax.tree.structure(found[HALF]) == jax.tree.structure(found[WIDE])
+    jax.tree.map(np.testing.assert_array_equal, found[HALF], found[WIDE])
+
+
+def test_nnx_state_is_kept():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.dropout(self.norm(self.linear(x)))
+
+    models = [jmpp.wrap(Net(nnx.Rngs(0)), policy) for policy in (HALF, WIDE)]
+    step = nnx.jit(nnx.value_and_grad(lambda model: (model(X) ** 2).mean()))
+    values = [[step(model)[0] for _ in range(3)] for model in models]
+    assert values[0] == values[1]
+    assert len({float(v) for v in values[0]}) == 3
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m, nnx.Not(nnx.Param))) for m in models), strict=True):
+        np.testing.assert_array_equal(
+            jax.random.key_data(one) if jnp.issubdtype(one.dtype, jax.dtypes.prng_key) else one,
+            jax.random.key_data(other) if jnp.issubdtype(other.dtype, jax.dtypes.prng_key) else other,
+        )
+    assert int(models[1].calls[...]) == 3
+
+
+def test_a_rule_for_one_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="head")(jnp.tanh(nn.Dense(8, name="body")(x)))
+
+    model = jmpp.wrap(Net(), jmpp.PolicyMap(HALF, {"head": WIDE}))
+    params = model.init(jax.random.key(0), X)
+    grads = jax.jit(jax.grad(lambda p: (model.apply(p, X) ** 2).mean()))(params)["params"]
+    assert in_half(np.asarray(grads["body"]["kernel"]))
+    assert not in_half(np.asarray(grads["head"]["kernel"]))
+
+
+def test_as_submodule_under_intercept_and_as_decorator():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            with jmpp.linen.intercept(WIDE):
+                x = nn.Dense(8, name="island")(x)
+            return nn.Dense(2, name="own")(self.inner(x))
+
+    model = Outer(jmpp.wrap(nn.Dense(8), WIDE))
+    params = model.init(jax.random.key(0), X)
+    text = str(jax.make_jaxpr(jax.grad(lambda p: model.apply(p, X).sum()))(params))
+    grads = jax.jit(jax.grad(lambda p: (model.apply(p, X) ** 2).mean()))(params)["params"]
+    assert "custom_vjp" not in text
+    assert not in_half(np.asarray(grads["island"]["kernel"]))
+    assert not in_half(np.asarray(grads["inner"]["kernel"]))
+
+    @jmpp.linen.intercept(WIDE)
+    def loss(params):
+        return (nn.Dense(8).apply(params, X) ** 2).mean()
+
+    dense = nn.Dense(8).init(jax.random.key(0), X)
+    assert not in_half(np.asarray(jax.grad(loss)(dense)["params"]["kernel"]))
+
+
+def test_one_trace_serves_many_calls_and_a_float32_caller_is_safe():
+    traces = []
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traces.append(1)
+            return nn.Dense(8)(x)
+
+    model = jmpp.wrap(Net(), WIDE)
+    params = model.init(jax.random.key(0), X)
+    traces.clear()
+    step = jax.jit(jax.grad(lambda p, x: model.apply(p, x).sum()))
+    step(params, X), step(params, X)
+    assert len(traces) == 1
+    # Nothing is differentiated: it runs as it is.
+    traces.clear()
+    model.apply(params, X)
+    assert len(traces) == 1
+
+
+def test_loss_scaling_and_optimizer_with_it():
+    loss, params = linen_case("dense", WIDE)
+    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(2.0**10))
+    state = tx.init(params)
+    _, grads = jax.jit(jmpp.scaled_value_and_grad(loss))(state, params)
+    plain = jax.grad(loss)(params)
+    for path, grad in values(grads).items():
+        np.testing.assert_allclose(grad / 2.0**10, values(plain)[path], rtol=1e-3, atol=1e-6)
+
+
+def test_second_derivatives_in_reverse():
+    found = {}
+    for policy in (WIDE, "float32"):
+        loss, params = linen_case("raw", policy)
+
+        def penalty(params, loss=loss):
+            return sum(jnp.vdot(g, g) for g in jax.tree.leaves(jax.grad(loss)(params)))
+
+        found[policy] = values(jax.jit(jax.grad(penalty))(params))
+    for path, value in found["float32"].items():
+        np.testing.assert_allclose(found[WIDE][path], value, atol=0.05 * np.abs(value).max() + 1e-7)
+
+
+def test_where_it_does_not_reach_it_says_so():
+    class Masked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.normal(), (8, 8))
+            return x @ (w * jnp.asarray(2.0, w.dtype))
+
+    class Custom(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.normal(), (8, 8))
+
+            @jax.custom_vjp
+            def dot(x, w):
+                return x @ w
+
+            dot.defvjp(
+                lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, jnp.einsum("bsd,bse->de", r[0], g))
+            )
+            return dot(x, w)
+
+    for module, why in (
+        (Masked(), r"the weight is computed with, in half precision, before this product"),
+        (Custom(), r"the weight goes into a custom_vjp_call, whose derivative is given"),
+    ):
+        model = jmpp.wrap(module, WIDE)
+        params = model.init(jax.random.key(0), X)
+        with pytest.warns(UserWarning, match=rf"does not reach a weight at test_grad_dtype.py:\d+ .*{why}"):
+            grads = jax.jit(jax.grad(lambda p, m=model: m.apply(p, X).sum()))(params)
+        assert in_half(np.asarray(grads["params"]["w"]))
+
+
+# Devices.
+
+
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(128)(nn.relu(nn.Dense(256)(x)))
+
+
+def sharded(policy, fsdp):
+    model = jmpp.wrap(Two(), policy)
+    x = jax.device_put(jnp.ones((64, 256)), NamedSharding(MESH, P("d")))
+    params = model.init(jax.random.key(0), x)["params"]
+    shardings = jax.tree.map(lambda _: NamedSharding(MESH, P("d") if fsdp else P()), params)
+    step = jax.jit(
+        jax.grad(lambda p, x: (model.apply({"params": p}, x) ** 2).mean()), out_shardings=shardings
+    )
+    return step, jax.device_put(params, shardings), x
+
+
+def collectives(text):
+    """Dtypes of what is sent, by operation, but for single numbers."""
+    found = {}
+    for types, name in re.findall(r"= (.*?) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text):
+        dtypes = {dtype for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types) if shape}
+        found.setdefault(name, set()).update(dtypes)
+    return found
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_devices_sum_in_float32_and_gather_in_half(fsdp):
+    step, params, x = sharded(WIDE, fsdp)
+    found = collectives(step.lower(params, x).compile().as_text())
+    assert found.pop("all-reduce") == {"f32"}
+    assert found == ({"all-gather": {"f16"}} if fsdp else {})
+    # Without, they would not.
+    step, params, x = sharded(HALF, fsdp)
+    assert "f16" in collectives(step.lower(params, x).compile().as_text())["all-reduce"]
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_gpus_sum_in_float32_and_gather_in_half(fsdp):
+    report = jmpp.lowering_report(*sharded(WIDE, fsdp), target="H100")
+    found = {(c.collective, c.operands) for c in report.collectives}
+    expected = (
+        {("all-gather", "float16"), ("reduce-scatter", "float32")} if fsdp else {("all-reduce", "float32")}
+    )
+    assert found == expected
+    assert {k.operands for k in report.kernels if k.flops} == {"float16 x float16"}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_in_shard_map_and_explicit_meshes(axis_type):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+    model = jmpp.wrap(Two(), WIDE)
+    x = jax.random.normal(jax.random.key(3), (64, 256))
+    params = model.init(jax.random.key(0), x)["params"]
+
+    def loss(params, x):
+        return (model.apply({"params": params}, x) ** 2).sum()
+
+    expected = values(jax.grad(loss)(params, x))
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(params, NamedSharding(mesh, P())),
+            jax.device_put(x, NamedSharding(mesh, P("d"))),
+        )
+        mapped = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+        for function in (jax.jit(mapped), jax.jit(jax.grad(loss))):
+            for path, grad in values(function(*placed)).items():
+                size = np.abs(expected[path]).max()
+                np.testing.assert_allclose(grad, expected[path], atol=2e-3 * size, err_msg=path)
+                assert not in_half(grad)
+
+
+def test_vmap_over_an_ensemble():
+    loss, params = linen_case("raw", WIDE)
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), params)
+    both = values(jax.jit(jax.vmap(jax.grad(loss)))(stacked))
+    for path, grad in values(jax.grad(loss)(params)).items():
+        np.testing.assert_allclose(both[path][0], grad, rtol=1e-3, atol=1e-3 * np.abs(grad).max())
