@@ -1,8 +1,8 @@
 """What float32 weight gradients from half products (`grad=float32`) cost, against the same policy without.
 
-On the CPU: tracing, bytes, temporary memory and time of a train step, as ratios of two steps measured in turn.
-On an H100, compiled only: kernels, bytes and temporary memory of a BERT-width AdamW step. On eight of them: what
-they send per step, and in which dtype.
+On the CPU: tracing, bytes, temporary memory and time of a train step, as ratios of two steps measured in
+turn. On an H100, compiled only: kernels, bytes and temporary memory of a BERT-width AdamW step. On eight of
+them: what they send per step, and in which dtype.
 """
 
 from collections import Counter
@@ -47,7 +47,8 @@ def measured(model: str) -> dict[str, Any]:
             found[name]["step"].append(_measure.step_time(compiled[name], states[name], batch))
     row: dict[str, Any] = {"model": model}
     for quantity in ("trace_lower", *_measure.COUNTS, "step"):
-        row[quantity] = _measure.compare(quantity, found["grad=float32"][quantity], found["grad=None"][quantity])
+        values, base = (found[name][quantity] for name in ("grad=float32", "grad=None"))
+        row[quantity] = _measure.compare(quantity, values, base)
     return row
 
 
