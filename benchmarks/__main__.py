@@ -5,7 +5,10 @@ from benchmarks import (
     autocast_cost,
     autocast_gpu_cost,
     checkpoint_pause,
+    communication,
+    faults,
     grad_dtype_cost,
+    long_run,
     loss_scaling_cost,
     nnx_cost,
     nnx_gpu_cost,
@@ -25,9 +28,12 @@ BENCHMARKS = (
     peers,
     report_cost,
     grad_dtype_cost,
+    communication,
     accumulation_cost,
     rounding_cost,
     checkpoint_pause,
+    faults,
+    long_run,
 )
 
 if __name__ == "__main__":

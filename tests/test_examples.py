@@ -382,3 +382,65 @@ def test_nnx_digits_runs_as_a_script():
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "nnx_digits.py: error: --steps must be at least 10, got 9" in result.stderr
+
+
+def test_data_parallel_learns_the_same_on_eight_devices_as_on_one(load, monkeypatch, capsys):
+    parallel = load("data_parallel")
+    monkeypatch.delitem(parallel.RUNS, "float32")
+    monkeypatch.setattr(parallel, "GROWTH_INTERVAL", 10)
+    rows = keep_rows(parallel, monkeypatch)
+    assert parallel.main(["--steps", "60", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    many, half, one = (rows[name] for name in ("float16", "float16 sums", "float16, alone"))
+    for row in (many, half, one):
+        assert row.name in printed.out
+        assert row.accuracy > 0.95
+        assert not row.history["grads_finite"][0]
+        assert np.isfinite(row.history["loss"]).all()
+    assert [row.devices for row in (many, half, one)] == [8, 8, 1]
+    assert one.sent == {}
+
+    # All matrices but the last layer's bias and 10 columns are sharded; what is sent is sent once.
+    weights = 64 * 256 + 256 * 256 + 256 * 10
+    assert many.param_bytes < one.param_bytes / 7
+    assert many.sent["all-gather", "f16"] == 2 * weights
+    assert 4 * weights < many.sent["all-reduce", "f32"] < 4.2 * weights
+    assert ("all-reduce", "f16") not in many.sent
+    assert half.sent["all-reduce", "f16"] >= 2 * weights
+    assert many.history["skipped_steps"][-1] <= half.history["skipped_steps"][-1]
+
+
+@pytest.mark.parametrize(
+    ("many", "message"),
+    [
+        (0.97, None),
+        (0.99, None),
+        (0.9699, "float16 on 8 devices reached 97.0%, and one device 98.0%"),
+        (math.nan, "float16 on 8 devices reached nan%"),
+    ],
+)
+def test_data_parallel_fails_where_devices_learn_something_else(load, monkeypatch, capsys, many, message):
+    parallel = load("data_parallel")
+    found = {"float16": (8, many), "float16, alone": (1, 0.98)}
+    rows = [parallel.Row(name, *values, {}, 0, {}) for name, values in found.items()]
+    monkeypatch.setattr(parallel, "compare", lambda *_: rows)
+    assert parallel.main([]) == (0 if message is None else 1)
+    printed = capsys.readouterr().err
+    assert printed == "" if message is None else message in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices must divide the batch of 128, got 0"),
+        (["--devices", "3"], "--devices must divide the batch of 128, got 3"),
+        (["--devices", "16"], "XLA_FLAGS has the CPU show itself as 8"),
+        (["--steps", "9"], "--steps must be at least 10, got 9"),
+        (["--seed", "-1"], "--seed must be at least 0 and below 2**32, got -1"),
+    ],
+)
+def test_data_parallel_refuses_bad_arguments(load, capsys, arguments, message):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        load("data_parallel").main(arguments)
+    assert message in capsys.readouterr().err

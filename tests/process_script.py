@@ -1,0 +1,125 @@
+"""Trains on devices of several processes, in two ways, and writes down what each process knows at the end.
+
+test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT` once for each, and imports it for a
+training on the devices of one.
+"""
+
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+
+STEPS, BATCH, BAD_STEP = 5, 16, 2
+WAYS = ("jit", "shard_map")
+
+
+def global_batch(step):
+    """The same for any number of processes, but for the infinity in the last one's part at BAD_STEP."""
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(BATCH, 8)).astype(np.float32)
+    if step == BAD_STEP:
+        x[-1, 3] = np.inf
+    return x
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(jnp.tanh(nn.Dense(32, use_bias=False)(x)))
+
+
+# Gradients that are sums over devices, in whatever order, are sums in float32.
+MODEL = jmpp.wrap(Net(), "params=float32, compute=float16, output=float32, grad=float32")
+
+
+def step_of(tx, axis_name=None):
+    def loss_fn(params, x):
+        loss = jnp.mean((MODEL.apply({"params": params}, x) - jnp.sin(x)) ** 2)
+        return loss if axis_name is None else lax.pmean(loss, axis_name)
+
+    def step(params, state, x):
+        loss, grads = jmpp.scaled_value_and_grad(loss_fn)(state, params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def start(mesh, way):
+    """Parameters, and the jitted step. Under jit matrices are sharded, in shard_map all is replicated."""
+
+    def place(leaf):
+        largest = next((i for i, n in enumerate(leaf.shape) if n == 32), None) if way == "jit" else None
+        return NamedSharding(mesh, P() if largest is None else P(*[None] * largest, "data"))
+
+    axis_name = "data" if way == "shard_map" else None
+    tx = jmpp.loss_scaled(optax.sgd(0.1, momentum=0.9), jmpp.DynamicLossScale(2.0**10), axis_name=axis_name)
+
+    def init():
+        params = MODEL.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+        return params, tx.init(params)
+
+    places = jax.tree.map(place, jax.eval_shape(init))
+    params, state = jax.jit(init, out_shardings=places)()
+    step = step_of(tx, axis_name)
+    if way == "shard_map":
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        step = jax.shard_map(step, mesh=mesh, check_vma=True, **specs)
+    return params, state, jax.jit(step, out_shardings=(*places, NamedSharding(mesh, P())))
+
+
+def train(way):
+    """What this process knows at the end, by name."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    params, state, step = start(mesh, way)
+    part = BATCH // jax.process_count()
+    rows = slice(jax.process_index() * part, (jax.process_index() + 1) * part)
+    found = {name: [] for name in ("finite", "scale", "loss", "moved")}
+    for n in range(STEPS):
+        x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), global_batch(n)[rows])
+        before = local_bits(params)
+        params, state, loss = step(params, state, x)
+        found["finite"].append(own(state.grads_finite))
+        found["scale"].append(own(state.loss_scale.loss_scale))
+        found["loss"].append(own(loss))
+        found["moved"].append([a != b for a, b in zip(before, local_bits(params), strict=True)])
+    gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gather({"params": params, "state": state})):
+        found[jax.tree_util.keystr(path)] = own(leaf)
+    return {f"{way} {name}": np.array(value) for name, value in found.items()}
+
+
+def local_bits(params):
+    """The parameters' shards of this process."""
+    return [np.asarray(s.data).tobytes() for p in jax.tree.leaves(params) for s in p.addressable_shards]
+
+
+def own(array):
+    """This process's copy of a replicated array."""
+    assert array.sharding.is_fully_replicated
+    return np.asarray(array.addressable_data(0))
+
+
+def main(address, processes, process, out):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
+    assert jax.process_count() == jax.device_count() == int(processes)
+    found = {name: value for way in WAYS for name, value in train(way).items()}
+    np.savez(Path(out) / f"{process}.npz", **found)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""Loss scaling over processes: one of them overflows, and all skip the step."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import process_script as script
+import pytest
+
+SECONDS = 120
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(processes, out):
+    """What each of so many processes has found; they end with this function, however it ends."""
+    address = f"127.0.0.1:{free_port()}"
+    # One device and one thread for computing each. This process's flags would give each eight.
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+        "NPROC": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    running = []
+    try:
+        for process in range(processes):
+            command = [sys.executable, script.__file__, address, *map(str, (processes, process, out))]
+            with (out / f"{process}.log").open("w") as log:
+                running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + SECONDS
+        while any(p.poll() is None for p in running) and time.monotonic() < deadline:
+            if any(p.poll() for p in running):
+                break  # The others would wait for the one that failed.
+            time.sleep(0.05)
+    finally:
+        for p in running:
+            p.kill()
+        codes = [p.wait() for p in running]
+    logs = "".join(
+        f"\n--- process {n}, {code}\n{(out / f'{n}.log').read_text()}" for n, code in enumerate(codes)
+    )
+    if any(codes):
+        raise RuntimeError(logs)
+    return [dict(np.load(out / f"{process}.npz")) for process in range(processes)]
+
+
+def check_decisions(found):
+    """The bad step, and no other, left every shard of every parameter as it was and halved the scale."""
+    taken = [step != script.BAD_STEP for step in range(script.STEPS)]
+    after = script.STEPS - script.BAD_STEP
+    for way in script.WAYS:
+        moved = found.pop(f"{way} moved")  # By shards, of which each process has its own.
+        assert moved.all(axis=1).tolist() == moved.any(axis=1).tolist() == taken
+        assert found[f"{way} finite"].tolist() == taken
+        assert found[f"{way} scale"].tolist() == [2.0**10] * script.BAD_STEP + [2.0**9] * after
+        assert np.isfinite(found[f"{way} loss"]).tolist() == taken
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_process_overflows_and_all_skip(processes, tmp_path):
+    alone = {name: value for way in script.WAYS for name, value in script.train(way).items()}
+    found = run(processes, tmp_path)
+    for of_one in (alone, *found):
+        check_decisions(of_one)
+    for other in found[1:]:
+        assert other.keys() == alone.keys()
+        assert all(other[name].tobytes() == value.tobytes() for name, value in found[0].items())
+    for name, value in alone.items():
+        if value.dtype == np.float32:
+            # Sharded matrices make devices sum parts of a product, which are float16.
+            tolerance = 2.0**-9 if name.startswith("jit") else 1e-5
+            np.testing.assert_allclose(found[0][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+        else:
+            np.testing.assert_array_equal(found[0][name], value, err_msg=name)
+
+
+def test_what_a_process_says_is_shown_when_it_fails(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import sys, time\nsys.argv[3] == '1' and sys.exit('out of memory')\ntime.sleep(600)")
+    monkeypatch.setattr(script, "__file__", str(broken))
+    with pytest.raises(RuntimeError, match="process 1, 1\nout of memory"):
+        run(2, tmp_path)
