@@ -1,5 +1,8 @@
 """Weight gradients in float32 from half products: which layers, which values, what the devices send."""
 
+import contextlib
+import functools
+import logging
 import re
 import warnings
 
@@ -11,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -400,13 +404,73 @@ def test_second_derivatives_in_reverse():
         np.testing.assert_allclose(found[WIDE][path], value, atol=0.05 * np.abs(value).max() + 1e-7)
 
 
-def test_where_it_does_not_reach_it_says_so():
-    class Masked(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", nn.initializers.normal(), (8, 8))
-            return x @ (w * jnp.asarray(2.0, w.dtype))
+# Ways from a parameter to its product. Each gradient is beyond float16.
 
+BIG = jnp.full((4096, 2), 8.0)
+MASK = np.array([[1.0, 0.0], [1.0, 1.0]], np.float32)
+
+
+def zeros(shape, w):
+    return jnp.zeros(shape, w.dtype)
+
+
+WAYS = {
+    "mask": lambda x, w, v: x @ (w * MASK.astype(w.dtype)),
+    "scalar": lambda x, w, v: x @ (w * np.asarray(2, w.dtype)),
+    "where": lambda x, w, v: x @ jnp.where(MASK > 0, w, 0),
+    "tril": lambda x, w, v: x @ jnp.tril(w),
+    "modulated": lambda x, w, v: x @ (w * jax.nn.sigmoid(x.mean(0))[:, None]),
+    "concatenate": lambda x, w, v: x @ jnp.concatenate([w, zeros((2, 1), w)], 1),
+    "stack": lambda x, w, v: jnp.einsum("bi,kij->bkj", x, jnp.stack([w, v])),
+    "pad": lambda x, w, v: x @ jnp.pad(w, ((0, 0), (0, 2))),
+    "set": lambda x, w, v: x @ zeros((2, 4), w).at[:, :2].set(w),
+    "update": lambda x, w, v: x @ lax.dynamic_update_slice(zeros((2, 4), w), w, (0, 1)),
+    "kron": lambda x, w, v: jnp.concatenate([x, x], 1) @ jnp.kron(w, v),
+    "straight through": lambda x, w, v: x @ (w + lax.stop_gradient(jnp.round(w) - w)),
+    "two weights": lambda x, w, v: x @ (w @ v),
+    "added to two": lambda x, w, v: x @ (w + v @ v),
+    "taken": lambda x, w, v: x @ jnp.take(w, jnp.array([1, 0]), axis=0),
+    "sliced": lambda x, w, v: x @ lax.dynamic_slice(w, (jnp.int32(0), jnp.int32(0)), (2, 1)),
+    "cast twice": lambda x, w, v: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype),
+    "cast back": lambda x, w, v: x @ (w.astype(F32) * MASK).astype(x.dtype),
+    "named": lambda x, w, v: x @ checkpoint_name(w, "w"),
+    "barrier": lambda x, w, v: x @ lax.optimization_barrier((w, x))[0],
+    "normalised": lambda x, w, v: x @ (w / jnp.abs(w).max()),
+    "in a cond": lambda x, w, v: lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, w),
+    "in a scan": lambda x, w, v: lax.scan(lambda c, w: (c, x @ w), 0.0, jnp.stack([w, v]))[1],
+    "in a jit": lambda x, w, v: jax.jit(lambda x, w: x @ (w * MASK.astype(w.dtype)))(x, w),
+}
+
+
+class Way(nn.Module):
+    name_: str
+
+    @nn.compact
+    def __call__(self, x):
+        w, v = (self.param(name, nn.initializers.constant(0.5), (2, 2)) for name in ("w", "v"))
+        return WAYS[self.name_](x, w, v)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_from_a_parameter_to_its_product(name):
+    found = {}
+    for policy in (HALF, WIDE, "float32"):
+        model = jmpp.wrap(Way(name), policy)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), BIG)
+        params = jax.tree.map(lambda s: jnp.full(s.shape, 0.5, s.dtype), shapes)
+
+        def loss(params, model=model):
+            return 4 * model.apply(params, BIG).astype(F32).sum()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found[policy] = values(jax.jit(jax.grad(loss))(params))
+    for path, exact in found["float32"].items():
+        np.testing.assert_allclose(found[WIDE][path], exact, rtol=2e-3, atol=64)
+    assert not all(np.isfinite(g).all() for g in found[HALF].values())
+
+
+def test_where_it_does_not_reach_it_says_so():
     class Custom(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -416,20 +480,112 @@ def test_where_it_does_not_reach_it_says_so():
             def dot(x, w):
                 return x @ w
 
-            dot.defvjp(
-                lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, jnp.einsum("bsd,bse->de", r[0], g))
-            )
+            def backward(residuals, ct):
+                x, w = residuals
+                return ct @ w.T, jnp.einsum("bsd,bse->de", x, ct)
+
+            dot.defvjp(lambda x, w: (x @ w, (x, w)), backward)
             return dot(x, w)
 
-    for module, why in (
-        (Masked(), r"the weight is computed with, in half precision, before this product"),
-        (Custom(), r"the weight goes into a custom_vjp_call, whose derivative is given"),
-    ):
+    class Relu(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ nn.relu(self.param("w", nn.initializers.normal(), (8, 8)))
+
+    for module, why in ((Custom(), "custom_vjp_call"), (Relu(), "custom_jvp_call")):
         model = jmpp.wrap(module, WIDE)
         params = model.init(jax.random.key(0), X)
-        with pytest.warns(UserWarning, match=rf"does not reach a weight at test_grad_dtype.py:\d+ .*{why}"):
+        match = (
+            rf"does not reach a weight at test_grad_dtype.py:\d+ .*into a {why}, whose derivative is given"
+        )
+        with pytest.warns(UserWarning, match=match):
             grads = jax.jit(jax.grad(lambda p, m=model: m.apply(p, X).sum()))(params)
         assert in_half(np.asarray(grads["params"]["w"]))
+
+
+def test_float64_parameters():
+    with jax.enable_x64(True):
+        model = jmpp.wrap(nn.Dense(1, use_bias=False), "p=f64,c=f16,o=f32,g=f32")
+        params = {"params": {"kernel": jnp.full((2, 1), 0.5, jnp.float64)}}
+        grad = jax.grad(lambda p: 4 * model.apply(p, BIG).astype(F32).sum())(params)["params"]["kernel"]
+    assert grad.dtype == jnp.float64
+    assert np.asarray(grad)[0, 0] == 4096 * 8 * 4
+
+
+# Flax sees a module once.
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_is_captured_and_intercepted_is_as_without(jit):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, targets=None, fn=None, scopes=None, transform=None, mdl=None):
+            return nn.Dense(2)(nn.Dense(8)(x)) + (0 if targets is None else targets)
+
+    seen = {}
+    for policy in (HALF, WIDE):
+        calls = seen[policy] = []
+
+        def note(next_fun, args, kwargs, context, calls=calls):
+            if context.method_name in ("__call__", "setup"):
+                calls.append((context.module.path, context.method_name))
+            return next_fun(*args, **kwargs)
+
+        model = jmpp.wrap(Net(), policy)
+        params = model.init(jax.random.key(0), X)
+
+        def run(params, model=model, note=note):
+            given = {"targets": 1.0, "fn": 1, "scopes": 2, "transform": 3, "mdl": 4}
+            with nn.intercept_methods(note):
+                return model.apply(params, X, **given, capture_intermediates=True)[1]["intermediates"]
+
+        seen[policy] = (
+            calls,
+            jax.tree.map(lambda x: (x.shape, x.dtype), (jax.jit(run) if jit else run)(params)),
+        )
+    assert seen[HALF] == seen[WIDE]
+
+
+def test_names_of_operations_are_those_without():
+    names = {}
+    for policy in (HALF, WIDE):
+        loss, params = linen_case("dense", policy)
+        text = jax.jit(loss).lower(params).compile().as_text()
+        names[policy] = set(re.findall(r'op_name="([^"]*dot_general)"', text))
+    assert names[HALF] == names[WIDE]
+    found = jmpp.diagnose(lambda p: jnp.log(loss(p) * 0 - 1), params)
+    assert "float32_gradient" not in str(found)
+
+
+def test_eager_gradients_compile_once():
+    many = jax.jit(lambda x, w: functools.reduce(lambda x, _: jnp.tanh(x @ w), range(20), x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return many(x, self.param("w", nn.initializers.normal(), (8, 8)))
+
+    model = jmpp.wrap(Net(), WIDE)
+    params = model.init(jax.random.key(0), X)
+    gradient = jax.grad(lambda p: model.apply(p, X).astype(F32).sum())
+    gradient(params)
+    with jax.log_compiles(), pytest_compiles() as compiled:
+        gradient(params)
+    assert compiled == []
+
+
+@contextlib.contextmanager
+def pytest_compiles():
+    """The messages about compilations in a with-block."""
+    messages, logger = [], logging.getLogger("jax")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        messages[:] = [m for m in messages if m.startswith("Finished XLA compilation")]
 
 
 # Devices.

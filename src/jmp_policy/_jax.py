@@ -82,10 +82,10 @@ def bound(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-def outer_name_stack() -> Any:
-    """The current name stack without its innermost scope."""
-    stack = current_name_stack()
-    return type(stack)(stack.stack[:-1])
+def stack_within(eqn: Any, first: int, last: int | None) -> Any:
+    """The current name stack, continued by some of the scopes of an equation."""
+    own = eqn.source_info.name_stack
+    return current_name_stack() + type(own)(own.stack[first:last])
 
 
 class at:  # noqa: N801 - used like a function

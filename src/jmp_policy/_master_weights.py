@@ -130,6 +130,11 @@ def master_weights(
 
 
 def _master(p: Any) -> Any:
+    if is_floating_array(p) and p.dtype.itemsize == 1:
+        raise TypeError(
+            f"master_weights keeps masters of float16 and bfloat16 parameters, got one in {p.dtype.name}: "
+            "optax cannot add updates to 8 bits. Keep it in bfloat16, and cast it where it is used."
+        )
     # A copy of float32 parameters too: states may be donated together with the parameters.
     if is_floating_array(p) and widened(p.dtype) == jnp.float32:
         return jnp.array(p, jnp.float32)

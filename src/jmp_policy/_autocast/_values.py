@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._autocast import _bind
-from jmp_policy._weights._mark import marked
+from jmp_policy._weights._mark import argument_marked
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
 #: or zeros and ones made of a mask. "computed": anything else.
@@ -61,7 +61,7 @@ class Cell:
         """The value in a dtype; for None, as it is."""
         dtype = self._dtype if dtype is None else dtype
         if dtype not in self._made:
-            with marked() if self._is_weight else contextlib.nullcontext():
+            with argument_marked() if self._is_weight else contextlib.nullcontext():
                 self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
         return self._made[dtype]
 

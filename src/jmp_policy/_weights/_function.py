@@ -36,7 +36,7 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
 
     Args:
       fn: a function of pytrees. Arguments and results that are no arrays are static.
-      opens_scope: whether it opens the named scope again in which it is called.
+      opens_scope: whether it opens a named scope of its own, which is to leave no trace.
 
     Warns:
       UserWarning: for places at which a gradient stays half.
@@ -48,13 +48,13 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
             if not any(map(_jax.is_traced, jax.tree.leaves((args, kwargs)))):
                 return fn(*args, **kwargs)
             jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
-        run, stack = Run(), _jax.outer_name_stack() if opens_scope else None
+        run = Run()
         if _jax.is_explicit(_jax.open_jaxpr(jaxpr).invars):
             # Op by op, constants would not get the shardings that the trace gave them.
             made = jax.jit(run.function(jaxpr))(*arrays)
         else:
             with _bind.program(is_body=False):
-                made = list(map(read, run.evaluate(jaxpr, arrays, stack)))
+                made = list(map(read, run.evaluate(jaxpr, arrays, opens_scope)))
         for place, why in run.missed.items():
             warnings.warn(
                 f"grad_dtype=float32 does not reach a weight at {place}: {why}. Its gradient is as without.",

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -13,22 +13,24 @@ from jmp_policy._policy import Policy
 from jmp_policy._rules import PolicyMap
 from jmp_policy._types import PyTree
 
-#: An operation in this scope is the cast of a parameter.
-_SCOPE = "float32_gradient"
-_MARKED = re.compile(rf"(^|[/(]){_SCOPE}\)*$")
+Mark: TypeAlias = Literal["own", "argument"]
+
+#: A cast in such a scope is one of a parameter; of an argument, which may be a parameter or data.
+_PARAMETER, _ARGUMENT = "float32_gradient", "float32_gradient_of_argument"
+_MARKED = re.compile(rf"(?:^|[/(])({_PARAMETER}|{_ARGUMENT})\)*$")
 
 
 def cast_weight(tree: PyTree, dtype: np.dtype, policy: Policy) -> PyTree:
     """`cast_floating` of parameters, marked where their gradients are to leave products in float32."""
     if not asks(policy):
         return cast_floating(tree, dtype)
-    with marked():
+    with jax.named_scope(_PARAMETER):
         return cast_floating(tree, dtype)
 
 
-def marked() -> contextlib.AbstractContextManager[Any]:
-    """A with-block whose casts are marked."""
-    return jax.named_scope(_SCOPE)
+def argument_marked() -> contextlib.AbstractContextManager[Any]:
+    """A with-block whose casts are marked as those of an argument."""
+    return jax.named_scope(_ARGUMENT)
 
 
 def asks(policy: Policy) -> bool:
@@ -42,10 +44,11 @@ def any_asks(rules: PolicyMap) -> bool:
     return any(map(asks, (rules.default, *(policy for _, policy in rules.overrides))))
 
 
-def is_marked(eqn: Any) -> bool:
-    """Whether an equation is the cast of a float32 parameter whose gradient is to stay float32."""
-    return (
-        eqn.primitive.name == "convert_element_type"
-        and eqn.invars[0].aval.dtype == FLOAT32
-        and _MARKED.search(str(eqn.source_info.name_stack)) is not None
-    )
+def mark(eqn: Any) -> Mark | None:
+    """Whether an equation is the cast of a parameter, or argument, whose gradient is to stay float32."""
+    if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
+        return None
+    found = _MARKED.search(str(eqn.source_info.name_stack))
+    if found is None:
+        return None
+    return "own" if found.group(1) == _PARAMETER else "argument"

@@ -27,7 +27,9 @@ def _joined_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def product(eqn: Any, operands: Sequence[Any], wide: Sequence[Any], cotangent: Any = None) -> Any:
+def product(
+    eqn: Any, operands: Sequence[Any], wide: Sequence[Any], *, cotangent: Any = None, result: Any = None
+) -> Any:
     """A product, the gradients of some of whose operands go to float32 arrays.
 
     Args:
@@ -35,8 +37,10 @@ def product(eqn: Any, operands: Sequence[Any], wide: Sequence[Any], cotangent: A
       operands: half arrays.
       wide: for each operand the float32 array that it is the cast of, or None.
       cotangent: a dtype to round the cotangent to before it meets half operands.
+      result: dtype of the result, if it is to be another one.
     """
-    function = _product(eqn.primitive, tuple(eqn.params.items()), eqn.ctx, cotangent)
+    params = eqn.params if result is None else eqn.params | {"preferred_element_type": result}
+    function = _product(eqn.primitive, tuple(params.items()), eqn.ctx, cotangent)
     return function(tuple(operands), tuple(wide))
 
 

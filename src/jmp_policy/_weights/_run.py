@@ -1,24 +1,32 @@
 """A program in which parameters are cast at their use, run so that their gradients are float32.
 
-Values are those of the program as it was traced. Beside the half value of a weight, through reshapes, slices
-and look-ups, into loops and calls, goes the same of the float32 parameter. Nobody reads that one (the
+Values are those of the program as it was traced. Beside the half value of a weight, through reshapes, slices,
+masks and look-ups, into loops and calls, goes the same of the float32 parameter. Nobody reads that one (the
 compiler drops it), but the gradient takes its way: so what is summed, over a batch, the rows of a look-up,
 the steps of a loop or the devices of a mesh, is summed in float32. Products get derivatives of their own
-(`_products`).
+(`_products`). Where a weight meets an activation, what comes of it is an activation.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 
 from jmp_policy import _again, _jax
 from jmp_policy._autocast import _bind, _ops
+from jmp_policy._dtypes import is_floating
 from jmp_policy._jax import FLOAT32
-from jmp_policy._weights._mark import is_marked
+from jmp_policy._weights._mark import Mark, mark
 from jmp_policy._weights._products import joined, product
+
+#: "own": a parameter, or what was made of parameters alone. "argument": the same of a function's argument,
+#: of which nobody knows whether it is a parameter. "rows": looked up in one. "copies": of one.
+Kind: TypeAlias = Mark | Literal["rows", "copies"]
+
+_WHOLE = ("own", "argument")
 
 #: Of one array that may be a weight, and of others that are none.
 _MOVES = frozenset(
@@ -41,27 +49,32 @@ _INLINED = 24
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Weight:
-    """A half value that is the cast of a float32 one.
+    """A value made of parameters, as the program has it.
 
     Args:
-      half: the value.
-      wide: the float32 parameter, or what was made of it by moving it about.
-      is_looked_up: whether it is rows of a parameter: activations, whose products have half gradients, and
-        which are added up where the rows were taken from.
+      value: half (or float32, where the program casts back), without a gradient.
+      wide: the same in float32, from float32 parameters: the way of the gradient.
+      kind: rows and copies are activations where they meet a weight in a product.
     """
 
-    half: Any
+    value: Any
     wide: Any
-    is_looked_up: bool = dataclasses.field(default=False, metadata={"static": True})
+    kind: Kind = dataclasses.field(default="own", metadata={"static": True})
 
-    def read(self) -> Any:
-        """The half value, with its gradient."""
-        return joined(self.half, self.wide)
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Active:
+    """A value that a weight had a part in, and that is no weight itself."""
+
+    value: Any
 
 
 def read(value: Any) -> Any:
-    """A value as the program has it."""
-    return value.read() if isinstance(value, Weight) else value
+    """A value as the program has it, with its gradient."""
+    if isinstance(value, Weight):
+        return joined(value.value, value.wide)
+    return value.value if isinstance(value, Active) else value
 
 
 class Run:
@@ -74,35 +87,32 @@ class Run:
     def __init__(self) -> None:
         self.missed: dict[str, str] = {}
         self._holds: dict[int, bool] = {}
-        self._jits: dict[int, Any] = {}
 
-    def evaluate(self, jaxpr: Any, values: Sequence[Any], stack: Any = None) -> list[Any]:
-        """The results of a jaxpr for arrays and weights; some may be weights themselves.
+    def evaluate(self, jaxpr: Any, values: Sequence[Any], opens_scope: bool = False) -> list[Any]:
+        """The results of a jaxpr for arrays, weights and activations, each of which is one of them.
 
         Args:
           jaxpr: closed or not.
           values: its arguments.
-          stack: the name stack that its operations continue; the current one if left out.
+          opens_scope: whether the first named scope of all its operations is left out.
         """
         opened = _jax.open_jaxpr(jaxpr)
         known = dict(zip(opened.invars, values, strict=True))
         known |= dict(zip(opened.constvars, _jax.constants(jaxpr), strict=True))
-        # Half values that were computed from weights alone.
-        derived: set[Any] = set()
 
         def value_of(atom: Any) -> Any:
             return atom.val if isinstance(atom, _jax.Literal) else known[atom]
 
         for eqn in opened.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
-            with _jax.at(eqn, None if stack is None else stack + eqn.source_info.name_stack):
-                outs = self._one(eqn, operands)
+            kind = mark(eqn)
+            with _jax.at(eqn, _jax.stack_within(eqn, int(opens_scope), -1 if kind else None)):
+                outs = [_cast(eqn, operands[0], kind)] if kind else self._one(eqn, operands)
             known.update(zip(eqn.outvars, outs, strict=True))
-            self._watch(eqn, operands, derived)
         return [value_of(atom) for atom in opened.outvars]
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
-        """A jaxpr as a function of arrays and weights to arrays."""
+        """A jaxpr as a function of arrays, weights and activations to arrays."""
 
         def call(*values: Any) -> list[Any]:
             with _bind.program(is_body=True):
@@ -110,43 +120,36 @@ class Run:
 
         return call
 
-    def jitted(self, eqn: Any) -> Callable[..., list[Any]]:
-        """`function` of a jit's jaxpr under `jax.jit`; the same object for the same jaxpr, traced once."""
-        jaxpr = eqn.params["jaxpr"]
-        if id(jaxpr) not in self._jits:
-            function = self.function(jaxpr)
-            function.__name__ = eqn.params["name"]
-            # With what has that identity.
-            self._jits[id(jaxpr)] = jaxpr, jax.jit(function)
-        return self._jits[id(jaxpr)][1]
-
     def note(self, eqn: Any, why: str) -> None:
         """Writes down a weight gradient that stays half."""
         self.missed.setdefault(_jax.source_line(eqn) or "somewhere", why)
 
     def _one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        if is_marked(eqn):
-            wide = read(operands[0])
-            return [Weight(_bind.bind(eqn, lax.stop_gradient(wide))[0], wide)]
-        weights = [isinstance(value, Weight) for value in operands]
-        if not any(weights) and not self._holds_marks(eqn):
-            return _bind.bind(eqn, *operands)
+        weights = [value for value in operands if isinstance(value, Weight)]
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in _CALLS and (weights or self._holds_marks(eqn)):
             return _CALLS[name](self, eqn, operands)
+        if not weights:
+            outs = _bind.bind(eqn, *map(read, operands))
+            is_active = self._holds_marks(eqn) or any(isinstance(value, Active) for value in operands)
+            return list(map(Active, outs)) if is_active else outs
         if name in _PRODUCTS:
             return [_product(eqn, operands)]
-        if (name in _MOVES and sum(weights) == weights[0]) or (name == "concatenate" and all(weights)):
-            return _moved(eqn, operands, name == "gather" or operands[0].is_looked_up)
+        if name == "stop_gradient":
+            return _bind.bind(eqn, *map(_value, operands))
+        if name == "name":
+            return [dataclasses.replace(weights[0], value=_bind.bind(eqn, weights[0].value)[0])]
         if name == "optimization_barrier":
-            kept = zip(_bind.bind(eqn, *map(_half, operands)), operands, weights, strict=True)
-            return [dataclasses.replace(value, half=out) if weight else out for out, value, weight in kept]
-        if name == "convert_element_type" and eqn.params["new_dtype"] == FLOAT32:
-            # Rounded, with a gradient that is not.
-            return [joined(_bind.bind(eqn, operands[0].half)[0], operands[0].wide)]
+            return _barrier(eqn, operands)
+        if name == "convert_element_type" and is_floating(eqn.params["new_dtype"]):
+            return [dataclasses.replace(weights[0], value=_bind.bind(eqn, weights[0].value)[0])]
+        if name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
+            return _moved(eqn, operands)
+        if _makes_weights(eqn, operands, weights):
+            return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
         if name in _ops.BROADCASTING:
             operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
-        return _bind.bind(eqn, *map(read, operands))
+        return list(map(Active, _bind.bind(eqn, *map(read, operands))))
 
     def _holds_marks(self, eqn: Any) -> bool:
         return any(map(self._is_marked_inside, _jax.subjaxprs(eqn)))
@@ -154,53 +157,94 @@ class Run:
     def _is_marked_inside(self, jaxpr: Any) -> bool:
         eqns = _jax.open_jaxpr(jaxpr).eqns
         if id(jaxpr) not in self._holds:
-            self._holds[id(jaxpr)] = any(is_marked(eqn) or self._holds_marks(eqn) for eqn in eqns)
+            self._holds[id(jaxpr)] = any(mark(eqn) or self._holds_marks(eqn) for eqn in eqns)
         return self._holds[id(jaxpr)]
 
-    def _watch(self, eqn: Any, operands: Sequence[Any], derived: set[Any]) -> None:
-        """Follows what is computed from weights alone, to say where it gets a half gradient."""
-        is_weight = [isinstance(value, Weight) and not value.is_looked_up for value in operands]
-        known = [not isinstance(atom, _jax.Literal) and atom in derived for atom in eqn.invars]
-        if not any(is_weight) and not any(known):
-            return
-        if eqn.primitive.name in _PRODUCTS:
-            if any(known):
-                self.note(eqn, "the weight is computed with, in half precision, before this product")
-            return
-        if eqn.primitive.name in _CALLS or (any(is_weight) and _keeps_weights(eqn)):
-            return
-        scalars = [_jax.shape_of(atom) == () for atom in eqn.invars]
-        if all(w or k or s for w, k, s in zip(is_weight, known, scalars, strict=True)):
-            derived.update(eqn.outvars)
+
+def _cast(eqn: Any, value: Any, kind: Kind) -> Weight:
+    """The cast of a parameter."""
+    wide = read(value)
+    value = _bind.bind(eqn, lax.stop_gradient(wide))[0]
+    return Weight(value, lax.convert_element_type(wide, FLOAT32), kind)
 
 
-def _keeps_weights(eqn: Any) -> bool:
-    return eqn.primitive.name in (*_MOVES, "concatenate", "optimization_barrier", "convert_element_type")
+def _kind_of(kinds: set[Kind]) -> Kind:
+    """What weights of these kinds make together."""
+    return "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
 
 
-def _half(value: Any) -> Any:
-    return value.half if isinstance(value, Weight) else value
+def _value(value: Any) -> Any:
+    """A value without its gradient, where it is a weight."""
+    return value.value if isinstance(value, Weight) else read(value)
 
 
-def _moved(eqn: Any, operands: Sequence[Any], is_looked_up: bool) -> list[Any]:
-    halves = _bind.bind(eqn, *map(_half, operands))
-    wides = _bind.bind(eqn, *(value.wide if isinstance(value, Weight) else value for value in operands))
-    return [Weight(half, wide, is_looked_up) for half, wide in zip(halves, wides, strict=True)]
+def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[Weight]) -> bool:
+    """Whether what an operation makes of weights is one: of them alone, or with masks and numbers."""
+    if _jax.holds_jaxpr(eqn) or not all(is_floating(_jax.dtype_of(var)) for var in eqn.outvars):
+        return False
+    if any(isinstance(value, Active) for value in operands):
+        return False
+    alone = all(
+        isinstance(v, Weight) or _jax.shape_of(a) == () for v, a in zip(operands, eqn.invars, strict=True)
+    )
+    return alone or all(weight.kind in _WHOLE for weight in weights)
+
+
+def _dual(eqn: Any, operands: Sequence[Any], kind: Kind) -> list[Any]:
+    """An operation done as it was traced, without a gradient, and in float32 for the gradient."""
+    values = _bind.bind(eqn, *(lax.stop_gradient(_value(value)) for value in operands))
+    wides = _bind.bind(eqn, *map(_in_float32, operands))
+    return [Weight(value, wide, kind) for value, wide in zip(values, wides, strict=True)]
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Weight):
+        return value.wide
+    return lax.convert_element_type(value, FLOAT32) if is_floating(getattr(value, "dtype", None)) else value
+
+
+def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    kind: Kind = operands[0].kind
+    if eqn.primitive.name == "gather":
+        kind = "rows"
+    elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+        kind = "copies"
+    values = _bind.bind(eqn, *map(_value, operands))
+    wides = _bind.bind(eqn, operands[0].wide, *map(read, operands[1:]))
+    return [Weight(value, wide, kind) for value, wide in zip(values, wides, strict=True)]
+
+
+def _barrier(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Several arrays, each on its own."""
+    outs = _bind.bind(eqn, *map(_value, operands))
+    return [
+        dataclasses.replace(value, value=out) if isinstance(value, Weight | Active) else out
+        for out, value in zip(outs, operands, strict=True)
+    ]
 
 
 def _broadcast(value: Any, like: Any) -> Any:
     """An operand of an operation that copies smaller ones: copied before, so that its gradient is summed."""
-    if not isinstance(value, Weight) or value.half.shape == _jax.shape_of(like):
+    if not isinstance(value, Weight) or value.value.shape == _jax.shape_of(like):
         return value
-    half, wide = (_jax.broadcast_like(x, like) for x in (value.half, value.wide))
-    return Weight(half, wide, value.is_looked_up)
+    whole, wide = (_jax.broadcast_like(x, like) for x in (value.value, value.wide))
+    return Weight(whole, wide, value.kind)
 
 
 def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
-    weights = [isinstance(value, Weight) and not value.is_looked_up for value in operands]
-    values = [value.half if weight else read(value) for value, weight in zip(operands, weights, strict=True)]
-    wide = [value.wide if weight else None for value, weight in zip(operands, weights, strict=True)]
-    return product(eqn, values, wide, cotangent)
+    """A product: of weights alone it is one (LoRA's `a @ b`), otherwise an activation."""
+    floats = [v for v, a in zip(operands, eqn.invars, strict=True) if is_floating(_jax.dtype_of(a))]
+    if any(v.value.dtype == FLOAT32 for v in floats if isinstance(v, Weight)):
+        return Active(_bind.bind(eqn, *map(read, operands))[0])  # Cast back by the program.
+    kinds = {v.kind for v in floats if isinstance(v, Weight)}
+    has_whole = bool(kinds.intersection(_WHOLE))
+    is_factor = [isinstance(v, Weight) and (v.kind in _WHOLE or not has_whole) for v in operands]
+    values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
+    wide = [v.wide if factor else None for v, factor in zip(operands, is_factor, strict=True)]
+    if sum(is_factor) < len(floats) or "argument" in kinds:
+        return Active(product(eqn, values, wide, cotangent=cotangent))
+    # Its cotangent is summed already, and may be beyond half.
+    return Weight(_bind.bind(eqn, *values)[0], product(eqn, values, wide, result=FLOAT32))
 
 
 def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -208,7 +252,19 @@ def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return _closed(run, eqn, operands)
     if len(_jax.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _INLINED:
         return run.evaluate(eqn.params["jaxpr"], operands)
-    return run.jitted(eqn)(*operands)
+    call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
+    outs = call(*operands)
+    run.missed.update(missed)
+    return list(map(Active, outs))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
+    """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr, traced once."""
+    run = Run()
+    function = run.function(jaxpr)
+    function.__name__ = name
+    return jax.jit(function), run.missed
 
 
 def _inlined(parameter: str) -> Callable[..., Sequence[Any]]:
@@ -219,24 +275,30 @@ def _checkpoint(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     leaves, structure = jax.tree.flatten(list(operands))
     function = run.function(eqn.params["jaxpr"])
     flat = lambda *leaves: function(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-    return _again.checkpoint(eqn, flat, leaves, _bind.bind)
+    return list(map(Active, _again.checkpoint(eqn, flat, leaves, _bind.bind)))
 
 
 def _shard_map(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    return _again.shard_map(eqn, run.function(eqn.params["jaxpr"]), operands)
+    return list(map(Active, _again.shard_map(eqn, run.function(eqn.params["jaxpr"]), operands)))
 
 
 def _scan(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     consts, carries = _jax.scan_sizes(eqn.params)
     stop = consts + carries
+    function = run.function(eqn.params["jaxpr"])
+
+    def body(*values: Any) -> list[Any]:
+        return function(*values[:consts], *map(Active, values[consts:stop]), *values[stop:])
+
     operands = [*operands[:consts], *map(read, operands[consts:stop]), *operands[stop:]]
-    return _again.scan(eqn, run.function(eqn.params["jaxpr"]), operands)
+    return list(map(Active, _again.scan(eqn, body, operands)))
 
 
 def _cond(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     if eqn.params.get("branches_platforms") is not None:
         return _closed(run, eqn, operands)
-    return _again.cond(list(map(run.function, eqn.params["branches"])), operands)
+    functions = list(map(run.function, eqn.params["branches"]))
+    return list(map(Active, _again.cond(functions, [read(operands[0]), *operands[1:]])))
 
 
 def _custom_jvp(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -253,7 +315,7 @@ def _closed(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     why = "which is bound to its shardings or donations" if name == "jit" else "whose derivative is given"
     if name != "while":
         run.note(eqn, f"the weight goes into a {name}, {why}")
-    return _bind.bind(eqn, *map(read, operands))
+    return list(map(Active, _bind.bind(eqn, *map(read, operands))))
 
 
 _CALLS: dict[str, Callable[[Run, Any, Sequence[Any]], Sequence[Any]]] = {

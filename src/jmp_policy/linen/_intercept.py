@@ -130,7 +130,8 @@ def _interceptor(
     if scope.marks:
         return _call_marked(scope, module, next_fun, args, kwargs)
     if _weights.starts(scope.rules) and not module.is_initializing() and context.method_name != "setup":
-        return _call_with_float32_gradients(scope, module, context.method_name, args, kwargs)
+        method: Any = context.orig_method
+        return _call_with_float32_gradients(scope, module, method.func, args, kwargs)
     if context.method_name == "setup":
         with _governed(scope, module):
             return next_fun(*args, **kwargs)
@@ -171,26 +172,37 @@ def is_method(module: nn.Module, name: str) -> bool:
     return not special and callable(getattr(type(module), name, None))
 
 
-def _call_with_float32_gradients(scope: Scope, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+def _call_with_float32_gradients(
+    scope: Scope, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Runs a method as a function of the module's variables (as `nn.jit` does), whose gradients are float32.
 
-    The method and all that it calls come through the interceptor again, on a clone of the module.
+    Args:
+      scope: the active scope.
+      module: the outermost governed module.
+      method: the function that its class has.
+      args, kwargs: what it is called with.
     """
 
-    def lifted(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+    def lifted(fn: Callable[..., Any], scopes: Any, *given: Any) -> Any:
+        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+            def pure(variables: Any, rngs: Any, given: Any) -> Any:
                 scopes = scope_of(variables, rngs)
-                return fn(scopes, *args, **kwargs), repacked(scopes)
+                return fn(scopes, *given), repacked(scopes)
 
-            function = _weights.with_float32_gradients(pure, opens_scope=True)
-            return function(variables, rngs, args, kwargs)
+            return _weights.with_float32_gradients(pure, opens_scope=True)(variables, rngs, given)
 
-        return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)(scopes, *args, **kwargs)
+        return lift.pack(inner, (True,), (True,), (True,))(scopes, *given)
 
+    def float32_gradients(clone: nn.Module, args: Any, kwargs: Any) -> Any:
+        active = current()
+        assert active is not None
+        return _call_governed(active, clone, functools.partial(method, clone), args, kwargs)
+
+    if hasattr(method, "compact"):
+        float32_gradients.compact = True  # type: ignore[attr-defined]
     with entered(dataclasses.replace(scope, cloned=module.path)):
-        method = getattr(type(module), name)
-        return transforms.lift_direct_transform(lifted, (method,), module, *args, **kwargs)
+        return transforms.lift_direct_transform(lifted, (float32_gradients,), module, args, kwargs)
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
