@@ -19,14 +19,9 @@ from jmp_policy._weights._run import Run, read
 _INSIDE = jax.make_user_context(default_value=False)
 
 
-def is_inside() -> bool:
-    """Whether what runs is traced by `with_float32_gradients`."""
-    return _INSIDE.value
-
-
 def starts(rules: PolicyMap | Policy) -> bool:
     """Whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
-    return not is_inside() and (any_asks(rules) if isinstance(rules, PolicyMap) else asks(rules))
+    return not _INSIDE.value and (any_asks(rules) if isinstance(rules, PolicyMap) else asks(rules))
 
 
 def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from jmp_policy._rules import PolicyMap
 from jmp_policy.nnx import _graph
 from jmp_policy.nnx._graph import is_node
 from jmp_policy.nnx._named import named
-from jmp_policy.nnx._states import NODE, filled, variables
+from jmp_policy.nnx._states import NODE, filled, taken_apart, variables
 
 
 class Split:
@@ -26,9 +26,7 @@ class Split:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
-        leaves, self.structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_node)
-        self.nodes = tuple(leaf for leaf in leaves if is_node(leaf))
-        self.others = [NODE if is_node(leaf) else leaf for leaf in leaves]
+        self.structure, self.others, self.nodes = taken_apart((tuple(args), kwargs))
         self._graph, self.state = nnx.split(self.nodes)
 
     def merged(self, state: Any) -> tuple[Any, ...]:

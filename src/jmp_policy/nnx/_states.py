@@ -24,6 +24,13 @@ def filled(structure: Any, leaves: Any, nodes: Any) -> Any:
     return jax.tree.unflatten(structure, [next(given) if leaf is NODE else leaf for leaf in leaves])
 
 
+def taken_apart(tree: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
+    """What `filled` puts together: structure, leaves with `NODE` in the places of nodes, and the nodes."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
+    nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+    return structure, [NODE if is_node(leaf) else leaf for leaf in leaves], nodes
+
+
 def variables(nodes: Any) -> Iterator[nnx.Variable]:
     """Every Variable of these nodes, once per node."""
     for node in nodes:
@@ -68,9 +75,7 @@ class Pure:
 
     def split(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The nodes among the arguments, and the arguments of this function."""
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-        nodes = tuple(leaf for leaf in leaves if is_node(leaf))
-        others = [NODE if is_node(leaf) else leaf for leaf in leaves]
+        structure, others, nodes = taken_apart((args, kwargs))
         with nnx.split_context(self) as context:
             graph, state = context.split(nodes)
         return nodes, (structure, graph, state, others)
@@ -81,14 +86,13 @@ class Pure:
         before = nnx.graphdef(nodes)
         args, kwargs = filled(structure, others, nodes)
         out = self._fn(*args, **kwargs)
-        leaves, out_structure = jax.tree.flatten(out, is_leaf=is_node)
-        out_nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+        out_structure, others, out_nodes = taken_apart(out)
         values, changed = [_graph.read(variable) for variable in variables(nodes)], None
         if out_nodes or nnx.graphdef(nodes) != before:
             values = []
             with nnx.split_context(self) as context:
                 changed = context.split((nodes, out_nodes))
-        return values, changed, [NODE if is_node(leaf) else leaf for leaf in leaves], out_structure
+        return values, changed, others, out_structure
 
 
 def _write_changed(nodes: Any, values: Any) -> None:
