@@ -242,6 +242,34 @@ def test_bad_input(arguments, batch, message):
             accumulate(None, 2)
 
 
+@pytest.mark.parametrize("namespace", [jmpp, jmpp.nnx])
+def test_numbers_beside_the_loss_become_arrays_and_others_are_refused(namespace):
+    model = {"w": jnp.ones(6)} if namespace is jmpp else nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    parts = jax.tree.leaves if namespace is jmpp else lambda model: [model.kernel[...]]
+
+    def accumulated(aux):
+        function = namespace.accumulate_gradients(lambda m, x: (parts(m)[0].sum(), aux), 2, has_aux=True)
+        return function(SCALE, model, X)[0][1]
+
+    aux = accumulated({"n": 3, "f": 0.5})
+    assert aux["n"].tolist() == [3, 3]
+    assert (aux["f"].dtype, jax.typeof(aux["f"]).weak_type) == (jnp.float32, False)
+    with pytest.raises(TypeError, match=r"returns 'train' in aux\['split'\]\[0\], and a loop over"):
+        accumulated({"split": ["train"]})
+
+
+def test_each_loss_has_its_own_scale():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), {"a": SCALE, "b": jmpp.StaticLossScale(2.0)})
+    state = tx.init(PARAMS)
+    (value, grads), want = jmpp.accumulate_gradients(mlp, 4, loss="b")(state, PARAMS, X, Y), whole_batch()
+    close(value, want[0])
+    close(jax.tree.map(lambda g: g * 4, grads), want[1])
+    with pytest.raises(ValueError, match="Say whose is meant"):
+        jmpp.accumulate_gradients(mlp, 4)(state, PARAMS, X, Y)
+    with pytest.raises(ValueError, match="'c', which is none of the losses: 'a', 'b'"):
+        jmpp.accumulate_gradients(mlp, 4, loss="c")(state, PARAMS, X, Y)
+
+
 def test_losses_that_are_no_scalar():
     with pytest.raises(TypeError, match="must return one scalar"):
         jmpp.accumulate_gradients(lambda p, x: (p * x.sum(), 1), 2)(SCALE, jnp.float32(1), X)
@@ -412,6 +440,31 @@ def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way
     got = got if drop == "drop_window" else got[0]
     close(got, whole_batch())
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
+
+
+def test_parameters_spread_over_devices():
+    """FSDP: the batch and the parameters are split over the same axis."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
+    params = {"w1": normal(1, 16, 8), "w2": normal(2, 8, 16)}
+    x, y = normal(3, ROWS, 16), normal(4, ROWS, 16)
+    places = {"w1": rows, "w2": columns}
+    spread = jax.device_put(params, places)
+    batch = jax.device_put((x, y), rows)
+    want = jmpp.scaled_value_and_grad(mlp)(SCALE, params, x, y)
+    for arguments in ({}, {"axis_name": "data", "mesh": mesh}):
+        function = jax.jit(
+            jmpp.accumulate_gradients(mlp, 4, **arguments),
+            out_shardings=(NamedSharding(mesh, P()), places),
+        )
+        compiled = function.lower(SCALE, spread, *batch).compile()
+        value, grads = compiled(SCALE, spread, *batch)
+        close((value, grads), want)
+        assert {k: g.sharding for k, g in grads.items()} == places
+        main, loops = collectives(compiled)
+        if arguments:  # Parameters are gathered before the loop, gradients reduced after it.
+            assert loops == {}
+            assert main["all-gather"] >= 1
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
@@ -721,5 +774,11 @@ def test_nnx_other_parameters_and_variables_that_appear():
     got = jmpp.nnx.accumulate_gradients(nnx_loss, 4, wrt=wrt)(SCALE, lora, X, Y)
     want = jmpp.nnx.scaled_value_and_grad(nnx_loss, argnums=nnx.DiffState(0, wrt))(SCALE, lora, X, Y)
     close(nnx.as_pure(got), nnx.as_pure(want))
+    lora.step = nnx.Param(jnp.int32(3))
+    both = {"wrt": (nnx.Param, nnx.LoRAParam), "allow_int": True}
+    _, got = jmpp.nnx.accumulate_gradients(nnx_loss, 4, **both)(SCALE, lora, X, Y)
+    assert got.step[...].dtype == jax.dtypes.float0
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, lora, X, Y)
     with pytest.raises(ValueError, match=r"added Variables to the module or removed some \(\['hidden'\]"):
         jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, Net(nnx.Rngs(0), sows=True), X, Y)

@@ -335,6 +335,42 @@ def test_the_plain_optimizers_state_goes_inside(name, raw, tmp_path):
     assert_same(restored._replace(inner_state=None), tx.init(PARAMS)._replace(inner_state=None))
 
 
+@pytest.mark.parametrize("outer", [lambda tx: tx, _scaled], ids=["alone", "in loss_scaled"])
+@pytest.mark.parametrize("raw", [True, False])
+def test_half_parameters_go_on_with_masters(raw, outer, tmp_path):
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    plain = optax.sgd(0.1, momentum=0.9, accumulator_dtype="float32")
+    saved = state = plain.update(GRADS, plain.init(half), half)[1]
+    if raw:
+        saved = KEEPERS["orbax"](tmp_path / "at", {"o": state, "any": jnp.ones(1)}, None)["o"]
+    tx = outer(jmpp.master_weights(plain))
+    # The template's masters are those of other parameters.
+    restored = jmpp.restore_state(tx.init(jax.tree.map(jnp.ones_like, half)), saved)
+    masters = restored.inner_state if isinstance(restored, jmpp.LossScaledState) else restored
+    assert_same(masters.inner_state, state)
+    updates, _ = tx.update(GRADS, restored, half)
+    want, _ = tx.update(GRADS, jmpp.restore_state(tx.init(half), saved), half)
+    assert_same(updates, want)
+    with pytest.raises(ValueError, match="masters/.* was not saved, and the template has only its shape"):
+        jmpp.restore_state(jax.eval_shape(tx.init, half), saved)
+
+
+def test_a_state_with_masters_does_not_fit_an_optimizer_without():
+    with pytest.raises(ValueError, match=r"(?s)one of master_weights, the template's is not.*\.inner_state"):
+        jmpp.restore_state(ADAMW.init(PARAMS), jmpp.master_weights(ADAMW).init(PARAMS))
+
+
+def test_from_one_loss_scale_to_several():
+    tx = jmpp.loss_scaled(ADAMW, {"a": jmpp.DynamicLossScale(), "b": jmpp.DynamicLossScale(4.0)})
+    saved = flax.serialization.to_state_dict(moved(SCALED))
+    with pytest.raises(ValueError, match=r"where there are several now\? Remove the saved loss_scale"):
+        jmpp.restore_state(tx.init(PARAMS), saved)
+    inner = saved.pop("loss_scale") and saved["inner_state"]
+    restored = jmpp.restore_state(tx.init(PARAMS), saved)
+    assert_same(restored.loss_scale, tx.init(PARAMS).loss_scale)
+    assert_same(flax.serialization.to_state_dict(restored.inner_state), inner)
+
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -470,7 +506,7 @@ REFUSED = {
     ),
     "another scale": (
         put("opt_state", "loss_scale", value={"log2_scale": np.float32(3)}),
-        r"left over:\n  opt_state/loss_scale/log2_scale.*another kind of loss scale\? Remove",
+        r"left over:\n  opt_state/loss_scale/log2_scale.*another kind of loss scale, or .*\? Remove",
     ),
     "magnitudes nobody asks for": (
         put("opt_state", "gradients", value={"w": {"max": np.float32(3)}}),

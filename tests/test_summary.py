@@ -271,6 +271,14 @@ def test_the_policys_dtypes():
     assert norm.bytes == sum(x.nbytes for x in jax.tree.leaves(stored["norm"]))
 
 
+def test_float32_weight_gradients_are_shown():
+    found = summary(Three(), PolicyMap("mixed_float16", {"last": "p=f32,c=f16,o=f32,g=f32"}), X)
+    assert [row.grad_dtype for row in found.modules if row.path in ("first", "last")] == [None, "float32"]
+    assert "f32/f16/f32 g=f32" in str(found)
+    model = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
+    assert summary(model, "p=f32,c=bf16,o=f32,g=f32", jnp.ones((1, 6)))[""].grad_dtype == "float32"
+
+
 def test_bytes_as_used():
     found = summary(Three(), "mixed_float16", X)
     # Two Dense of 20 in half, a LayerNorm of 8 in float32.

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_policy._by_devices import varying
+from jmp_policy._cast import strong
 from jmp_policy._dtypes import is_floating, parse_dtype, widened
 from jmp_policy._finite import all_finite, select_tree
 from jmp_policy._grad import scaled_value_and_grad
@@ -77,7 +78,7 @@ def accumulate_gradients(
       are handed to each micro-batch as they are, and so is what `loss_fn` closes over. A PRNG key
       (`jax.random.key`) is folded with the number of the micro-batch, counted over all devices, unless there
       is only one. `aux` has a new first axis: one entry per micro-batch (of each device, where a `shard_map`
-      is entered here), dropped ones included.
+      is entered here), dropped ones included; numbers become arrays.
 
       With "drop_microbatch" it returns `((value, grads), dropped)`, `dropped` being an int32 scalar: how many
       micro-batches (of single devices, with `axis_name`) were dropped. Pass on that there were any, so that
@@ -85,7 +86,8 @@ def accumulate_gradients(
 
     Raises:
       TypeError, ValueError: for bad arguments; when the function is called, for arrays that cannot be split
-        into n equal parts, for a batch without arrays, for an axis that does not exist.
+        into n equal parts, for a batch without arrays, for an axis that does not exist, for `aux` that is no
+        array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,7 +107,7 @@ def accumulate_gradients(
     def step(scale: LossScale, params: PyTree, state: None, args: Any, kwargs: Any) -> Step:
         value, grads = gradient(scale, params, *args, **kwargs)
         unscaled, aux = value if has_aux else (value, None)
-        return Step(unscaled, aux, grads, state)
+        return Step(unscaled, as_arrays(aux), grads, state)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state, loss)
@@ -204,6 +206,21 @@ def run_window(
         check_vma=False,
     )
     return jax.jit(mapped)(scale, params, state, split.rows, split.others)
+
+
+def as_arrays(aux: PyTree) -> PyTree:
+    """What a loss function returns beside the loss, as a loop can stack it."""
+
+    def array(path: Any, x: Any) -> jax.Array:
+        try:
+            return strong(jnp.asarray(x))
+        except TypeError as error:
+            raise TypeError(
+                f"The loss function returns {x!r:.100} in aux{jax.tree_util.keystr(path)}, and a loop over "
+                "micro-batches can only return arrays and numbers."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(array, aux)
 
 
 def _are_mapped(axes: tuple[Any, ...]) -> bool:

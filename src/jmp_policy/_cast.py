@@ -33,6 +33,13 @@ def map_changed(
     return jax.tree.unflatten(treedef, new)
 
 
+def strong(x: Any) -> Any:
+    """A JAX array with a strong type; anything else, and what has one, as the same object."""
+    if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
+        return lax.convert_element_type(x, x.dtype)
+    return x
+
+
 def cast_leaf(x: Any, dtype: np.dtype) -> Any:
     """Casts one floating array to `dtype`; anything else comes back as the same object."""
     if not is_floating_array(x) or x.dtype == dtype:

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from jmp_policy._cast import strong
 from jmp_policy._dtypes import is_floating
 from jmp_policy._types import PyTree
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)
 _ABSENT = object()
-#: No other state has both of these fields.
-_OWN_FIELDS = frozenset(("grads_finite", "skipped"))
+#: By these fields a state is told, since one that was read without a target has no class: of `loss_scaled`
+#: (no other has both), of `master_weights`.
+_LOSS_SCALED = frozenset(("grads_finite", "skipped"))
+_MASTERS = frozenset(("inner_state", "masters"))
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -37,14 +40,16 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
         `nnx.state(optimizer)`, or a dict of several; arrays, or `jax.ShapeDtypeStruct`s (with shardings)
         for what need not exist twice.
       saved: what the checkpoint gave: the same structure, an older one, nested dicts and lists (Orbax
-        without a target, Flax state dicts), or the state of the optimizer that `loss_scaled` wraps now.
+        without a target, Flax state dicts), or the state of the optimizer that `loss_scaled` or
+        `master_weights` wraps now.
       cast: convert numbers that were saved in another precision, instead of raising.
 
     Returns:
       The template with every saved value, placed as the template's is; where the template says nothing of
-      placement, JAX arrays stay where they are. What `loss_scaled` adds to an optimizer's state, and fields
-      of loss scales, come from the template where they were not saved. Configuration (`growth_interval`)
-      is the template's. The result may share buffers with `saved`.
+      placement, JAX arrays stay where they are. What `loss_scaled` and `master_weights` add to an
+      optimizer's state, and fields of loss scales, come from the template where they were not saved (masters
+      that are not those of the parameters follow these in the next step). Configuration
+      (`growth_interval`) is the template's. The result may share buffers with `saved`.
 
     Raises:
       ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype.
@@ -104,7 +109,7 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
 class _Pair:
     """A leaf of the template and the saved leaf on its path; one of them may be absent.
 
-    `field` names the field of `LossScaledState` whose value the template is asked for.
+    `field` names the field of the wrapper's state whose value the template is asked for.
     """
 
     path: str
@@ -116,6 +121,11 @@ class _Pair:
         """The value of a fresh state."""
         if not isinstance(self.wanted, jax.ShapeDtypeStruct):
             return jnp.array(self.wanted)  # A copy: the restored state may be donated.
+        if self.field == "masters":
+            raise ValueError(
+                f"{self.path} was not saved, and the template has only its shape. Give the template real "
+                "masters: tx.init(params) of the restored parameters."
+            )
         if self.field == "loss_scale":
             raise ValueError(
                 f"{self.path} was not saved, and the template has only its shape. Give the template a real "
@@ -134,13 +144,13 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
         yield from _match_leaf(path, wanted, given, field)
         return
     saved = found or {}
-    is_loss_scaled = children.keys() >= _OWN_FIELDS
-    if is_loss_scaled and not saved.keys() >= _OWN_FIELDS:
+    wraps = next((fields for fields in (_LOSS_SCALED, _MASTERS) if children.keys() >= fields), None)
+    if wraps and not saved.keys() >= wraps:
         found = saved = {"inner_state": given}
     if _is_loss_scale(wanted) and children.keys() & saved.keys():
         field = field or "loss_scale"
     for name, child in children.items():
-        own = name if is_loss_scaled and name != "inner_state" else field
+        own = name if wraps and name != "inner_state" else field
         yield from _match(_join(path, name), child, saved.get(name), own)
     if found is None:
         yield _Pair(path, _ABSENT, given)
@@ -217,10 +227,15 @@ def _hint(left_over: list[str]) -> str:
             "\nThe saved optimizer state is one of loss_scaled, the template's is not: wrap its optimizer in "
             "loss_scaled too (with NoOpLossScale() where nothing is to be scaled), or pass .inner_state."
         )
+    if "masters" in names:
+        return (
+            "\nThe saved optimizer state is one of master_weights, the template's is not: wrap its optimizer "
+            "in master_weights too, or pass .inner_state, and .masters as the parameters."
+        )
     if "loss_scale" in names:
         return (
-            "\nWas it saved with another kind of loss scale? Remove the saved loss_scale to start with the "
-            "template's."
+            "\nWas it saved with another kind of loss scale, or with one where there are several now? Remove "
+            "the saved loss_scale to start with the template's."
         )
     if "gradients" in names:
         return "\nGive loss_scaled the same monitor=, or remove the saved gradients; they serve metrics only."
@@ -263,7 +278,7 @@ def _converted(pair: _Pair, cast: bool) -> Any:
     if isinstance(given, _SCALARS):
         given = np.asarray(given, jax.dtypes.canonicalize_dtype(np.asarray(given).dtype))
     if not cast or not hasattr(given, "dtype") or _kind(given) is not _kind(wanted):
-        return _strong(given) if _is_weak(given) and not _is_weak(wanted) else given
+        return given if _is_weak(wanted) else strong(given)
     if _kind(wanted) is jnp.integer:
         new = np.asarray(given).astype(wanted.dtype)
         return new if (new == np.asarray(given)).all() else given
@@ -285,10 +300,6 @@ def _placed(value: Any, wanted: Any) -> Any:
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         sharding = sharding.spec  # jax.set_mesh says on which devices.
     return jax.device_put(value, sharding)
-
-
-def _strong(x: Any) -> jax.Array:
-    return jax.lax.convert_element_type(x, x.dtype)
 
 
 def _uncommitted(x: jax.Array) -> jax.Array:

@@ -7,9 +7,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from jmp_policy._cast import map_changed
+from jmp_policy._cast import map_changed, strong
 from jmp_policy._loss_scale import NoOpLossScale
 from jmp_policy._types import PyTree
 
@@ -69,7 +68,7 @@ def own(state: PyTree, *others: PyTree) -> PyTree:
             taken.add(id(x))
         if isinstance(x, bool | int | float | complex):
             return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-        return _strong(x)
+        return strong(x)
 
     return map_changed(one, state)
 
@@ -85,10 +84,4 @@ def run_inner(
     if "grad" in extra_args:
         extra_args = extra_args | {"grad": widen(extra_args["grad"])}
     new_updates, new_state = inner.update(widen(updates), state, params, **extra_args)
-    return new_updates, map_changed(_strong, new_state)
-
-
-def _strong(x: Any) -> Any:
-    if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
-        return lax.convert_element_type(x, x.dtype)
-    return x
+    return new_updates, map_changed(strong, new_state)

@@ -107,21 +107,15 @@ def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any]
 
 def _wide_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
     """What a transpose gives, in the float32 that its product accumulates in."""
-    jaxpr = jax.make_jaxpr(lambda ct: transpose(ct)[0])(ct)
-    opened = _jax.open_jaxpr(jaxpr)
-    known = {**dict(zip(opened.constvars, _jax.constants(jaxpr), strict=True)), opened.invars[0]: ct}
 
-    def value_of(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _jax.Literal) else known[atom]
-
-    for eqn in opened.eqns:
-        values, params = [value_of(atom) for atom in eqn.invars], dict(eqn.params)
+    def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "convert_element_type" and values[0].dtype == FLOAT32:
+            return values  # It would narrow what the product gave.
+        params = dict(eqn.params)
         if "preferred_element_type" in params:
             params["preferred_element_type"] = FLOAT32
-        if eqn.primitive.name == "convert_element_type" and values[0].dtype == FLOAT32:
-            known[eqn.outvars[0]] = values[0]  # It would narrow what the product gave.
-            continue
         with _jax.at(eqn):
-            outs = _jax.bound(eqn.primitive, values, params)
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return lax.convert_element_type(value_of(opened.outvars[0]), FLOAT32)
+            return _jax.bound(eqn.primitive, values, params)
+
+    jaxpr = jax.make_jaxpr(lambda ct: transpose(ct)[0])(ct)
+    return lax.convert_element_type(_jax.evaluate(jaxpr, [ct], step)[0], FLOAT32)

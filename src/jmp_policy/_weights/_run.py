@@ -96,20 +96,13 @@ class Run:
           values: its arguments.
           opens_scope: whether the first named scope of all its operations is left out.
         """
-        opened = _jax.open_jaxpr(jaxpr)
-        known = dict(zip(opened.invars, values, strict=True))
-        known |= dict(zip(opened.constvars, _jax.constants(jaxpr), strict=True))
 
-        def value_of(atom: Any) -> Any:
-            return atom.val if isinstance(atom, _jax.Literal) else known[atom]
-
-        for eqn in opened.eqns:
-            operands = [value_of(atom) for atom in eqn.invars]
+        def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
             kind = mark(eqn)
             with _jax.at(eqn, _jax.stack_within(eqn, int(opens_scope), -1 if kind else None)):
-                outs = [_cast(eqn, operands[0], kind)] if kind else self._one(eqn, operands)
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [value_of(atom) for atom in opened.outvars]
+                return [_cast(eqn, operands[0], kind)] if kind else self._one(eqn, operands)
+
+        return _jax.evaluate(jaxpr, values, step)
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A jaxpr as a function of arrays, weights and activations to arrays."""
@@ -179,15 +172,16 @@ def _value(value: Any) -> Any:
 
 
 def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[Weight]) -> bool:
-    """Whether what an operation makes of weights is one: of them alone, or with masks and numbers."""
+    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
     if _jax.holds_jaxpr(eqn) or not all(is_floating(_jax.dtype_of(var)) for var in eqn.outvars):
         return False
     if any(isinstance(value, Active) for value in operands):
         return False
-    alone = all(
-        isinstance(v, Weight) or _jax.shape_of(a) == () for v, a in zip(operands, eqn.invars, strict=True)
-    )
-    return alone or all(weight.kind in _WHOLE for weight in weights)
+    if all(weight.kind in _WHOLE for weight in weights):
+        return True
+    # Rows that meet others are activations: their gradients are as large.
+    others = (atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not weights[0])
+    return all(_jax.shape_of(atom) == () for atom in others)
 
 
 def _dual(eqn: Any, operands: Sequence[Any], kind: Kind) -> list[Any]:

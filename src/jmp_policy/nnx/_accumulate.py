@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmp_policy._accumulate import OnNonfinite, Step, make_window, run_window
+from jmp_policy._accumulate import OnNonfinite, Step, as_arrays, make_window, run_window
 from jmp_policy._loss_scale import LossScale
 from jmp_policy._state import find_loss_scale
 from jmp_policy._types import DTypeLike, PyTree
@@ -20,6 +20,7 @@ def accumulate_gradients(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
+    allow_int: bool = False,
     loss: str | None = None,
     accumulator_dtype: DTypeLike = jnp.float32,
     on_nonfinite: OnNonfinite = "drop_window",
@@ -34,7 +35,7 @@ def accumulate_gradients(
         `has_aux`.
       n: micro-batches per window.
       wrt: which Variables to differentiate by, as an NNX filter; the same as the optimizer's.
-      has_aux, loss, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis: as for
+      has_aux, allow_int, loss, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis: as for
         `jmp_policy.accumulate_gradients`.
 
     Returns:
@@ -64,7 +65,9 @@ def accumulate_gradients(
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
     window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis)
-    gradient = scaled_value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+    gradient = scaled_value_and_grad(
+        loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux, allow_int=allow_int
+    )
 
     def value_and_scaled_grad(scale_or_optimizer: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_optimizer, loss)
@@ -77,7 +80,7 @@ def accumulate_gradients(
             unscaled, aux = value if has_aux else (value, None)
             after = nnx.state(merged, nnx.Not(wrt))
             _check_same_variables(state, after)
-            return Step(unscaled, aux, grads, after)
+            return Step(unscaled, as_arrays(aux), grads, after)
 
         mean, dropped = run_window(window, step, scale, params, state, (args, kwargs))
         nnx.update(model, mean.state)

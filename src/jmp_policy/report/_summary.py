@@ -33,6 +33,7 @@ class ModuleRow:
         scope, those of its first and last operation.
       calls: how often it is called.
       note: what to know of it, or "".
+      grad_dtype: in which its weight gradients leave half-precision products; None as the product gives them.
     """
 
     path: str
@@ -47,6 +48,7 @@ class ModuleRow:
     returns: tuple[str, ...]
     calls: int
     note: str = ""
+    grad_dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +188,7 @@ def row(
         returns=tuple(dict.fromkeys(dtype for call in calls for dtype in call.returns)),
         calls=len(calls),
         note=note,
+        grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
     )
 
 
@@ -296,4 +299,5 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _policy_text(row: ModuleRow) -> str:
-    return "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
+    text = "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
+    return text if row.grad_dtype is None else f"{text} g={_SHORT.get(row.grad_dtype, row.grad_dtype)}"
