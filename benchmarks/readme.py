@@ -4,9 +4,10 @@
 """
 
 import json
+import operator
 import pathlib
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -149,13 +150,125 @@ def reports() -> str:
     return "\n".join(lines)
 
 
+def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    """Lines of a table; columns of the header are parted by bars."""
+    columns = header.count("|") + 1
+    return [f"|{header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def median(value: dict[str, float]) -> str:
+    return f"{value['median']:.2f}"
+
+
+def counts(row: dict[str, Any], *names: str) -> list[str]:
+    """Cells of what is counted; empty where it was not."""
+    return [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in names]
+
+
+def scaling() -> str:
+    """Float32 gradients, communication, accumulation."""
+    grad, gpu, sent = (load(f"grad_dtype_{what}") for what in ("cost", "gpu_cost", "collectives"))
+    without, with_float32 = gpu["rows"]
+    words = (
+        f"`grad=float32` over the same policy without, float16, no scaling ({provenance(grad)}, "
+        f"{grad['machine']['cores']} cores). The {gpu['layers']}-layer BERT-width AdamW step compiled for "
+        f"one H100: {without['kernels']} kernels become {with_float32['kernels']}, "
+        f"{without['gigabytes']:.2f} GB moved become {with_float32['gigabytes']:.2f}, temporary memory stays at "
+        f"{with_float32['temp_gigabytes']:.2f} GB, all {with_float32['dots']['f16xf16']} products are float16."
+    )
+    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    cells = (
+        [r["model"], median(r["trace_lower"]), median(r["step"]), *counts(r, "equations", "bytes", "temp")]
+        for r in grad["rows"]
+    )
+    lines += table(" | trace + lower | step | equations | bytes | temporary memory", cells)
+    operations = [
+        "all-reduce float16", "all-reduce float32", "reduce-scatter float16", "reduce-scatter float32",
+        "all-gather float16",
+    ]  # fmt: skip
+    lines += [
+        "",
+        "What each of eight H100s hands to collectives in a step of a two-layer network, in MB:",
+        "",
+    ]
+    megabytes = ([f"{r[op] / 1e6:.1f}" if op in r else "" for op in operations] for r in sent["rows"])
+    names = ([r["layout"], r["variant"]] for r in sent["rows"])
+    lines += table(" | " + "".join(f" | {op}" for op in operations), map(operator.add, names, megabytes))
+    result = load("communication")
+    words = (
+        "Bytes that one device sends per step, and as many times what the step by hand sends without scaling "
+        f"({result['layers']}-layer Transformer of width {result['hidden']}, {provenance(result)}; virtual "
+        "devices, the compiled program):"
+    )
+    lines += ["", textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    cells = (
+        [r["layout"], str(r["devices"]), r["variant"], f"{r['bytes']:,}", f"{r['over_by_hand']:.3f}"]
+        for r in result["rows"]
+        if r["devices"] > 1
+    )
+    lines += table(" | devices | | bytes | over by hand", cells)
+    result = load("accumulation_cost")
+    words = (
+        f"`accumulate_gradients` ({provenance(result)}). A convolution inside a loop is slow in XLA on a "
+        "CPU, by hand as well:"
+    )
+    lines += ["", textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    cells = (
+        [f"{r['model']}, {r['comparison']}", median(r["trace_lower"]), median(r["step"]), *numbers]
+        for r in result["rows"]
+        for numbers in [counts(r, "equations", "bytes", "temp")]
+    )
+    lines += table(" | trace + lower | step | equations | bytes | temporary memory", cells)
+    return "\n".join(lines)
+
+
+def rounding() -> str:
+    """Training half parameters: what is kept, moved and waited for."""
+    result = load("rounding_cost")
+    words = (
+        f"What AdamW on half parameters costs, {result['layers']} layers of width {result['width']}, over "
+        f"plain half parameters ({provenance(result)}, {result['machine']['cores']} cores). What is kept and "
+        "what is temporary are bytes per parameter:"
+    )
+    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    cells = (
+        [r["dtype"], r["variant"]]
+        + [f"{r[f'{what}_bytes_per_parameter']:.1f}" for what in ("kept", "temp")]
+        + [f"{r['bytes']:.2f}", median(r["step"])]
+        for r in result["rows"]
+    )
+    return "\n".join(lines + table(" | | kept | temporary | bytes moved | step", cells))
+
+
+def checkpoints() -> str:
+    """How long a save holds up training."""
+    result = load("checkpoint_pause")
+    words = (
+        f"A save by Orbax and how long training waits for it ({provenance(result)}, "
+        f"{result['machine']['cores']} cores):"
+    )
+    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    cells = (
+        [f"{r['MB']:.1f} MB", r["way"], *(f"{r[k]['median']:.0f} ms" for k in ("pause_ms", "save_ms"))]
+        for r in result["rows"]
+    )
+    return "\n".join(lines + table(" | | training waits | the save takes", cells))
+
+
 def section() -> str:
     """The README's numbers."""
     return "\n\n".join([overhead(), nnx(), gpu()])
 
 
 #: Files with measured numbers between markers, and what writes them.
-FILES = {"README.md": section, "docs/autocast.md": autocast, "docs/reports.md": reports}
+FILES = {
+    "README.md": section,
+    "docs/autocast.md": autocast,
+    "docs/losses_and_parameters.md": rounding,
+    "docs/reliability.md": checkpoints,
+    "docs/reports.md": reports,
+    "docs/scaling_out.md": scaling,
+}
 
 
 def written(text: str, numbers: Callable[[], str] = section) -> str:
