@@ -28,16 +28,22 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def loss_and_stats(model: Any, params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
+def loss_and_stats(
+    model: Any, params: Any, stats: Any, batch: Any, loss: Any = cross_entropy
+) -> tuple[jax.Array, Any]:
+    """The loss, and the batch statistics after it; `batch` is `(inputs, labels)`, several inputs a tuple."""
+    inputs, labels = batch
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     if not stats:
-        return cross_entropy(model.apply({"params": params}, batch[0]), batch[1]), stats
+        return loss(model.apply({"params": params}, *inputs), labels), stats
     variables = {"params": params, "batch_stats": stats}
-    logits, new = model.apply(variables, batch[0], mutable=["batch_stats"])
-    return cross_entropy(logits, batch[1]), new["batch_stats"]
+    outputs, new = model.apply(variables, *inputs, mutable=["batch_stats"])
+    return loss(outputs, labels), new["batch_stats"]
 
 
 def init(model: Any, tx: Any, batch: Any, scale: Any = ()) -> State:
-    variables = model.init(jax.random.key(0), batch[0])
+    inputs = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+    variables = model.init(jax.random.key(0), *inputs)
     params = variables["params"]
     return State(params, variables.get("batch_stats", {}), tx.init(params), scale)
 
@@ -46,12 +52,13 @@ def hand_scale() -> HandScale:
     return HandScale(jnp.float32(2.0**16), jnp.int32(0))
 
 
-def plain_step(model: Any, tx: Any, autocast: Any = None) -> Any:
+def plain_step(model: Any, tx: Any, autocast: Any = None, loss: Any = cross_entropy) -> Any:
     """No loss scaling at all; `autocast` is the half type that the loss is put under, if any."""
+    of_model = loss
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         def loss_fn(params: Any) -> Any:
-            return loss_and_stats(model, params, state.stats, batch)
+            return loss_and_stats(model, params, state.stats, batch, of_model)
 
         loss_fn = loss_fn if autocast is None else jmpp.autocast(loss_fn, autocast)
         (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -61,14 +68,15 @@ def plain_step(model: Any, tx: Any, autocast: Any = None) -> Any:
     return step
 
 
-def hand_scaled_step(model: Any, tx: Any) -> Any:
+def hand_scaled_step(model: Any, tx: Any, loss: Any = cross_entropy) -> Any:
     """Dynamic loss scaling by hand: one test per parameter, and a select."""
+    of_model = loss
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         scale = state.scale
 
         def loss_fn(params: Any) -> Any:
-            loss, stats = loss_and_stats(model, params, state.stats, batch)
+            loss, stats = loss_and_stats(model, params, state.stats, batch, of_model)
             return loss * scale.value, (loss, stats)
 
         (_, (loss, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -85,12 +93,13 @@ def hand_scaled_step(model: Any, tx: Any) -> Any:
     return step
 
 
-def library_step(model: Any, tx: Any) -> Any:
+def library_step(model: Any, tx: Any, loss: Any = cross_entropy) -> Any:
     """The step of the documentation; `tx` is made by `jmp_policy.loss_scaled`."""
+    of_model = loss
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         def loss_fn(params: Any) -> Any:
-            return loss_and_stats(model, params, state.stats, batch)
+            return loss_and_stats(model, params, state.stats, batch, of_model)
 
         gradient = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)
         (loss, stats), grads = gradient(state.opt_state, state.params)

@@ -1,0 +1,162 @@
+"""Real architectures train in half precision: loss and gradients are those of float32, up to its rounding.
+
+What rounding may do is not tuned, but found out: the float32 model runs with random relative errors of half
+precision's unit roundoff on all parameters and on all that enters or leaves a module, forward and backward.
+That is the standard model of rounding, fl(x) = x (1 + d) with |d| <= u (Higham, Accuracy and Stability of
+Numerical Algorithms, 2.2). A program rounds more often than at these places; as errors of random sign add up
+by squares, the bound is the largest of a few draws times the root of how many more, times two: a draw is of
+the size of a standard deviation.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_policy as jmpp
+
+ROOT = Path(__file__).parent.parent
+UNIT = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
+DRAWS = 4
+NAMES = ("ResNet-50",)
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def zoo():
+    return importlib.import_module("benchmarks.models").MODELS
+
+
+def steps():
+    return importlib.import_module("benchmarks._steps")
+
+
+@jax.custom_vjp
+def disturbed(x, key, unit):
+    return x * (1 + unit * jax.random.uniform(key, x.shape, x.dtype, -1, 1))
+
+
+def _forward(x, key, unit):
+    return disturbed(x, key, unit), (key, unit)
+
+
+def _backward(kept, ct):
+    key, unit = kept
+    return disturbed(ct, jax.random.fold_in(key, 1), unit), None, None
+
+
+disturbed.defvjp(_forward, _backward)
+
+
+class Disturbed:
+    """A Linen module with errors on its parameters, and on what passes from module to module."""
+
+    def __init__(self, module, key, unit):
+        self.module, self.key, self.unit, self.places = module, key, unit, itertools.count()
+
+    def _all(self, tree):
+        def one(x):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                return x
+            return disturbed(jnp.asarray(x), jax.random.fold_in(self.key, next(self.places)), self.unit)
+
+        return jax.tree.map(one, tree)
+
+    def _intercept(self, call, args, kwargs, context):
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        args, kwargs = self._all((args, kwargs))
+        return self._all(call(*args, **kwargs))
+
+    def apply(self, variables, *args, **kwargs):
+        variables = {**variables, "params": self._all(variables["params"])}
+        with nn.intercept_methods(self._intercept):
+            return self.module.apply(variables, *args, **kwargs)
+
+
+def operations(jaxpr):
+    """How many operations of a program give floating numbers, those inside loops once."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        parts = [p for v in eqn.params.values() for p in (v if isinstance(v, tuple | list) else (v,))]
+        inner = [j for j in (getattr(p, "jaxpr", p) for p in parts) if hasattr(j, "eqns")]
+        dtypes = [getattr(var.aval, "dtype", None) for var in eqn.outvars]
+        count += (
+            sum(map(operations, inner)) if inner else any(jnp.issubdtype(d, jnp.floating) for d in dtypes)
+        )
+    return count
+
+
+def random_key(i):
+    return jax.random.key(i, impl="unsafe_rbg")  # Compiles faster.
+
+
+@functools.cache
+def in_float32(name):
+    """The model, a batch, the state, the step, the gradients of float32 and how they vary by unit."""
+    model = zoo()[name]("tiny")
+    batch = model.batch()
+    start = jax.jit(lambda: steps().init(model.module, optax.sgd(0.0), batch))()
+    places = []
+
+    def loss_fn(params, key, unit):
+        noisy = Disturbed(model.module, key, unit)
+        loss, _ = steps().loss_and_stats(noisy, params, start.stats, batch, model.loss)
+        places.append(next(noisy.places))
+        return loss
+
+    def bare(params):
+        return steps().loss_and_stats(model.module, params, start.stats, batch, model.loss)[0]
+
+    draw = jax.jit(jax.value_and_grad(loss_fn))
+    exact = draw(start.params, random_key(0), 0.0)
+    program = jax.make_jaxpr(jax.grad(bare))(start.params).jaxpr
+    more = math.sqrt(max(1.0, operations(program) / (2 * places[0])))
+    return model, batch, start, exact, lambda i, unit: draw(start.params, random_key(i), unit), more
+
+
+def distances(tree, other):
+    def one(a, b):
+        return float(np.linalg.norm(np.asarray(a, np.float64).ravel() - np.asarray(b, np.float64).ravel()))
+
+    return np.array(jax.tree.leaves(jax.tree.map(one, tree, other)))
+
+
+def test_names():
+    assert tuple(zoo()) == NAMES
+
+
+@pytest.mark.parametrize("policy", UNIT)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_step_is_that_of_float32_up_to_rounding(name, policy):
+    model, batch, start, exact, draw, more = in_float32(name)
+    errors = [distances(draw(i, UNIT[policy]), exact) for i in range(DRAWS)]
+    bound = 2 * more * np.max(errors, axis=0)
+
+    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(2.0**10))
+    wrapped = jmpp.wrap(model.module, policy)
+    state = start._replace(opt_state=tx.init(start.params))
+    step = jax.jit(steps().library_step(wrapped, tx, model.loss))
+    new, loss = step(state, batch)
+    assert bool(jmpp.grads_finite(new.opt_state))
+    # The step of SGD with learning rate 1 is the gradient.
+    grads = jax.tree.map(jnp.subtract, start.params, new.params)
+    found = distances((loss, grads), exact)
+    nothing = jax.tree.map(jnp.zeros_like, exact)
+    # What subtracting the gradient from the parameters rounds.
+    rounding = 2.0**-24 * distances(start.params, jax.tree.map(jnp.zeros_like, start.params)).max()
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
+    assert not [row for row in zip(paths, found, bound, strict=True) if row[1] > row[2] + rounding]
+    if policy == "mixed_float16":  # The bound says something: a gradient that is twice too large is outside.
+        assert np.linalg.norm(bound[1:]) < np.linalg.norm(distances(exact, nothing)[1:])
