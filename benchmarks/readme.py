@@ -173,8 +173,9 @@ def scaling() -> str:
         f"`grad=float32` over the same policy without, float16, no scaling ({provenance(grad)}, "
         f"{grad['machine']['cores']} cores). The {gpu['layers']}-layer BERT-width AdamW step compiled for "
         f"one H100: {without['kernels']} kernels become {with_float32['kernels']}, "
-        f"{without['gigabytes']:.2f} GB moved become {with_float32['gigabytes']:.2f}, temporary memory stays at "
-        f"{with_float32['temp_gigabytes']:.2f} GB, all {with_float32['dots']['f16xf16']} products are float16."
+        f"{without['gigabytes']:.2f} GB moved become {with_float32['gigabytes']:.2f}, temporary memory stays "
+        f"at {with_float32['temp_gigabytes']:.2f} GB, all {with_float32['dots']['f16xf16']} products are "
+        "float16."
     )
     lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
     cells = (
