@@ -97,15 +97,22 @@ def test_close_to_float32_and_all_masters_float32(case, policy):
     x = case.inputs()
     bare = case()
     wrapped = jmpp.wrap(case(), policy)
-    out = wrapped(x)
-    want = bare(x)
+    call = nnx.jit(lambda model, x: model(x))
+    out, want = call(wrapped, x), call(bare, x)
     assert out.dtype == jnp.float32
     rounding = {"mixed_float16": 2.0**-7, "mixed_bfloat16": 2.0**-4, "float32": 0}[policy]
     assert float(jnp.linalg.norm(out - want)) <= rounding * float(jnp.linalg.norm(want))
     tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
     optimizer = nnx.Optimizer(wrapped, tx, wrt=nnx.Param)
-    loss, grads = jmpp.nnx.scaled_value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(optimizer, wrapped, x)
-    optimizer.update(wrapped, grads)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        gradient = jmpp.nnx.scaled_value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))
+        loss, grads = gradient(optimizer, model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    loss = step(wrapped, optimizer, x)
     assert loss.dtype == jnp.float32
     assert stored(wrapped) == {"float32"}
     assert stored(wrapped, nnx.BatchStat) <= {"float32"}

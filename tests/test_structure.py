@@ -16,7 +16,7 @@ ORDER = [
     "_loss_scale", "_adaptive_scale", "_loss_scales", "_state", "_grad", "_microbatches", "_accumulate",
     "_metrics", "_logger", "_monitor", "_losses", "_transformation", "optim", "_restore",
     "_rounding", "_master_weights", "_stochastic_rounding", "_kahan_summation",
-    "_regions", "_report", "_taps", "_jax", "_again", "_flat", "_autocast", "_autocast._ops",
+    "_regions", "_report", "_taps", "_cpu_dots", "_jax", "_again", "_flat", "_autocast", "_autocast._ops",
     "_autocast._bind",
     "_weights", "_weights._mark", "_weights._products", "_weights._run", "_weights._function",
     "linen._attention", "linen._layers", "linen._intercept", "linen._taps", "linen._wrap", "linen",
@@ -33,7 +33,7 @@ ORDER = [
     "nnx._graph", "nnx._states", "nnx._attention", "nnx._layers", "nnx._face", "nnx._governed", "nnx._plan",
     "nnx._wrap", "nnx._train", "nnx._accumulate", "nnx._named", "nnx._pure", "nnx._summary", "nnx._spectrum",
     "nnx._autocast", "nnx",
-    "_wrap", "", "__main__",
+    "_wrap", "compat.jmp", "compat", "", "__main__",
 ]  # fmt: skip
 
 

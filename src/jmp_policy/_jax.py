@@ -15,6 +15,8 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend import core, source_info_util
 
+from jmp_policy import _cpu_dots
+
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
 
@@ -78,6 +80,7 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
 
 def bound(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """What a primitive gives for values, with the parameters of an equation; always a list."""
+    primitive = _cpu_dots.chosen(primitive, values)
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
