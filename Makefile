@@ -6,7 +6,7 @@ EXTRAS ?= test
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint types format bench wheel clean
+.PHONY: demo test lint types format bench docs wheel clean
 
 demo: $(READY)  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
@@ -28,13 +28,23 @@ format: $(READY)
 bench: $(READY)  ## measure; needs a second environment for the peers, which it builds
 	$(BIN)/python -m benchmarks
 
-wheel: $(READY)  ## build the wheel and import it from a clean environment
-	rm -rf dist build/wheel-env
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(PYTHON) -m venv build/wheel-env
-	build/wheel-env/bin/python -m pip install --quiet dist/*.whl
-	cd build && wheel-env/bin/python -c "import jmp_policy; print('wheel', jmp_policy.__version__, jmp_policy.get_policy('mixed_float16'))"
-	rm -rf build/wheel-env
+docs: $(READY)  ## build the documentation's site into build/site; the build itself needs no network
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(READY)  ## build sdist and wheel, check both, and use each from where it is installed
+	rm -rf dist build/release
+	$(BIN)/python -m pip install --quiet --editable ".[release]"
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_distributions.py dist
+	$(PYTHON) -m venv build/release/wheel
+	build/release/wheel/bin/python -m pip install --quiet dist/*.whl
+	cd build/release && wheel/bin/python -c "import jmp_policy; print('wheel', jmp_policy.__version__, jmp_policy.get_policy('mixed_float16'))"
+	mkdir build/release/sdist && tar -xzf dist/*.tar.gz -C build/release/sdist --strip-components 1
+	$(BIN)/python -m pip install --quiet --no-deps --target build/release/installed dist/*.tar.gz
+	cd build/release/sdist && PYTHONPATH=$(CURDIR)/build/release/installed $(abspath $(BIN))/python -m pytest --collect-only > ../tests.txt
+	@echo "sdist: $$(grep -c :: build/release/tests.txt) tests collected"
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -6,7 +6,6 @@ network. The decoder is plain JAX: functions of a dictionary of arrays, with a c
 JAX function can be.
 """
 
-import argparse
 import sys
 from collections import Counter, namedtuple
 from functools import partial
@@ -17,8 +16,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import jmp_policy as jmpp
@@ -89,7 +90,7 @@ def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
     return losses[:, PROMPT - 1 :].mean()
 
 
-def train(steps: int, seed: int) -> dict:
+def train(steps: int, seed: int, progress: Progress) -> dict:
     """Weights, trained in float32."""
     rng, tx = np.random.default_rng(seed), optax.adam(3e-3)
 
@@ -100,7 +101,7 @@ def train(steps: int, seed: int) -> dict:
 
     params = jax.jit(init)(jax.random.key(seed))
     opt_state = tx.init(params)
-    for _ in range(steps):
+    for _ in progress.track(range(steps), description="train"):
         params, opt_state = step(params, opt_state, texts(rng))
     return params
 
@@ -109,9 +110,10 @@ def generate(name: str, params: dict, prompts: np.ndarray, full: Row | None) -> 
     """Continues the prompts, by way of an exported program; and compares the logits for float32's tokens."""
     in_half = jax.jit(jmpp.autocast(decode, name))  # (1) was: jax.jit(decode)
     exported = jax.export.export(in_half)(params, prompts).serialize()
-    tokens, logits = jax.export.deserialize(exported).call(params, prompts)
+    run = jax.export.deserialize(exported).call
+    tokens, logits = run(params, prompts)
     if full is not None:
-        _, logits = in_half(params, full.tokens)
+        _, logits = run(params, full.tokens)
     error = 0.0 if full is None else float(jnp.abs(logits - full.logits).max() / jnp.abs(full.logits).max())
     plan = jmpp.explain(decode, name)(params, prompts)
     products = Counter(row.operands for row in plan.of("dot_general"))
@@ -153,7 +155,8 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
         console.print(
             "\nA Transformer goes on with what was repeated: trained once, run in three precisions.\n"
         )
-    params = train(steps, seed)
+    with progress_bar(console, quiet) as progress:
+        params = train(steps, seed, progress)
     prompts = np.where(np.arange(LENGTH) < PROMPT, texts(np.random.default_rng(seed + 1)), -1)
     rows = [generate("float32", params, prompts, None)]
     rows += [generate(name, params, prompts, rows[0]) for name in RUNS[1:]]
@@ -166,21 +169,8 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Generate with a Transformer in three precisions, and compare."
-    )
-    parser.add_argument("--steps", type=int, default=80, help="train steps before (default: 80)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and prompts (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="only the results: no words")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options)))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    parser = Arguments("Generate with a Transformer in three precisions, and compare.", steps=80)
+    return finish(judge(compare(**vars(parser.parse_args(argv)))))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ how many there are: what makes it one for many is where its arguments lie, marke
 devices send is read from the compiled program.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich import box
@@ -190,7 +190,7 @@ def compare(devices: list, steps: int, seed: int, quiet: bool = False) -> list[R
     if not quiet:
         console.print(ABOUT.format(len(devices)))
     data = load(np.random.default_rng(seed))
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, data, devices, steps, seed, progress) for name in RUNS]
     for table in tables(rows):
         console.print(table)
@@ -207,27 +207,15 @@ def find_devices(count: int) -> list:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Train sharded over several devices and on one, and compare."
-    )
-    parser.add_argument("--steps", type=int, default=300, help="train steps of each run (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and test split (default: 0)")
+    parser = Arguments("Train sharded over several devices and on one, and compare.", steps=300)
     parser.add_argument("--devices", type=int, default=8, help="how many; they divide 128 (default: 8)")
-    parser.add_argument("--quiet", action="store_true", help="only the table: no words, no progress bar")
     options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
     if options.devices < 1 or BATCH_SIZE % options.devices:
         parser.error(f"--devices must divide the batch of {BATCH_SIZE}, got {options.devices}")
     devices = find_devices(options.devices)
     if len(devices) < options.devices:
         parser.error(f"--devices {options.devices}: XLA_FLAGS has the CPU show itself as {len(devices)}")
-    failure = judge(compare(devices, options.steps, options.seed, options.quiet))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    return finish(judge(compare(devices, options.steps, options.seed, options.quiet)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ network. The three lines that make a train step mixed-precision are marked (1), 
 Linen module; nnx_digits.py does the same with NNX.
 """
 
-import argparse
 import sys
 from collections import namedtuple
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -61,6 +61,10 @@ class Net(nn.Module):
         return nn.Dense(10)(x.reshape(len(x), -1))
 
 
+# Weights are float32 for every precision, so that the bare network can make them for all.
+init = jax.jit(partial(Net().init, train=False))
+
+
 def train_step(model: nn.Module, tx: Any, state: State, images: Any, labels: Any) -> tuple[State, dict]:
     """One step, the same for every precision."""
 
@@ -98,7 +102,7 @@ def train(name: str, steps: int, seed: int, progress: Progress) -> Row:
 
     rng = np.random.default_rng(seed)
     images, labels, test_images, test_labels = load(rng)
-    variables = jax.jit(partial(model.init, train=False))(jax.random.key(seed), images[:1])
+    variables = init(jax.random.key(seed), images[:1])
     state = State(**variables, opt_state=tx.init(variables["params"]))
     step = jax.jit(partial(train_step, model, tx), donate_argnums=0)
     step = step.lower(state, images[:BATCH_SIZE], labels[:BATCH_SIZE]).compile()
@@ -181,7 +185,7 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False, train: Callab
     console = Console(highlight=False)
     if not quiet:
         console.print(ABOUT)
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, steps, seed, progress) for name in RUNS]
     console.print(table(rows))
     if not quiet:
@@ -192,20 +196,9 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False, train: Callab
 
 
 def main(argv: list[str] | None = None, train: Callable = train, out: str = "out/digits.png") -> int:
-    parser = argparse.ArgumentParser(description="Train a CNN on digits in four precisions, and compare.")
-    parser.add_argument("--steps", type=int, default=600, help="train steps of each run (default: 600)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and test split (default: 0)")
+    parser = Arguments("Train a CNN on digits in four precisions, and compare.", steps=600)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / out, help="the plot")
-    parser.add_argument("--quiet", action="store_true", help="only the table: no words, no progress bar")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options), train=train))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    return finish(judge(compare(**vars(parser.parse_args(argv)), train=train)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The three lines that make a train step mixed-precision are marked (1), (2) and (
 `autocast` changes the operations of the loss function, not its modules.
 """
 
-import argparse
 import sys
 from collections import Counter, namedtuple
 from functools import partial
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from digits import load
 from rich import box
 from rich.console import Console
@@ -92,7 +92,7 @@ def train_step(
 
 def train(name: str, steps: int, seed: int, progress: Progress) -> Row:
     """Trains in one of the precisions of RUNS, from the same weights and on the same batches in each."""
-    params, static = eqx.partition(Mixer(jax.random.key(seed)), eqx.is_inexact_array)
+    params, static = eqx.partition(eqx.filter_jit(Mixer)(jax.random.key(seed)), eqx.is_inexact_array)
     tx = jmpp.loss_scaled(optax.adamw(LEARNING_RATE), RUNS[name])  # (2) was: optax.adamw(...)
     opt_state = tx.init(params)
 
@@ -146,7 +146,7 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
     console = Console(highlight=False)
     if not quiet:
         console.print(ABOUT)
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, steps, seed, progress) for name in RUNS]
     console.print(table(rows))
     for row in rows[1:]:
@@ -156,19 +156,8 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train a Mixer on digits in three precisions, and compare.")
-    parser.add_argument("--steps", type=int, default=300, help="train steps of each run (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and test split (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="only the results: no words, no progress bar")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options)))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    parser = Arguments("Train a Mixer on digits in three precisions, and compare.", steps=300)
+    return finish(judge(compare(**vars(parser.parse_args(argv)))))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Train a GAN on digits in float32 and in float16, with a loss scale for each network and each loss.
 
-Run `python examples/gan_digits.py`: it takes about a minute on two CPU cores and needs no network. The
+Run `python examples/gan_digits.py`: it takes less than a minute on two CPU cores and needs no network. The
 generator has one loss and one scale. The critic has two losses of different size, and a scale for each: what
 it says of images, and a penalty on its slope, which is the gradient of a gradient.
 """
 
-import argparse
 import sys
 from collections import namedtuple
 from functools import partial
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from digits import load
 from matplotlib.figure import Figure
 from rich import box
@@ -216,7 +216,7 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
     console = Console(highlight=False)
     if not quiet:
         console.print(ABOUT)
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, steps, seed, progress) for name in RUNS]
     console.print(table(rows))
     if not quiet:
@@ -227,21 +227,10 @@ def compare(steps: int, seed: int, out: Path, quiet: bool = False) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train a GAN on digits in two precisions, and compare.")
-    parser.add_argument("--steps", type=int, default=2000, help="train steps of each run (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and test split (default: 0)")
+    parser = Arguments("Train a GAN on digits in two precisions, and compare.", steps=2000)
     default = Path(__file__).parent / "out" / "gan_digits.png"
     parser.add_argument("--out", type=Path, default=default, help="the images")
-    parser.add_argument("--quiet", action="store_true", help="only the table: no words, no progress bar")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options)))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    return finish(judge(compare(**vars(parser.parse_args(argv)))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ three lines that make a train step mixed-precision are marked (1), (2) and (3). 
 that a rule names one by its path.
 """
 
-import argparse
 import sys
 from collections import Counter, namedtuple
 from functools import partial
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -105,7 +105,7 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
     console = Console(highlight=False)
     if not quiet:
         console.print(f"\nAn LSTM of Haiku learns to add two of {LENGTH} numbers, three times.\n")
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, steps, seed, progress) for name in RUNS]
     table = Table("precision", "mean squared\nerror", "skipped\nsteps", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
@@ -118,19 +118,8 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train an LSTM in three precisions, and compare.")
-    parser.add_argument("--steps", type=int, default=500, help="train steps of each run (default: 500)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="only the results: no words, no progress bar")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options)))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    parser = Arguments("Train an LSTM in three precisions, and compare.", steps=500)
+    return finish(judge(compare(**vars(parser.parse_args(argv)))))
 
 
 if __name__ == "__main__":

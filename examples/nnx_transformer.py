@@ -5,7 +5,6 @@ The lines that make a train step mixed-precision are marked (1) to (4). Sampling
 of a wrapped model is in its compute dtype.
 """
 
-import argparse
 import sys
 from collections import namedtuple
 from functools import partial
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _run import Arguments, finish, progress_bar
 from flax import nnx
 from rich import box
 from rich.console import Console
@@ -190,7 +190,7 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
     console, data = Console(highlight=False), load()
     if not quiet:
         console.print(ABOUT)
-    with Progress(console=console, disable=quiet) as progress:
+    with progress_bar(console, quiet) as progress:
         rows = [train(name, steps, seed, data, progress) for name in RUNS]
     console.print(table(rows))
     for row in rows:
@@ -199,19 +199,8 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train a Transformer in three precisions, and compare.")
-    parser.add_argument("--steps", type=int, default=700, help="train steps of each run (default: 700)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and samples (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="only the results: no words, no progress bar")
-    options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps must be at least 10, got {options.steps}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"--seed must be at least 0 and below 2**32, got {options.seed}")
-    failure = judge(compare(**vars(options)))
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    parser = Arguments("Train a Transformer in three precisions, and compare.", steps=700)
+    return finish(judge(compare(**vars(parser.parse_args(argv)))))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The README's and the docstrings' examples run."""
+"""The examples of README, pages and docstrings run, and what the pages say of files and names is so."""
 
 import doctest
 import importlib
+import importlib.util
+import inspect
 import pkgutil
 import re
+import xml.etree.ElementTree
 from pathlib import Path
 
 import jax
@@ -11,9 +14,17 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_policy
+from jmp_policy import linen, nnx, report
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
 NAMES = ["jmp_policy", *(m.name for m in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."))]
+BLOCK = re.compile(r'^```python(?: title="(\w+)")?\n(.*?)^```$', flags=re.S | re.M)
+
+
+def page_name(path):
+    return path.name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,28 +47,91 @@ def test_public_functions_have_an_example():
     }  # fmt: skip
 
 
-def python_blocks(path):
-    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
+def run(path):
+    """Runs all Python blocks of a page, in order, as one program; returns what it has defined.
+
+    A block whose title is a package is that package's side of a comparison: without it the block is compiled
+    and not run.
+    """
+    blocks = BLOCK.findall(path.read_text())
+    # A block with another info string would never run.
+    assert len(blocks) == path.read_text().count("```python")
+    namespace = {"__name__": path.stem}
+    for package, block in blocks:
+        code = compile(block, path.name, "exec")
+        if not package or importlib.util.find_spec(package) is not None:
+            exec(code, namespace)
+    return namespace
 
 
 def test_readme():
-    """All Python blocks, in order, as one program."""
-    blocks = python_blocks(ROOT / "README.md")
-    assert blocks
-    namespace = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+    namespace = run(ROOT / "README.md")
     for losses in (namespace["losses"], namespace["nnx_losses"]):
         assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_docs_pages(path):
-    namespace = {"__name__": path.stem}
-    blocks = python_blocks(path)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, path.name, "exec"), namespace)
+    namespace = run(path)
+    assert len(namespace) > 1 or path.name == "api.md"
+
+
+def test_a_page_that_fails_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text('```python\nx = 1\n```\n\n```python title="no_such_package"\nx = 2\n```\n')
+    assert run(page)["x"] == 1
+    page.write_text('```python\nx = 1\n```\n\n```python title="jmp_policy"\nassert x == 2\n```\n')
+    with pytest.raises(AssertionError, match=r"^$|assert"):
+        run(page)
+
+
+def headings(path):
+    """The anchors that a page's headings get."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=page_name)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("https://"):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), link
+            assert not anchor or anchor in headings(target), link
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert sorted(re.findall(r": (\w+\.md)$", text, flags=re.M)) == [path.name for path in PAGES]
+
+
+@pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_api_reference(module):
+    listed = re.findall(rf"^::: {module.__name__}\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.M)
+    public = {n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    listed = [name for name in listed if not inspect.ismodule(getattr(module, name))]
+    assert len(listed) == len(set(listed))
+    # What a report's rows are is public there, and the reports themselves are listed once, as jmp_policy's.
+    assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
+
+
+def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
+    drawn = (DOCS / "images" / "gradient_spectrum.svg").read_text()
+    assert xml.etree.ElementTree.fromstring(drawn).tag.endswith("svg")
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("figures")
+    spectrum = jmp_policy.gradient_spectrum(figures.digits_loss, *figures.trained(steps=50))
+    paths = [tmp_path / name for name in ("first.svg", "second.svg")]
+    for path in paths:
+        figures.draw(spectrum, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    # What the page says of it: most gradients of activations are zero, and some of the others become so.
+    gradients = spectrum.overall("activation gradient")
+    assert gradients.zeros > 0.5 * gradients.size
+    assert gradients.float16.zero > spectrum.overall().float16.zero
 
 
 def test_readme_numbers_are_the_measured_ones(monkeypatch):

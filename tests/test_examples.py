@@ -1,5 +1,8 @@
 import importlib
+import io
 import math
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
+pytestmark = pytest.mark.once
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -24,6 +29,9 @@ def load():
 @pytest.fixture(scope="module")
 def digits(load):
     return load("digits")
+
+
+ALL = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +62,9 @@ def test_digits_trains_in_all_precisions_and_saves_the_plot(
     monkeypatch.setitem(digits.RUNS, "float16", ("mixed_float16", scale))
     rows, out = keep_rows(digits, monkeypatch), tmp_path / "new" / "plot.png"
 
-    train = load(name).train
-    assert digits.main(["--steps", "100", "--out", str(out), "--quiet"], train=train) == 0
+    example = load(name)
+    monkeypatch.setattr(example, "BATCH_SIZE", 64)
+    assert digits.main(["--steps", "100", "--out", str(out), "--quiet"], train=example.train) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert list(rows) == ["float32", "bfloat16", "float16", "float16 unscaled"]
     printed = capsys.readouterr()
@@ -99,6 +108,8 @@ def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatc
     monkeypatch.setitem(transformer.RUNS, "float16", (policy, scale))
     monkeypatch.setattr(transformer, "CONTEXT", 48)
     monkeypatch.setattr(transformer, "LAYERS", 1)
+    monkeypatch.setattr(transformer, "FEATURES", 32)
+    monkeypatch.setattr(transformer, "BATCH_SIZE", 8)
     monkeypatch.setattr(transformer, "MARGIN", 0.5)  # The first skips are a good part of so few steps.
     rows = keep_rows(transformer, monkeypatch)
 
@@ -235,6 +246,8 @@ def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monke
     mixer = load("equinox_digits")
     monkeypatch.setitem(mixer.RUNS, "float16", overflowing_at_once(mixer.jmpp))
     monkeypatch.setattr(mixer, "MARGIN", 0.1)  # The first skips are a good part of so few steps.
+    monkeypatch.setattr(mixer, "BLOCKS", 1)
+    monkeypatch.setattr(mixer, "BATCH_SIZE", 64)
     rows = keep_rows(mixer, monkeypatch)
 
     assert mixer.main(["--steps", "100", "--quiet"]) == 0
@@ -245,11 +258,11 @@ def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monke
         assert np.isfinite(losses).all()
         assert losses[-10:].mean() < 0.3 * losses[0]
         assert row.accuracy > 0.8
-        assert row.products == ({name: 10} if name == "float32" else {name: 9, "float32": 1})
+        assert row.products == ({name: 6} if name == "float32" else {name: 5, "float32": 1})
     assert 5 <= rows["float16"].history["skipped_steps"][-1] < 30
     assert rows["bfloat16"].history["skipped_steps"][-1] == 0
     printed = capsys.readouterr()
-    assert "products of the float16 run: 9 in float16 and 1 in float32 (the head)" in printed.out
+    assert "products of the float16 run: 5 in float16 and 1 in float32 (the head)" in printed.out
     assert printed.err == ""
 
 
@@ -273,6 +286,7 @@ def test_haiku_lstm_learns_in_all_precisions_with_a_float32_head(load, monkeypat
 
 def test_autocast_inference_says_the_same_in_all_precisions(load, monkeypatch, capsys):
     inference = load("autocast_inference")
+    monkeypatch.setattr(inference, "TEXTS", 16)
     rows = keep_rows(inference, monkeypatch)
     assert inference.main(["--steps", "40", "--quiet"]) == 0
     assert list(rows) == list(inference.RUNS)
@@ -283,6 +297,72 @@ def test_autocast_inference_says_the_same_in_all_precisions(load, monkeypatch, c
     printed = capsys.readouterr()
     assert all(f"7 in {name}" in printed.out for name in rows)
     assert printed.err == ""
+
+
+def inference_row(inference, name, logits):
+    return inference.Row("Linen", name, np.float32(logits), 0, 0, 1.0)
+
+
+# One test for all that needs a run, as above.
+def test_inference_says_the_same_in_half_and_notices_where_it_does_not(load, monkeypatch, capsys):
+    inference, digits = load("inference"), load("digits")
+    monkeypatch.setattr(inference, "CALLS", 2)
+    rows, judge = {}, inference.judge
+    monkeypatch.setattr(
+        inference, "judge", lambda found: rows.update({r[:2]: r for r in found}) or judge(found)
+    )
+    assert inference.main(["--steps", "40", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert list(rows) == [(library, name) for library in ("Linen", "NNX") for name in inference.POLICIES]
+
+    weights, norms = 9 * 16 + 9 * 16 * 32 + 128 * 10 + 10, 4 * (16 + 32)  # with their statistics
+    labels = digits.load(np.random.default_rng(0)).test_labels
+    for (library, name), row in rows.items():
+        full = rows[library, "float32"]
+        assert f"{library}, {name}" in printed.out
+        assert row.param_bytes == weights * (4 if name == "float32" else 2) + norms * 4
+        assert row.temp_bytes > 0
+        assert row.logits.dtype == np.float32
+        assert np.mean(row.logits.argmax(axis=-1) == labels) > 0.9
+        assert (row.logits != full.logits).any() == (name != "float32")
+
+    # bfloat16 in the place of float16: of another precision, with the same classes.
+    for library in ("Linen", "NNX"):
+        swapped = rows | {(library, "float16"): rows[library, "bfloat16"]._replace(name="float16")}
+        assert f"the largest logit error of {library} in float16 is" in judge(list(swapped.values()))
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ([[8.0, 7.9], [1.0, 8.0]], None),
+        ([[7.985, 7.995], [1.0, 8.0]], "Linen in float16 changes the class of 1 images that are clear"),
+        ([[8.0, 7.9], [8.0, 7.9]], "Linen in float16 changes the class of 1 images that are clear"),
+        ([[8.0, 7.98], [1.0, 8.0]], "logit error of Linen in float16 is 8.00e-02, more than 1.56e-02"),
+        ([[8.0, 7.9], [math.nan, 8.0]], "Linen in float16 changes the class of 1 images that are clear"),
+        ([[8.0, math.nan], [1.0, 8.0]], "Linen in float16 changes the class of 1 images that are clear"),
+        ([[8.0, 7.9], [1.0, math.nan]], "the largest logit error of Linen in float16 is nan"),
+    ],
+)
+def test_inference_fails_where_half_says_something_else(load, monkeypatch, capsys, logits, message):
+    inference = load("inference")
+    full = inference_row(inference, "float32", [[8.0, 7.9], [1.0, 8.0]])
+    rows = [full, inference_row(inference, "float16", logits)]
+    monkeypatch.setattr(inference, "compare", lambda **_: rows)
+    assert inference.main([]) == (0 if message is None else 1)
+    printed = capsys.readouterr().err
+    assert printed == "" if message is None else message in printed
+
+
+def test_inference_lets_what_is_close_change_places(load):
+    """float16 may be off by 2 eps of the largest logit, which is 8 / 512: two logits within 1/32 may meet."""
+    inference = load("inference")
+    full = inference_row(inference, "float32", [[8 - 1 / 33, 8.0], [8 - 1 / 31, 8.0]])
+    half = inference_row(inference, "float16", [[8 - 1 / 65, 8 - 1 / 64.5], [8 - 1 / 31, 8.0]])
+    assert inference.same_class(half, full).tolist() == [False, True]
+    assert inference.clear(half, full).tolist() == [False, True]
+    assert inference.judge([full, half]) is None
 
 
 def test_autocast_inference_goes_on_as_without_a_cache(load):
@@ -356,10 +436,7 @@ def test_autocast_inference_fails_where_a_half_precision_says_something_else(
     assert printed == "" if message is None else message in printed
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["digits", "gan_digits", "nnx_transformer", "equinox_digits", "haiku_lstm", "autocast_inference"],
-)
+@pytest.mark.parametrize("name", sorted({*ALL} - {"nnx_digits"}))  # which has main from digits
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -375,6 +452,30 @@ def test_they_refuse_bad_arguments(load, name, arguments, message, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         load(name).main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_they_explain_themselves_as_scripts(load, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert all(f" {option} " in printed for option in ("--steps", "--seed", "--quiet"))
+
+
+def test_the_index_names_each_example_once():
+    index = (EXAMPLES / "README.md").read_text()
+    assert sorted(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", index, flags=re.M)) == ALL
+    assert sorted(re.findall(r"`python examples/(\w+)\.py`", index)) == ALL
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_to_somebody_who_looks(load, terminal, quiet):
+    console = Console(file=io.StringIO(), force_terminal=terminal)
+    with load("_run").progress_bar(console, quiet) as progress:
+        assert list(progress.track(range(3), description="steps")) == [0, 1, 2]
+    assert ("steps" in console.file.getvalue()) == (terminal and not quiet)
 
 
 def test_nnx_digits_runs_as_a_script():
@@ -436,8 +537,6 @@ def test_data_parallel_fails_where_devices_learn_something_else(load, monkeypatc
         (["--devices", "0"], "--devices must divide the batch of 128, got 0"),
         (["--devices", "3"], "--devices must divide the batch of 128, got 3"),
         (["--devices", "16"], "XLA_FLAGS has the CPU show itself as 8"),
-        (["--steps", "9"], "--steps must be at least 10, got 9"),
-        (["--seed", "-1"], "--seed must be at least 0 and below 2**32, got -1"),
     ],
 )
 def test_data_parallel_refuses_bad_arguments(load, capsys, arguments, message):

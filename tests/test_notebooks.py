@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+pytestmark = pytest.mark.once
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 

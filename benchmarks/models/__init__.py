@@ -4,10 +4,30 @@
 "small" for a CPU, "full" as published.
 """
 
-from benchmarks.models import resnet
+from benchmarks.models import (
+    bert,
+    conv_seq2seq,
+    deep_speech2,
+    gpt,
+    multiplicative_lstm,
+    resnet,
+    ssd_vgg,
+    transformer_xl,
+    unet_partial,
+    wavenet,
+)
 from benchmarks.models._model import SIZES as SIZES
 from benchmarks.models._model import Model as Model
 
 MODELS = {
     "ResNet-50": resnet.make,
+    "Conv seq2seq": conv_seq2seq.make,
+    "DeepSpeech2": deep_speech2.make,
+    "Multiplicative LSTM": multiplicative_lstm.make,
+    "WaveNet": wavenet.make,
+    "BERT-Large": bert.make,
+    "GPT-2": gpt.make,
+    "Transformer-XL": transformer_xl.make,
+    "U-Net, partial convolutions": unet_partial.make,
+    "SSD300, VGG-16": ssd_vgg.make,
 }

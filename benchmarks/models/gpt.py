@@ -1,0 +1,80 @@
+"""GPT-2: a pre-norm decoder that guesses the next token."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models._model import Model, cross_entropy
+
+SOURCE = "Radford et al., Language Models are Unsupervised Multitask Learners, 2019; 12 layers, no dropout"
+
+INIT = nn.initializers.normal(0.02)
+dense = functools.partial(nn.Dense, kernel_init=INIT)
+embedding = functools.partial(nn.Embed, embedding_init=INIT)
+norm = functools.partial(nn.LayerNorm, epsilon=1e-5)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network on `[B, L, D]`, each normalised before and added.
+
+    Attributes:
+      heads: of attention.
+      mlp: width inside the feed-forward network.
+    """
+
+    heads: int
+    mlp: int
+
+    @nn.compact
+    def __call__(self, x, mask):
+        x = x + nn.MultiHeadDotProductAttention(self.heads, kernel_init=INIT)(norm()(x), mask=mask)
+        y = nn.gelu(dense(self.mlp)(norm()(x)))
+        return x + dense(x.shape[-1])(y)
+
+
+class GPT(nn.Module):
+    """Tokens `[B, L]` to logits `[B, L, vocabulary]` of those that follow.
+
+    Attributes:
+      vocabulary: 50257 tokens, padded to a multiple of 64.
+      length: the longest sequence.
+      hidden, heads, mlp: widths of the layers.
+      layers: how many.
+    """
+
+    vocabulary: int = 50304
+    length: int = 1024
+    hidden: int = 768
+    heads: int = 12
+    mlp: int = 3072
+    layers: int = 12
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = embedding(self.vocabulary, self.hidden, name="tokens")
+        positions = embedding(self.length, self.hidden, name="positions")
+        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
+        mask = nn.make_causal_mask(tokens[:1])
+        for _ in range(self.layers):
+            x = Layer(self.heads, self.mlp)(x, mask)
+        return embed.attend(norm()(x))
+
+
+def draw(key: jax.Array, vocabulary: int, batch: int, length: int) -> Any:
+    """Tokens, and for each the next one."""
+    tokens = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
+    return (tokens[:, :-1],), tokens[:, 1:]
+
+
+def make(size: str) -> Model:
+    """GPT-2 on sequences of 16, 32 or 1024 tokens; the full one has 124 million parameters."""
+    module, batch = {
+        "tiny": (GPT(64, 16, 32, 2, 64, 2), 4),
+        "small": (GPT(512, 32, 256, 4, 1024, 4), 2),
+        "full": (GPT(), 8),
+    }[size]
+    shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
+    return Model(module, functools.partial(draw, **shape), cross_entropy, SOURCE)

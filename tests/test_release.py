@@ -1,0 +1,200 @@
+"""What is needed to release: the workflow, the versions, what sdist and wheel hold."""
+
+import datetime
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jmp_policy
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
+
+
+@pytest.fixture(scope="module")
+def distributions():
+    path = ROOT / "tools" / "check_distributions.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def workflow(path):
+    parsed = yaml.safe_load(path.read_text())
+    parsed["on"] = parsed.pop(True)  # YAML 1.1 reads `on` as a boolean; GitHub does not.
+    return parsed
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_workflows_call_make_with_targets_that_exist(path):
+    parsed = workflow(path)
+    assert {"push", "pull_request"} <= set(parsed["on"])
+    assert parsed["permissions"] == {"contents": "read"}
+    called = set()
+    for job in parsed["jobs"].values():
+        assert job["runs-on"]
+        assert job["timeout-minutes"] <= 90
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            if "uses" in step:
+                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
+                continue
+            program, *arguments = step["run"].split()
+            assert program == "make"
+            called |= {a for a in arguments if "=" not in a}
+    assert called == {"lint", "types", "test", "docs", "wheel"}
+    assert called <= TARGETS
+
+
+def test_the_matrix_has_the_oldest_the_newest_and_tonights():
+    (path,) = WORKFLOWS
+    jobs = workflow(path)["jobs"]
+    matrix = {entry["name"]: entry for entry in jobs["test"]["strategy"]["matrix"]["include"]}
+    assert set(matrix) == {"oldest", "newest", "nightly"}
+    assert f">={matrix['oldest']['python']}" == PROJECT["project"]["requires-python"]
+    assert matrix["newest"]["python"] > matrix["oldest"]["python"]
+    pythons = {entry["python"] for entry in matrix.values()} | set(
+        jobs["types"]["strategy"]["matrix"]["python"]
+    )
+    known = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r"3\.\d+$", c)}
+    assert pythons == known
+    # The one that may fail is the one of pre-releases.
+    assert jobs["test"]["continue-on-error"] == "${{ matrix.name == 'nightly' }}"
+    assert [name for name, entry in matrix.items() if "pre" in entry] == ["nightly"]
+    assert (ROOT / matrix["oldest"]["constraint"]).exists()
+    extras = {extra for entry in matrix.values() for extra in entry["extras"].split(",")}
+    assert extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    lines = (ROOT / ".github" / "lower-bounds.txt").read_text().splitlines()
+    pins = {line.replace("==", ">=") for line in lines if not line.startswith("#")}
+    assert pins == set(PROJECT["project"]["dependencies"])
+
+
+def test_the_version_is_set_in_one_place():
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "src/jmp_policy/__init__.py"
+    setting = re.compile(rf"=\s*[\"']{re.escape(jmp_policy.__version__)}[\"']")
+    found = [
+        p for p in [ROOT / "pyproject.toml", *(ROOT / "src").rglob("*.py")] if setting.search(p.read_text())
+    ]
+    assert found == [ROOT / "src" / "jmp_policy" / "__init__.py"]
+
+
+def released():
+    """Version -> (date, sections) of the changelog, as Keep a Changelog has it."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    title, *entries = re.split(r"^## ", text, flags=re.M)
+    assert title.startswith("# Changelog\n")
+    assert entries[0].startswith("[Unreleased]\n")
+    versions = {}
+    for entry in entries[1:]:
+        heading, _, body = entry.partition("\n")
+        version, date = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)", heading).groups()
+        between, *sections = re.split(r"^### (.*)\n", body, flags=re.M)
+        assert not between.strip()
+        versions[version] = (
+            datetime.date.fromisoformat(date),
+            dict(zip(sections[::2], sections[1::2], strict=True)),
+        )
+    return versions
+
+
+def test_changelog():
+    versions = released()
+    ordered = [tuple(map(int, version.split("."))) for version in versions]
+    assert ordered == sorted(ordered, reverse=True)
+    _, sections = versions[jmp_policy.__version__]
+    assert sections
+    assert set(sections) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for body in sections.values():
+        lines = body.strip().splitlines()
+        assert lines[0].startswith("- ")
+        assert all(line.startswith(("- ", "  ")) for line in lines)
+
+
+def test_citation():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
+    assert citation["version"] == jmp_policy.__version__
+    assert citation["date-released"] == released()[jmp_policy.__version__][0]
+    project = PROJECT["project"]
+    assert citation["title"] == project["name"]
+    assert citation["license"] == project["license"]
+    assert citation["abstract"] == project["description"]
+    assert [author["name"] for author in citation["authors"]] == [
+        author["name"] for author in project["authors"]
+    ]
+
+
+def test_no_address_is_invented():
+    assert "urls" not in PROJECT["project"]
+    text = (ROOT / "CITATION.cff").read_text() + "".join(p.read_text() for p in WORKFLOWS)
+    assert "http" not in text
+
+
+def test_the_sdist_takes_all_that_tests_and_documentation_need(distributions):
+    include = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    # Hatchling adds pyproject.toml by itself.
+    expected = distributions.expected_in_sdist() - {"pyproject.toml"}
+    assert {"CONTRIBUTING.md", "CITATION.cff", "mkdocs.yml", "tools/check_distributions.py"} <= expected
+    assert all((ROOT / name).exists() for name in expected)
+    left_out = {
+        name for name in expected if f"/{name}" not in include and f"/{name.split('/')[0]}" not in include
+    }
+    assert not left_out
+    assert all((ROOT / name.lstrip("/")).exists() for name in include)
+
+
+def test_faults_of_distributions_are_found(distributions):
+    modules = distributions.modules()
+    assert {"jmp_policy/py.typed", "jmp_policy/__init__.py", "jmp_policy/compat/jmp.py"} <= modules
+    info = {f"jmp_policy-0.1.0.dist-info/{name}" for name in ("METADATA", "RECORD", "licenses/LICENSE")}
+    assert distributions.wheel_faults(modules | info, modules) == []
+    without = modules - {"jmp_policy/py.typed"}
+    assert distributions.wheel_faults(without | info, modules) == ["the wheel lacks jmp_policy/py.typed"]
+    assert distributions.wheel_faults(without | info, without) == ["the wheel lacks jmp_policy/py.typed"]
+    tests = {"tests/test_policy.py"}
+    assert distributions.wheel_faults(modules | info | tests, modules) == [
+        "the wheel has tests/test_policy.py"
+    ]
+    assert distributions.wheel_faults(modules, modules) == ["the wheel lacks the licence"]
+    files = {f"jmp_policy-0.1.0/{name}" for name in ("README.md", "Makefile")}
+    assert distributions.sdist_faults(files, {"README.md", "Makefile"}) == []
+    assert distributions.sdist_faults(files, {"mkdocs.yml"}) == ["the sdist lacks mkdocs.yml"]
+
+
+def test_contributing_names_what_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    called = set(re.findall(r"\bmake ([a-z]+)\b", text))
+    assert called == {"demo", "test", "lint", "types", "format", "docs", "wheel", "bench"}
+    assert called <= TARGETS
+    paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w)`", text))
+    assert len(paths) > 20
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    for path, names in NAMED.items():
+        assert {name for name in names if name not in text} == set()
+        assert {name for name in names if not re.search(rf"\b{name}\b", (ROOT / path).read_text())} == set()
+
+
+#: File -> names in it that CONTRIBUTING.md speaks of.
+NAMED = {
+    "tests/helpers.py": ["CASES"],
+    "tests/test_structure.py": ["ORDER"],
+    "tests/test_zoo.py": ["NAMES"],
+    "benchmarks/models/__init__.py": ["MODELS"],
+    "src/jmp_policy/_rules.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
+    "src/jmp_policy/linen/_layers.py": ["NORMS", "WEIGHT_NORMS"],
+    "src/jmp_policy/nnx/_layers.py": ["NORMS", "WEIGHT_NORMS"],
+    "src/jmp_policy/_autocast/_ops.py": ["_LOWER", "_FULL", "_FOLLOW", "_INSIDE"],
+    "src/jmp_policy/_report.py": ["_tables", "_lines", "to_dict", "to_pandas"],
+}
