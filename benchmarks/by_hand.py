@@ -1,8 +1,8 @@
 """A model as its author would write it for half precision: `dtype=` in every layer.
 
 The models of the zoo have no precision code; here they get what a careful author adds by hand. Flax's layers
-take `dtype=float16`, attention its softmax in float32, raw parameters are cast where they are read, and the
-inputs where they come in.
+take `dtype=float16` (their attention then has its softmax in half, too, which costs least), raw parameters
+are cast where they are read, and the inputs where they come in.
 """
 
 import contextlib
@@ -51,8 +51,6 @@ def _layers_in(dtype: Any) -> Iterator[None]:
     def post_init(self: Any) -> None:
         if _is_layer(self) and getattr(self, "dtype", 0) is None:
             object.__setattr__(self, "dtype", dtype)
-            if hasattr(self, "force_fp32_for_softmax"):
-                object.__setattr__(self, "force_fp32_for_softmax", True)
         made(self)
 
     def param(self: Any, *args: Any, **kwargs: Any) -> Any:

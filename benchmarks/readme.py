@@ -3,27 +3,13 @@
 `python -m benchmarks.readme` rewrites, and a test compares: the README cannot drift from what was measured.
 """
 
-import json
 import operator
-import pathlib
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parent.parent
+from benchmarks._tables import ROOT, counts, load, median, paragraph, provenance, table
+
 BEGIN, END = "<!-- measured: written by benchmarks/readme.py -->", "<!-- end -->"
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def provenance(result: dict[str, Any]) -> str:
-    versions = result["versions"]
-    return (
-        f"jax {versions['jax']}, flax {versions['flax']}, optax {versions['optax']}, Python "
-        f"{versions['python']}, {result['date']}"
-    )
 
 
 def overhead() -> str:
@@ -58,8 +44,7 @@ def nnx() -> str:
         f"that by hand, where a second copy by hand takes {calls['by hand again']:.2f}:"
     )
     lines = [
-        textwrap.fill(words, 110, break_on_hyphens=False),
-        "",
+        *paragraph(words),
         "| | trace + lower | step | equations | bytes | temporary memory |",
         "|---|---|---|---|---|---|",
     ]
@@ -108,8 +93,7 @@ def autocast() -> str:
         f"{gpu['bfloat16 autocast']}, by hand {gpu['bfloat16 by hand']}."
     )
     lines = [
-        textwrap.fill(words, 110, break_on_hyphens=False),
-        "",
+        *paragraph(words),
         "| | trace + lower, float32 | by hand | residuals, float32 | by hand |",
         "|---|---|---|---|---|",
     ]
@@ -135,8 +119,7 @@ def reports() -> str:
         f"{result['backend']}). Not looking adds no equations:"
     )
     lines = [
-        textwrap.fill(words, 110, break_on_hyphens=False),
-        "",
+        *paragraph(words),
         "| | | time | bytes | temporary memory | time, 1 of 100 | bytes, 1 of 100 |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -148,21 +131,6 @@ def reports() -> str:
             cells += ["" if share is None else f"{share:.3f}" for share in shares]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    """Lines of a table; columns of the header are parted by bars."""
-    columns = header.count("|") + 1
-    return [f"|{header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def median(value: dict[str, float]) -> str:
-    return f"{value['median']:.2f}"
-
-
-def counts(row: dict[str, Any], *names: str) -> list[str]:
-    """Cells of what is counted; empty where it was not."""
-    return [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in names]
 
 
 def scaling() -> str:
@@ -177,7 +145,7 @@ def scaling() -> str:
         f"at {with_float32['temp_gigabytes']:.2f} GB, all {with_float32['dots']['f16xf16']} products are "
         "float16."
     )
-    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    lines = paragraph(words)
     cells = (
         [r["model"], median(r["trace_lower"]), median(r["step"]), *counts(r, "equations", "bytes", "temp")]
         for r in grad["rows"]
@@ -201,7 +169,7 @@ def scaling() -> str:
         f"({result['layers']}-layer Transformer of width {result['hidden']}, {provenance(result)}; virtual "
         "devices, the compiled program):"
     )
-    lines += ["", textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    lines += ["", *paragraph(words)]
     cells = (
         [r["layout"], str(r["devices"]), r["variant"], f"{r['bytes']:,}", f"{r['over_by_hand']:.3f}"]
         for r in result["rows"]
@@ -213,7 +181,7 @@ def scaling() -> str:
         f"`accumulate_gradients` ({provenance(result)}). A convolution inside a loop is slow in XLA on a "
         "CPU, by hand as well:"
     )
-    lines += ["", textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    lines += ["", *paragraph(words)]
     cells = (
         [f"{r['model']}, {r['comparison']}", median(r["trace_lower"]), median(r["step"]), *numbers]
         for r in result["rows"]
@@ -231,7 +199,7 @@ def rounding() -> str:
         f"plain half parameters ({provenance(result)}, {result['machine']['cores']} cores). What is kept and "
         "what is temporary are bytes per parameter:"
     )
-    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    lines = paragraph(words)
     cells = (
         [r["dtype"], r["variant"]]
         + [f"{r[f'{what}_bytes_per_parameter']:.1f}" for what in ("kept", "temp")]
@@ -248,7 +216,7 @@ def checkpoints() -> str:
         f"A save by Orbax and how long training waits for it ({provenance(result)}, "
         f"{result['machine']['cores']} cores):"
     )
-    lines = [textwrap.fill(words, 110, break_on_hyphens=False), ""]
+    lines = paragraph(words)
     cells = (
         [f"{r['MB']:.1f} MB", r["way"], *(f"{r[k]['median']:.0f} ms" for k in ("pause_ms", "save_ms"))]
         for r in result["rows"]

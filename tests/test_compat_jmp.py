@@ -440,3 +440,19 @@ def test_scales_serve_this_librarys_training(scale):
     np.testing.assert_allclose(params, [3.0 * 0.8**2], rtol=1e-6)
     after = float(jmpp.metrics(state)["loss_scale"])
     assert after == float(scale.loss_scale) * (2 if isinstance(scale, jmp.DynamicLossScale) else 1)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_in_loss_scaled_the_optimizer_gets_float32_whatever_the_scale_hands_on(several):
+    scale = jmp.NoOpLossScale()
+    grads = {"w": jnp.ones(3, jnp.float16)}
+    assert scale.unscale(grads)["w"].dtype == jnp.float16
+
+    def keep(updates, state, params=None):
+        return updates, {"seen": updates}
+
+    inner = optax.GradientTransformation(lambda params: {"seen": jmpp.NoOpLossScale().unscale(params)}, keep)
+    tx = jmpp.loss_scaled(inner, {"a": scale} if several else scale)
+    state = tx.init(grads)
+    _, state = tx.update({"a": grads} if several else grads, state, grads)
+    assert state.inner_state["seen"]["w"].dtype == jnp.float32

@@ -13,6 +13,7 @@ import functools
 import importlib
 import itertools
 import math
+from collections import Counter
 from pathlib import Path
 
 import flax.linen as nn
@@ -181,3 +182,45 @@ def test_one_step_is_that_of_float32_up_to_rounding(name, policy):
     assert not [row for row in zip(paths, found, bound, strict=True) if row[1] > row[2] + rounding]
     if policy == "mixed_float16":  # The bound says something: a gradient that is twice too large is outside.
         assert np.linalg.norm(bound[1:]) < np.linalg.norm(distances(exact, nothing)[1:])
+
+
+def operation_dtypes(function, *args):
+    """How often which operation has operands and results of which types."""
+
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            parts = [p for v in eqn.params.values() for p in (v if isinstance(v, tuple | list) else (v,))]
+            inner = [j for j in (getattr(p, "jaxpr", p) for p in parts) if hasattr(j, "eqns")]
+            yield eqn.primitive.name, *(str(var.aval) for var in (*eqn.invars, *eqn.outvars))
+            for part in inner:
+                yield from inside(part)
+
+    return Counter(inside(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("name", ["MLP", "CNN + BatchNorm", "Transformer", "LSTM"])
+def test_by_hand_is_dtype_in_every_layer(name):
+    models, hand = (importlib.import_module(f"benchmarks.{module}") for module in ("_models", "by_hand"))
+    cls, make_batch = models.TABLE[name]
+    x = jmpp.get_policy("float16").cast_to_compute(jax.eval_shape(make_batch)[0])
+    variables = jax.eval_shape(cls().init, jax.random.key(0), x)
+    found = []
+    for model in (cls(dtype=jnp.float16), hand.ByHand(cls(), jnp.float16)):
+        apply = functools.partial(model.apply, mutable=["batch_stats"])
+        found.append(operation_dtypes(apply, variables, x))
+    assert found[0] == found[1]
+    bare = operation_dtypes(functools.partial(cls().apply, mutable=["batch_stats"]), variables, x)
+    assert bare != found[0]
+
+
+def test_raw_parameters_by_hand_are_half_where_they_are_read():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x) * self.param("scale", nn.initializers.ones, (4,))
+
+    model = importlib.import_module("benchmarks.by_hand").ByHand(Scaled(), jnp.float16)
+    variables = model.init(jax.random.key(0), jnp.ones((2, 3)))
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+    assert model.apply(variables, jnp.ones((2, 3))).dtype == jnp.float16
+    assert Scaled().apply(variables, jnp.ones((2, 3))).dtype == jnp.float32

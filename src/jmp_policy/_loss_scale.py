@@ -107,6 +107,10 @@ class NoOpLossScale:
         return self
 
 
+#: Half arrays of a tree as float32.
+widen = NoOpLossScale().unscale
+
+
 @pytree_dataclass
 class StaticLossScale(_Scaling):
     """A loss scale that never changes.

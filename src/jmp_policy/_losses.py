@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from jmp_policy._finite import all_finite
-from jmp_policy._loss_scale import LossScale
+from jmp_policy._loss_scale import LossScale, widen
 from jmp_policy._loss_scales import LossScales, check_names, listed, start
 from jmp_policy._monitor import Groups, magnitudes
 from jmp_policy._types import PyTree
@@ -34,7 +34,7 @@ class OneLoss(NamedTuple):
 
     def unscale(self, scale: LossScale, grads: PyTree) -> PyTree:
         """The gradients divided by the scale that they were multiplied by."""
-        return scale.unscale(grads)
+        return widen(scale.unscale(grads))  # Other libraries' loss scales may leave them half.
 
     def test(self, grads: PyTree) -> jax.Array:
         """Whether they are finite."""
@@ -93,7 +93,7 @@ class SeveralLosses(NamedTuple):
         first, *others = self.scales
         for name in others:
             _check_same_structure(first, grads[first], name, grads[name])
-        return {name: scales[name].unscale(grads[name]) for name in self.scales}
+        return {name: widen(scales[name].unscale(grads[name])) for name in self.scales}
 
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
         """Whether those of each loss are finite."""

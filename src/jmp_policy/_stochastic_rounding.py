@@ -6,16 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_policy._loss_scale import widen
 from jmp_policy._rounding import change, check_some_half, is_half_array, random_bits, rounded
-from jmp_policy._transformation import (
-    check_inner,
-    check_params,
-    check_seed,
-    check_state,
-    own,
-    run_inner,
-    widen,
-)
+from jmp_policy._transformation import check_inner, check_params, check_seed, check_state, own, run_inner
 from jmp_policy._types import PyTree
 
 

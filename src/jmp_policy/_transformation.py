@@ -9,11 +9,8 @@ import numpy as np
 import optax
 
 from jmp_policy._cast import map_changed, strong
-from jmp_policy._loss_scale import NoOpLossScale
+from jmp_policy._loss_scale import widen
 from jmp_policy._types import PyTree
-
-#: Half arrays of a tree as float32.
-widen = NoOpLossScale().unscale
 
 
 def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:

@@ -15,11 +15,11 @@ import optax
 from jax import lax
 
 from jmp_policy._cast import map_changed
-from jmp_policy._loss_scale import LossScale
+from jmp_policy._loss_scale import LossScale, widen
 from jmp_policy._losses import count, losses_of
 from jmp_policy._monitor import Groups, check_groups
 from jmp_policy._state import LossScaledState
-from jmp_policy._transformation import check_inner, check_state, own, widen
+from jmp_policy._transformation import check_inner, check_state, own
 from jmp_policy._types import PyTree
 
 

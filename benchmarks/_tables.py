@@ -1,0 +1,41 @@
+"""Paragraphs and tables of measured numbers, as Markdown."""
+
+import json
+import pathlib
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def provenance(result: dict[str, Any]) -> str:
+    versions = result["versions"]
+    return (
+        f"jax {versions['jax']}, flax {versions['flax']}, optax {versions['optax']}, Python "
+        f"{versions['python']}, {result['date']}"
+    )
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    """Lines of a table; columns of the header are parted by bars."""
+    columns = header.count("|") + 1
+    return [f"|{header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def median(value: dict[str, float]) -> str:
+    return f"{value['median']:.2f}"
+
+
+def counts(row: dict[str, Any], *names: str) -> list[str]:
+    """Cells of what is counted; empty where it was not."""
+    return [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in names]
+
+
+def paragraph(words: str) -> list[str]:
+    """Lines of a paragraph, and an empty one."""
+    return [*textwrap.wrap(words, 110, break_on_hyphens=False), ""]
