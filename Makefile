@@ -6,7 +6,7 @@ EXTRAS ?= test
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint types format bench docs wheel clean
+.PHONY: demo test lint types format bench bench-gpu docs wheel clean
 
 demo: $(READY)  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
@@ -27,6 +27,9 @@ format: $(READY)
 
 bench: $(READY)  ## measure; needs a second environment for the peers, which it builds
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(READY)  ## measure real models on this machine's GPU, and compile them for an H100
+	$(BIN)/python -m benchmarks gpu
 
 docs: $(READY)  ## build the documentation's site into build/site; the build itself needs no network
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"

@@ -1,7 +1,10 @@
-"""Runs every benchmark: `python -m benchmarks`."""
+"""Runs the benchmarks: `python -m benchmarks`; with `gpu` those that want a GPU, or an hour to compile."""
+
+import sys
 
 from benchmarks import (
     accumulation_cost,
+    accuracy,
     autocast_cost,
     autocast_gpu_cost,
     checkpoint_pause,
@@ -16,6 +19,9 @@ from benchmarks import (
     peers,
     report_cost,
     rounding_cost,
+    zoo_cost,
+    zoo_device,
+    zoo_gpu,
 )
 
 BENCHMARKS = (
@@ -34,8 +40,11 @@ BENCHMARKS = (
     checkpoint_pause,
     faults,
     long_run,
+    accuracy,
+    zoo_cost,
 )
+GPU_BENCHMARKS = (zoo_device, zoo_gpu)
 
 if __name__ == "__main__":
-    for benchmark in BENCHMARKS:
+    for benchmark in GPU_BENCHMARKS if sys.argv[1:] == ["gpu"] else BENCHMARKS:
         benchmark.main()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._tables import ROOT, counts, load, median, paragraph, provenance, table
+from benchmarks.zoo_page import models
 
 BEGIN, END = "<!-- measured: written by benchmarks/readme.py -->", "<!-- end -->"
 
@@ -229,12 +230,17 @@ def section() -> str:
     return "\n\n".join([overhead(), gpu()])
 
 
+def performance() -> str:
+    """Real models, and NNX."""
+    return f"{models()}\n\n{nnx()}"
+
+
 #: Files with measured numbers between markers, and what writes them.
 FILES = {
     "README.md": section,
     "docs/autocast.md": autocast,
     "docs/losses_and_parameters.md": rounding,
-    "docs/performance.md": nnx,
+    "docs/performance.md": performance,
     "docs/reliability.md": checkpoints,
     "docs/reports.md": reports,
     "docs/scaling_out.md": scaling,

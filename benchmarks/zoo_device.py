@@ -1,0 +1,107 @@
+"""Real models on the device of this machine: items per second and memory, in every precision.
+
+`python -m benchmarks.zoo_device` runs them at their published sizes and wants a GPU; with `tiny` it runs on a
+CPU. All variants of a model are timed in turn in one process.
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp_policy as jmpp
+from benchmarks import _measure, _record, _steps
+from benchmarks.by_hand import ByHand
+from benchmarks.models import MODELS, SIZES, Model
+
+REPEATS = 15
+
+
+def variants(model: Model) -> dict[str, tuple[Any, Any, Any, Any, str | None]]:
+    """Name -> model, optimizer, step, loss scale outside the optimizer, precision of float32 products."""
+    tx, bare = optax.adamw(1e-4), model.module
+    scaled = jmpp.loss_scaled(tx, jmpp.DynamicLossScale())
+    hand, wrapped = ByHand(bare, jnp.float16), jmpp.wrap(bare, "mixed_float16")
+    return {
+        "float32, highest": (bare, tx, _steps.plain_step, (), "highest"),
+        "float32, TF32 where there is": (bare, tx, _steps.plain_step, (), "default"),
+        "float16 by hand": (hand, tx, _steps.hand_scaled_step, _steps.hand_scale(), None),
+        "float16": (wrapped, scaled, _steps.library_step, (), None),
+        "bfloat16": (jmpp.wrap(bare, "mixed_bfloat16"), tx, _steps.plain_step, (), None),
+    }
+
+
+def rows(name: str, size: str = "full", repeats: int = REPEATS) -> list[dict[str, Any]]:
+    """One row per variant: items per second with their spread, and over float32; memory of the program."""
+    model = MODELS[name](size)
+    batch = model.batch()
+    items = jax.tree.leaves(batch)[0].shape[0]
+    compiled, runs = {}, {}
+    for variant, (module, tx, make_step, scale, precision) in variants(model).items():
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+            state = jax.jit(lambda b, m=module, tx=tx, s=scale: _steps.init(m, tx, b, s))(batch)
+            step = jax.jit(make_step(module, tx, loss=model.loss), donate_argnums=0)
+            compiled[variant] = step.lower(state, batch).compile()
+        runs[variant] = _timed(compiled[variant], state, batch)
+        runs[variant]()  # The first run is no measurement.
+    times = _measure.interleaved(runs, repeats)
+    base = statistics.median(times["float32, highest"])
+    found = []
+    for variant, seconds in times.items():
+        memory = compiled[variant].memory_analysis()
+        found.append(
+            {
+                "model": name,
+                "variant": variant,
+                "items_per_second": _measure.spread([items / s for s in seconds]),
+                "over_float32": round(base / statistics.median(seconds), 3),
+                "temp_gigabytes": round(memory.temp_size_in_bytes / 1e9, 3),
+                "peak_gigabytes": round(_peak() / 1e9, 3),
+            }
+        )
+    return found
+
+
+def _timed(compiled: Any, state: Any, batch: Any) -> Callable[[], float]:
+    """A call is one step, and gives its seconds; the state goes on from call to call."""
+    states = [state]
+
+    def run() -> float:
+        start = time.perf_counter()
+        state, loss = compiled(states.pop(), batch)
+        jax.block_until_ready((state, loss))
+        states.append(state)
+        return time.perf_counter() - start
+
+    return run
+
+
+def _peak() -> int:
+    """The most memory that the device had in use so far, all variants together; 0 where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = list(arguments or [])
+    size = arguments.pop(0) if arguments and arguments[0] in SIZES else "full"
+    if size == "full" and jax.default_backend() == "cpu":
+        print(
+            "Skipped zoo_device: it wants a GPU or TPU; `python -m benchmarks.zoo_device tiny` runs anywhere."
+        )
+        return
+    device = jax.devices()[0].device_kind
+    found = [row for name in arguments or MODELS for row in rows(name, size)]
+    if size == "full":
+        _record.save("zoo_device", found, device=device, size=size, repeats=REPEATS)
+    else:
+        _record.show(f"zoo_device, {size}, {device}", found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
