@@ -11,6 +11,7 @@ from scipy import stats
 
 import jmp_policy as jmpp
 
+pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 try:

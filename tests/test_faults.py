@@ -12,6 +12,7 @@ import pytest
 
 import jmp_policy as jmpp
 
+pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 try:
