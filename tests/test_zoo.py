@@ -224,3 +224,15 @@ def test_raw_parameters_by_hand_are_half_where_they_are_read():
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
     assert model.apply(variables, jnp.ones((2, 3))).dtype == jnp.float16
     assert Scaled().apply(variables, jnp.ones((2, 3))).dtype == jnp.float32
+
+
+def test_the_harness_compares_what_it_says():
+    cost, device = (importlib.import_module(f"benchmarks.{name}") for name in ("zoo_cost", "zoo_device"))
+    rows = {row["comparison"]: row for row in cost.rows("Multiplicative LSTM", "tiny", repeats=2)}
+    assert tuple(rows) == tuple(f"{one} / {other}" for one, other in cost.COMPARISONS)
+    # More is traced than in float32: the casts.
+    assert all(row["equations"] > 1 for name, row in rows.items() if name.endswith("/ float32"))
+    rows = {row["variant"]: row for row in device.rows("Multiplicative LSTM", "tiny", repeats=2)}
+    assert rows["float32, highest"]["over_float32"] == 1
+    assert len(rows) == 5
+    assert all(row["items_per_second"]["median"] > 0 for row in rows.values())

@@ -15,8 +15,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive, primitives
+from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+
+from jmp_policy._jaxpr import evaluate
 
 _DOT = primitives.dot_general_p
 #: Named as JAX's is: who reads jaxprs sees the same operation with the same parameters.
@@ -70,15 +72,13 @@ def _ordered(x: Any, axes: tuple[int, ...]) -> Any:
 
 def _differentiated(function: Callable[..., Any], *arrays: Any) -> Any:
     """What a function of arrays gives, its products being bound as ours."""
-    jaxpr = jax.make_jaxpr(function)(*arrays)
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    known = dict(zip((*opened.constvars, *opened.invars), (*jaxpr.consts, *arrays), strict=True))
-    for eqn in opened.eqns:
-        values = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+
+    def step(eqn: Any, values: list[Any]) -> list[Any]:
         primitive = _CPU_DOT if eqn.primitive is _DOT and _are_bfloat16(values) else eqn.primitive
         out = primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        known.update(zip(eqn.outvars, out if primitive.multiple_results else [out], strict=True))
-    return known[opened.outvars[0]]
+        return out if primitive.multiple_results else [out]
+
+    return evaluate(jax.make_jaxpr(function)(*arrays), arrays, step)[0]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
