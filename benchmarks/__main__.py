@@ -1,5 +1,6 @@
 """Runs the benchmarks: `python -m benchmarks`; with `gpu` those that want a GPU, or an hour to compile."""
 
+import importlib.util
 import sys
 
 from benchmarks import (
@@ -19,9 +20,11 @@ from benchmarks import (
     peers,
     report_cost,
     rounding_cost,
+    zoo_cards,
     zoo_cost,
     zoo_device,
     zoo_gpu,
+    zoo_peers,
 )
 
 BENCHMARKS = (
@@ -43,7 +46,9 @@ BENCHMARKS = (
     accuracy,
     zoo_cost,
 )
-GPU_BENCHMARKS = (zoo_device, zoo_gpu)
+GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers]
+if importlib.util.find_spec("torch"):
+    GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
 
 if __name__ == "__main__":
     for benchmark in GPU_BENCHMARKS if sys.argv[1:] == ["gpu"] else BENCHMARKS:

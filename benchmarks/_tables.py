@@ -36,6 +36,11 @@ def counts(row: dict[str, Any], *names: str) -> list[str]:
     return [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in names]
 
 
+def launches(row: dict[str, Any]) -> str:
+    """Kernels that a step launches; where nothing loops, they are those of the program."""
+    return str(row.get("launches", row.get("kernels", "-")))
+
+
 def paragraph(words: str) -> list[str]:
     """Lines of a paragraph, and an empty one."""
     return [*textwrap.wrap(words, 110, break_on_hyphens=False), ""]

@@ -29,8 +29,8 @@ class ByHand:
     dtype: Any
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        with _layers_in(self.dtype):
-            return self.module.init(*_cast(args, self.dtype), **kwargs)
+        """Without dtypes: Flax's weight normalisation would store the half weights that it hands on."""
+        return self.module.init(*args, **kwargs)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         with _layers_in(self.dtype):

@@ -26,7 +26,13 @@ class PluginMissingError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one step is after compilation; bytes are operands plus results, summed over kernels."""
+    """What one step is after compilation.
+
+    Args:
+      kernels: in the program.
+      bytes: operands plus results, summed over kernels.
+      launches: kernels that one step starts: those in loops as often as the loop runs.
+    """
 
     kernels: int
     bytes: int
@@ -34,6 +40,7 @@ class Report:
     copies: int
     kinds: dict[str, int]
     dots: dict[str, int]
+    launches: int = 0
 
 
 def compile_for_gpu(jitted: Any, args: tuple[Any, ...], devices: int = 1, target: str = H100) -> Report:
@@ -68,6 +75,10 @@ def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[s
             row["compared_with"] = bases[name]
             row["added_kernels"] = f"{r.kernels / base.kernels - 1:+.1%}"
             row["added_bytes"] = f"{r.bytes / base.bytes - 1:+.2%}"
+        if r.launches != r.kernels:
+            row["launches"] = r.launches
+            if name in bases:
+                row["added_launches"] = f"{r.launches / reports[bases[name]].launches - 1:+.1%}"
         rows.append(row)
     return rows
 
@@ -102,13 +113,14 @@ def count(text: str, temp_bytes: int = 0) -> Report:
     computations, entry = parse(text)
     kinds: Counter[str] = Counter()
     dots: Counter[str] = Counter()
-    moved = 0
-    for name in executed(computations, entry):
+    moved = launches = 0
+    for name, runs in executed(computations, entry).items():
         shapes = {i.name: i.shape for i in computations[name]}
         for i in computations[name]:
             if i.opcode in NO_KERNEL or i.opcode in CONTAINERS:
                 continue
             kinds[i.opcode] += 1
+            launches += runs.times
             moved += shape_bytes(i.shape) + sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
     for body in computations.values():
         shapes = {i.name: i.shape for i in body}
@@ -116,4 +128,4 @@ def count(text: str, temp_bytes: int = 0) -> Report:
             if i.opcode == "dot" or (i.opcode == "custom-call" and "matmul" in i.line):
                 found = [arrays(shapes.get(o, "")) for o in i.operands[:2]]
                 dots["x".join(f[0][0] if f else "?" for f in found)] += 1
-    return Report(kinds.total(), moved, temp_bytes, kinds["copy"], dict(kinds), dict(dots))
+    return Report(kinds.total(), moved, temp_bytes, kinds["copy"], dict(kinds), dict(dots), launches)

@@ -232,7 +232,7 @@ def section() -> str:
 
 def performance() -> str:
     """Real models, and NNX."""
-    return f"{models()}\n\n{nnx()}"
+    return f"{models()}\n\n## NNX\n\n{nnx()}"
 
 
 #: Files with measured numbers between markers, and what writes them.

@@ -1,16 +1,34 @@
-"""The page of real models: what `zoo_gpu` and `accuracy` found, as Markdown."""
+"""The page of real models: what `zoo_*` and `accuracy` found, as Markdown."""
 
 from typing import Any
 
-from benchmarks._tables import load, paragraph, provenance, table
+from benchmarks._tables import launches, load, median, paragraph, provenance, table
+from benchmarks.zoo_cards_page import cards
+from benchmarks.zoo_peers_page import peers, torch
 
 _GPU = ("by hand, no scaling", "by hand, scaling by hand", "wrapped, no scaling", "wrapped, loss_scaled")
 _PRECISIONS = ("bfloat16", "float16", "float16, small loss", "float16 unscaled, small loss")
 
 
 def models() -> str:
-    """All tables."""
-    return "\n\n".join(["\n".join(part) for part in (_gpu(), _accuracy())])
+    """All tables and figures."""
+    parts = [
+        "## On GPUs, compiled",
+        *("\n".join(_gpu()), _figure("zoo_steps", "Bytes a step moves, and what loss scaling adds")),
+        *(cards(), _figure("zoo_cards", "Estimated speed-ups of float16 on three cards")),
+        "## On a CPU",
+        "\n".join(_cpu()),
+        "## Beside other libraries",
+        peers(),
+        torch(),
+        "## Accuracy",
+        *("\n".join(_accuracy()), _figure("accuracy", "Differences from float32 with their intervals")),
+    ]
+    return "\n\n".join(parts)
+
+
+def _figure(name: str, words: str) -> str:
+    return f"![{words}](images/{name}.svg)"
 
 
 def _gpu() -> list[str]:
@@ -21,9 +39,9 @@ def _gpu() -> list[str]:
     card = result["target"].partition(",")[0]
     words = (
         f"Whole {result['optimizer']} steps of models at their published sizes, in float16, compiled for "
-        f"an {card} ({provenance(result)}). Kernels, bytes and memory: by hand / by hand with scaling by "
-        "hand / wrapped / wrapped with `loss_scaled`. The share is that of FLOPs on Tensor Cores; the "
-        "speed-ups over float32 and TF32 are estimates by the roofline, no measurements."
+        f"an {card} ({provenance(result)}). Launched kernels, bytes and memory: by hand / by hand with "
+        "scaling by hand / wrapped / wrapped with `loss_scaled`. The share is that of FLOPs on Tensor Cores; "
+        "the speed-ups over float32 and TF32 are estimates by the roofline, no measurements."
     )
     rows = []
     for model, found in by_model.items():
@@ -33,15 +51,50 @@ def _gpu() -> list[str]:
         rows.append(
             [
                 model,
-                " / ".join(str(part["kernels"]) for part in parts),
+                " / ".join(launches(part) for part in parts),
                 " / ".join(f"{part['gigabytes']:.2f}" for part in parts),
                 " / ".join(f"{part['temp_gigabytes']:.2f}" for part in parts),
                 f"{last['tensor_core_share']:.1%}",
                 *(f"{times[base] / times['float16']:.2f}" for base in ("float32", "tf32")),
             ]
         )
-    header = " | kernels | GB moved | temporary GB | share | over float32 | over TF32"
+    header = " | kernels launched | GB moved | temporary GB | share | over float32 | over TF32"
     return [*paragraph(words), *table(header, rows)]
+
+
+def _cpu() -> list[str]:
+    result = load("zoo_cost")
+    words = (
+        f"The same models, smaller, on {result['machine']['cores']} cores of {result['machine']['cpu']} "
+        f"({provenance(result)}). First the wrapped float16 step with `loss_scaled` over the same by hand:"
+    )
+    ours = [row for row in result["rows"] if row["comparison"].startswith("wrapped")]
+    cells = (
+        [row["model"], median(row["trace_lower"]), median(row["step"])]
+        + [f"{row[count]:.2f}" for count in ("equations", "bytes", "temp")]
+        for row in ours
+    )
+    header = " | trace + lower | step | equations | bytes | temporary memory"
+    lines = [*paragraph(words), *table(header, cells), ""]
+    lines += paragraph("Then a bfloat16 step over that of float32, on a CPU with AVX512-BF16:")
+    rows: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["model"], {})[row["comparison"].partition(" / ")[0]] = row
+    names = ("mixed_bfloat16", "bfloat16, grad=float32")
+    cells = (
+        [model, *(f(found[name]) for name in names for f in (_step, _temporary))]
+        for model, found in rows.items()
+    )
+    header = " | `mixed_bfloat16`: step | temporary memory | with `g=f32`: step | temporary memory"
+    return [*lines, *table(header, cells)]
+
+
+def _step(row: dict[str, Any]) -> str:
+    return median(row["step"])
+
+
+def _temporary(row: dict[str, Any]) -> str:
+    return f"{row['temp']:.2f}"
 
 
 def _accuracy() -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
 
-from jmp_policy import _cpu_dots
+from jmp_policy import _cpu_bfloat16
 from jmp_policy._jaxpr import Literal as Literal
 from jmp_policy._jaxpr import constants as constants
 from jmp_policy._jaxpr import evaluate as evaluate
@@ -73,8 +73,8 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
 
 def bound(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """What a primitive gives for values, with the parameters of an equation; always a list."""
-    primitive = _cpu_dots.chosen(primitive, values)
-    out = primitive.bind(*values, **primitive.get_bind_params(params))
+    with _cpu_bfloat16.scope_of(primitive, values):
+        out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 

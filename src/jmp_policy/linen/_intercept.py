@@ -19,6 +19,7 @@ import numpy as np
 from flax.core import lift
 from flax.linen import transforms
 
+from jmp_policy import _cpu_bfloat16
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_floating
 from jmp_policy._dtypes import is_dtype_or_none, is_half, widened
@@ -208,7 +209,7 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
     own_call = scope.here == _identity(module)
-    with _governed(scope, module) as treatment:
+    with _governed(scope, module) as treatment, _cpu_bfloat16.scope(treatment.compute_dtype):
         if own_call:
             # A method called by a method of the same module: no border is crossed, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.

@@ -13,6 +13,7 @@ from typing import Any
 
 from flax import nnx
 
+from jmp_policy import _cpu_bfloat16
 from jmp_policy._border import cast_results
 from jmp_policy._cast import cast_leaf, map_changed
 from jmp_policy._dtypes import is_dtype_or_none
@@ -161,7 +162,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     in_loop = _face.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, treatment, args, kwargs)
     seen_as = bare_class(type(module)), treatment, _class_dtype(bare, spec)
-    with _face.opened(module, *seen_as) as face:
+    with _face.opened(module, *seen_as) as face, _cpu_bfloat16.scope(treatment.compute_dtype):
         bound = method.__get__(face, type(face)) if hasattr(method, "__get__") else method
         out = _face.original(bound(*new_args, **new_kwargs))
     return cast_results(

@@ -1,22 +1,25 @@
-"""Bfloat16 products on a CPU: JAX's numbers, in float32 inside; on other devices the program is JAX's."""
+"""Bfloat16 on a CPU: JAX's numbers, in float32 inside; on other devices the program is JAX's."""
 
 import functools
 import re
 
+import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.extend.core import primitives
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy import _jax
-from jmp_policy._cpu_dots import chosen
+from jmp_policy import _cpu_bfloat16, _jax
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -120,15 +123,25 @@ def test_under_vmap(axes):
     np.testing.assert_array_equal(found, want)
 
 
-def test_only_bfloat16_products_for_a_cpu(monkeypatch):
-    a, b = operands((3, 5), (5, 4))
+def is_marked(scope):
+    def total(x):
+        with scope:
+            return x + x
+
+    (eqn,) = jax.make_jaxpr(total)(jnp.ones(3)).eqns
+    return bool(eqn.ctx.xla_metadata)
+
+
+def test_only_bfloat16_operations_where_the_default_is_a_cpu(monkeypatch):
+    scope_of, (a, b) = _cpu_bfloat16.scope_of, operands((3, 5), (5, 4))
     product = primitives.dot_general_p
-    assert chosen(product, (a, b)).name == product.name
-    assert chosen(product, (a, b)) is not product
-    assert chosen(product, (a, b.astype(jnp.float32))) is product
-    assert chosen(primitives.add_p, (a, a)) is primitives.add_p
+    assert is_marked(scope_of(product, (a, b)))
+    assert is_marked(scope_of(primitives.reduce_sum_p, (a,)))
+    assert not is_marked(scope_of(product, (a, b.astype(jnp.float32))))
+    assert not is_marked(scope_of(primitives.add_p, (a, a)))
+    assert not is_marked(_cpu_bfloat16.scope(jnp.float16))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert chosen(product, (a, b)) is product
+    assert not is_marked(scope_of(product, (a, b)))
 
 
 def test_programs_for_other_devices_are_as_without():
@@ -137,7 +150,9 @@ def test_programs_for_other_devices_are_as_without():
 
     def text(function, platform):
         traced = jax.jit(lambda a, b: function(a, b, dims)).trace(*shapes)
-        return re.sub(r"loc\(.*|#loc.*|@\w+", "", traced.lower(lowering_platforms=(platform,)).as_text())
+        lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+        # Attributes are for us; XLA takes no notice.
+        return re.sub(r"loc\(.*|#loc.*|@\w+| \{mhlo.frontend_attributes = [^}]*\}\}?", "", lowered)
 
     assert text(dot, "cuda") == text(lax.dot_general, "cuda")
     assert "f32" not in text(dot, "tpu")
@@ -167,8 +182,6 @@ def test_on_devices(kind):
 @pytest.mark.parametrize("grad", ["", ",g=f32"])
 def test_gradients_of_stacked_rows_run(grad):
     """XLA folds the transpose of such a gradient into a product that its CPU backend cannot run."""
-    import flax.linen as nn
-
     model = jmpp.wrap(nn.Dense(32), f"p=f32,c=bf16,o=f32{grad}")
     x = jax.random.normal(jax.random.key(0), (2, 64, 16))
     params = model.init(jax.random.key(1), x)
@@ -183,3 +196,124 @@ def test_autocast_too():
     x, w = jnp.ones((2, 64, 16)), jnp.full((16, 32), 0.5)
     grad = jax.jit(jax.grad(jmpp.autocast(lambda w: jnp.sum((x @ w) ** 2), "bfloat16")))(w)
     np.testing.assert_array_equal(grad, jnp.full((16, 32), 2 * 8.0 * 128))
+
+
+class Net(nn.Module):
+    """Products of layers, of jax.numpy, of a scan and of a rematerialised block."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.MultiHeadDotProductAttention(2)(nn.Dense(8)(x))
+        x = nn.remat(nn.Dense)(8)(x)
+        x = nn.RNN(nn.SimpleCell(8))(x)
+        x = jnp.einsum("bti,ij->btj", x, self.param("w", nn.initializers.lecun_normal(), (8, 8)))
+        return nn.Dense(4)(x)
+
+
+class NnxNet(nnx.Module):
+    """Products of a layer and of jax.numpy."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        return self.dense(x) @ self.w[...]
+
+
+def results_of_products(lowered):
+    return set(re.findall(r"dot_general.*-> tensor<(?:\d+x)*(\w+)>", lowered.as_text()))
+
+
+def lowered_gradient(apply, *args):
+    return jax.jit(jax.grad(lambda *args: jnp.sum(apply(*args).astype(jnp.float32)))).lower(*args)
+
+
+def test_every_product_of_a_wrapped_module():
+    x = jnp.ones((2, 3, 8))
+    model = jmpp.wrap(Net(), "mixed_bfloat16")
+    params = model.init(jax.random.key(0), x)
+    assert results_of_products(lowered_gradient(model.apply, params, x)) == {"f32"}
+    by_hand = nn.Dense(4, dtype=jnp.bfloat16)
+    variables = by_hand.init(jax.random.key(0), x)
+    # Nobody's but ours: the model by hand, in the same process, is as JAX lowers it.
+    assert results_of_products(lowered_gradient(by_hand.apply, variables, x)) == {"bf16"}
+
+
+def test_every_product_of_a_wrapped_nnx_module():
+    model = jmpp.nnx.wrap(NnxNet(nnx.Rngs(0)), "mixed_bfloat16")
+    graph, state = nnx.split(model)
+    x = jnp.ones((3, 8))
+    lowered = lowered_gradient(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    assert results_of_products(lowered) == {"f32"}
+
+
+def test_jaxprs_keep_jax_s_operations():
+    """What looks for JAX's own product finds it: policies of `jax.checkpoint` that save products."""
+    model = jmpp.wrap(nn.Dense(4), "mixed_bfloat16")
+    x = jnp.ones((3, 8))
+    params = model.init(jax.random.key(0), x)
+
+    def products(policy):
+        apply = jax.checkpoint(lambda p: jnp.sum(jnp.sin(model.apply(p, x))), policy=policy)
+        names = list(_jax.primitives(jax.make_jaxpr(jax.grad(apply))(params)))
+        return names.count("dot_general")
+
+    policies = jax.checkpoint_policies
+    assert products(policies.dots_saveable) == products(policies.everything_saveable)
+    assert products(policies.nothing_saveable) == products(policies.dots_saveable) + 1
+
+
+def test_sums_are_wide():
+    ones = jnp.ones((4096, 2), jnp.bfloat16)
+
+    def total(x):
+        with _cpu_bfloat16.scope(jnp.bfloat16):
+            return lax.reduce_sum(x, (0,))
+
+    text = jax.jit(total).lower(ones).as_text()
+    assert "tensor<4096x2xf32>" in text
+    np.testing.assert_array_equal(jax.jit(total)(ones), jnp.full(2, 4096, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_other_policies_mark_nothing(policy):
+    model, x = jmpp.wrap(nn.Dense(4), policy), jnp.ones((3, 8))
+    params = model.init(jax.random.key(0), x)
+    assert "bfloat16_on_cpu" not in lowered_gradient(model.apply, params, x).as_text()
+
+
+def test_a_jax_with_other_tables_keeps_its_rules(monkeypatch):
+    monkeypatch.delattr(mlir, "_platform_specific_lowerings")
+    monkeypatch.setattr(mlir, "register_lowering", pytest.fail)
+    _cpu_bfloat16._register()
+
+
+def test_exported_for_several_platforms_and_any_batch():
+    model, x = jmpp.wrap(Net(), "mixed_bfloat16"), jnp.ones((2, 3, 8))
+    params = model.init(jax.random.key(0), x)
+    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 3, 8), jnp.float32)
+    exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(params, shape)
+    for found, want in zip(
+        jax.tree.leaves(exported.call(params, x)), jax.tree.leaves(gradient(params, x)), strict=True
+    ):
+        np.testing.assert_allclose(found, want, rtol=2.0**-6, atol=2.0**-6 * float(jnp.max(jnp.abs(want))))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, "a")])
+def test_gradients_of_sharded_arrays(kind, spec):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+    model, x = jmpp.wrap(nn.Dense(16), "mixed_bfloat16"), jax.random.normal(jax.random.key(0), (16, 4, 8))
+    params = model.init(jax.random.key(1), x)
+    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
+    want = gradient(params, x)["params"]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, P()))
+        found = gradient(placed, jax.device_put(x, NamedSharding(mesh, spec)))["params"]
+    for name, value in want.items():
+        # Sums are split over devices, and each part is rounded.
+        bound = 2.0**-6 * float(jnp.linalg.norm(value))
+        assert np.linalg.norm(np.asarray(found[name]) - np.asarray(value)) < bound

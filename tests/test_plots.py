@@ -1,0 +1,262 @@
+"""The figures of the documentation show what the results say, and so does the table of the cards."""
+
+import importlib
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("zoo_steps", "zoo_cards", "accuracy")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def plots():
+    return importlib.import_module("benchmarks.plots")
+
+
+def result(name):
+    source, _ = plots().FIGURES[name]
+    return json.loads((ROOT / "benchmarks" / "results" / f"{source}.json").read_text())
+
+
+def drawn(name, content, folder):
+    return plots().save(name, content, folder)
+
+
+def marks(path):
+    """Id -> coordinates of all that stands for a number."""
+    svg = "{http://www.w3.org/2000/svg}"
+    found = {}
+    for group in ElementTree.parse(path).iter(f"{svg}g"):
+        name = group.get("id", "")
+        if not re.match(r"gigabytes|added|over|difference", name):
+            continue
+        used = [float(use.get(axis)) for use in group.iter(f"{svg}use") for axis in "xy"]
+        lines = " ".join(path.get("d") for path in group.findall(f"{svg}path"))
+        found[name] = used or [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", lines)]
+        assert found[name], name
+    return found
+
+
+def texts(path):
+    """All texts, which Matplotlib draws as outlines with the text itself in a comment."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def width(mark):
+    return max(mark[::2]) - min(mark[::2])
+
+
+def test_all_figures_are_tested():
+    assert tuple(plots().FIGURES) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_figures_are_those_of_the_results(name, tmp_path):
+    plots().main(images=tmp_path)
+    kept, new = ROOT / "docs" / "images" / f"{name}.svg", tmp_path / f"{name}.svg"
+    # The outlines of letters may differ between versions of Matplotlib.
+    assert texts(kept) == texts(new)
+    before, after = marks(kept), marks(new)
+    assert before.keys() == after.keys()
+    for mark, places in after.items():
+        assert places == pytest.approx(before[mark], abs=0.01), mark
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_results_give_the_same_bytes(name, tmp_path):
+    first = drawn(name, result(name), tmp_path).read_bytes()
+    assert drawn(name, result(name), tmp_path).read_bytes() == first
+    assert b"<dc:date>" not in first
+
+
+def _least(rows, column, **where):
+    """The row with the least number in a column, which does not decide where the axis ends."""
+    chosen = [row for row in rows if column in row and all(row[k] == v for k, v in where.items())]
+    return min(chosen, key=lambda row: row[column])
+
+
+def _change(name, content):
+    """Changes one number, and says what stands for it."""
+    gid = plots()._gid
+    if name == "zoo_steps":
+        row = _least(content["rows"], "gigabytes", variant="wrapped, loss_scaled")
+        row["gigabytes"] *= 1.5
+        return {gid("gigabytes", row["model"], "jmp_policy")}
+    if name == "zoo_cards":
+        row = _least(content["rows"], "over_float32", precision="float16")
+        row["over_float32"] *= 1.2
+        return {gid("over_float32", row["model"], row["card"])}
+    row = next(row for row in content["rows"] if row["precision"] == "bfloat16")
+    row["difference"] /= 2
+    return {gid("difference", f"{row['task']}: {row['measure']}", "bfloat16")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_number_changes_what_stands_for_it_alone(name, tmp_path):
+    content = result(name)
+    before = marks(drawn(name, content, tmp_path))
+    changed = _change(name, content)
+    after = marks(drawn(name, content, tmp_path))
+    assert {mark for mark in before if before[mark] != after[mark]} == changed
+
+
+def test_bars_are_as_long_as_their_numbers(tmp_path):
+    content = result("zoo_steps")
+    found = marks(drawn("zoo_steps", content, tmp_path))
+    longest = max(width(mark) for name, mark in found.items() if name.startswith("gigabytes"))
+    rows = {(row["model"], row["variant"]): row for row in content["rows"]}
+    scaled = {"by hand": "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
+    models = {model for model, _ in rows}
+    most = max(rows[model, variant]["gigabytes"] for model in models for variant in scaled.values())
+    for model in models:
+        for label, variant in scaled.items():
+            mark = found[plots()._gid("gigabytes", model, label)]
+            share = rows[model, variant]["gigabytes"] / most
+            assert width(mark) / longest == pytest.approx(share, abs=1e-4)
+    assert len(found) == 3 * 2 * len(models)
+
+
+def test_each_speed_up_has_a_bar_and_its_number(tmp_path):
+    content = result("zoo_cards")
+    path = drawn("zoo_cards", content, tmp_path)
+    halves = [row for row in content["rows"] if row["precision"] == "float16" and "error" not in row]
+    expected = {
+        plots()._gid(column, row["model"], row["card"])
+        for row in halves
+        for column in ("over_float32", "over_tf32")
+        if column in row
+    }
+    assert marks(path).keys() == expected
+    written = [f"{row['over_float32']:.1f}" for row in halves]
+    assert not Counter(written) - Counter(texts(path))
+
+
+def test_intervals_reach_from_their_lower_to_their_upper_end(tmp_path):
+    content = result("accuracy")
+    found = marks(drawn("accuracy", content, tmp_path))
+    task = content["rows"][0]["task"], content["rows"][0]["measure"]
+    rows = {row["precision"]: row for row in content["rows"] if (row["task"], row["measure"]) == task}
+
+    def mark(precision, end=""):
+        return found[plots()._gid("difference", ": ".join(task), precision) + end]
+
+    precisions = ("bfloat16", "float16", "float16 unscaled")
+    unit = {
+        p: width(mark(p, "-interval")) / (rows[p]["interval"][1] - rows[p]["interval"][0]) for p in precisions
+    }
+    assert unit["float16"] == pytest.approx(unit["bfloat16"], rel=1e-3)
+    assert unit["float16 unscaled"] == pytest.approx(unit["bfloat16"], rel=1e-3)
+    for p in precisions:
+        point = mark(p)[0] - min(mark(p, "-interval")[::2])
+        expected = (rows[p]["difference"] - rows[p]["interval"][0]) * unit[p]
+        assert point == pytest.approx(expected, abs=0.01)
+
+
+def shown(picture):
+    """All texts of a figure but the labels of ticks beyond the ends of an axis, which are not drawn."""
+    beyond = set()
+    for axes in picture.axes:
+        for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            labels = zip(axis.get_majorticklocs(), axis.get_ticklabels(), strict=True)
+            beyond |= {label for place, label in labels if not min(limits) <= place <= max(limits)}
+    texts = picture.findobj(matplotlib.text.Text)
+    return [text for text in texts if text not in beyond and text.get_visible() and text.get_text().strip()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_lies_on_another_or_off_the_figure(name):
+    with matplotlib.rc_context(plots().STYLE):
+        picture = plots().FIGURES[name][1](result(name))
+        canvas = FigureCanvasAgg(picture)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        boxes = {text: text.get_window_extent(renderer) for text in shown(picture)}
+    assert len(boxes) > 25
+    right, top = canvas.get_width_height()
+    words = {text: text.get_text() for text in boxes}
+    outside = [
+        words[text] for text, box in boxes.items() if min(box.min) < 0 or box.x1 > right or box.y1 > top
+    ]
+    assert outside == []
+    pairs = itertools.combinations(boxes, 2)
+    assert [(words[a], words[b]) for a, b in pairs if boxes[a].overlaps(boxes[b])] == []
+
+
+def test_models_that_lack_a_number_have_no_bar(tmp_path):
+    content = result("zoo_cards")
+    halves = [row for row in content["rows"] if row["precision"] == "float16"]
+    model, card = halves[0]["model"], halves[0]["card"]
+    content["rows"] = [
+        {"model": model, "card": card, "precision": "float16", "error": "no"},
+        *(row for row in halves[1:] if row["model"] != model),
+        {"model": "Another", "card": card, "precision": "float16", "over_float32": 2.5},
+    ]
+    path = drawn("zoo_cards", content, tmp_path)
+    found = marks(path)
+    assert plots()._gid("over_float32", model, card) not in found
+    assert plots()._gid("over_float32", "Another", card) in found
+    assert {model, "Another", "2.5"} <= set(texts(path))
+
+
+def _page(rows):
+    page = importlib.import_module("benchmarks.zoo_cards_page")
+    return page.cards(result("zoo_cards") | {"cards": ["V100", "A100"], "rows": rows})
+
+
+def test_the_table_of_cards_has_dashes_and_failures():
+    row = {"model": "Net", "card": "A100", "precision": "float16", "over_float32": 3.0, "over_tf32": 1.5}
+    old = {"model": "Net", "card": "V100", "precision": "float16", "over_float32": 4.0}
+    lines = _page([old, row, {"model": "Net", "card": "A100", "precision": "bfloat16", "error": "no"}])
+    (line,) = (line for line in lines.splitlines() if line.startswith("| Net"))
+    assert line == "| Net | - / - | 4.00 / 3.00 | - / 1.50 | - / failed | - / failed | - / - | - / - |"
+    assert lines.endswith("- Net in bfloat16 does not compile for A100: `no`")
+
+
+def test_the_table_of_cards_has_all_models():
+    rows = result("zoo_cards")["rows"]
+    page = importlib.import_module("benchmarks.zoo_cards_page").cards()
+    assert [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")][1:] == [
+        f"| {model}" for model in dict.fromkeys(row["model"] for row in rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [("V100", ["float32", "float16"]), ("A100", ["float32", "float16", "bfloat16"])],
+)
+def test_cards_are_asked_for_what_they_have(card, expected, monkeypatch):
+    cards = importlib.import_module("benchmarks.zoo_cards")
+    made = {precision: precision for precision in ("float32", "float16", "bfloat16")}
+    asked = []
+
+    def compiled(programs, config):
+        asked.extend(programs)
+        return [cards.Compiled(error=f"many lines\nof {program}") for program in programs]
+
+    monkeypatch.setattr(cards, "compiled", compiled)
+    rows = cards.rows(made, cards.TARGETS[card])
+    assert asked == expected
+    assert rows == [{"precision": p, "error": f"of {p}"} for p in expected]
+
+
+def test_a_compiler_that_dies_is_a_row_for_each_program(monkeypatch):
+    cards = importlib.import_module("benchmarks.zoo_cards")
+
+    def compiled(programs, config):
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(cards, "compiled", compiled)
+    rows = cards.rows({"float32": 1, "float16": 2}, cards.TARGETS["V100"])
+    assert rows == [{"precision": p, "error": "killed"} for p in ("float32", "float16")]
