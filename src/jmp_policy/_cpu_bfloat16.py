@@ -66,19 +66,23 @@ class _Operand(NamedTuple):
     def is_columns(self) -> bool:
         return _are_ordered(self.batch, self.contracted, self.free)
 
-    def as_rows(self) -> "_Operand":
-        """With its axes in the order of rows, in memory as well.
+    def placed(self, columns: bool = False) -> "_Operand":
+        """With its axes in the order of rows (or, if they are, of columns), in memory as well.
 
         XLA looks at the order in memory before it has decided on any, and takes a transpose to have changed
-        it: after one more axis it does not. The barrier keeps the transpose out of the product.
+        it: after one more axis it does not. The barrier keeps transposes out of the product, also the user's.
         """
-        if self.is_rows:
-            return self
-        order = (*self.batch, *self.free, *self.contracted)
-        moved = lax.optimization_barrier(lax.transpose(self.array, order))
-        first = moved.ndim - len(self.contracted)
-        array = lax.reshape(moved, (*moved.shape[:first], 1, *moved.shape[first:]))
-        return _Operand(array, tuple(range(first + 1, array.ndim)), tuple(range(len(self.batch))))
+        array, contracted = self.array, self.contracted
+        if columns and self.is_columns:
+            at = len(self.batch) + len(contracted)
+        else:
+            at = array.ndim - len(contracted)
+            contracted = tuple(range(at + 1, array.ndim + 1))
+            if not self.is_rows:
+                array = lax.transpose(array, (*self.batch, *self.free, *self.contracted))
+        array = lax.optimization_barrier(array)
+        array = lax.reshape(array, (*array.shape[:at], 1, *array.shape[at:]))
+        return _Operand(array, contracted, tuple(range(len(self.batch))))
 
 
 def _are_ordered(*axes: tuple[int, ...]) -> bool:
@@ -99,8 +103,7 @@ def _product(
     outer = *rows.batch, *rows.free
     shape = *(rows.array.shape[i] for i in outer), *(columns.array.shape[i] for i in columns.free)
     batch, split = len(rows.batch), len(outer)
-    rows = rows.as_rows()
-    columns = columns if columns.is_columns else columns.as_rows()
+    rows, columns = rows.placed(), columns.placed(columns=True)
     out = primitives.dot_general_p.bind(
         rows.array,
         columns.array,
