@@ -1,7 +1,10 @@
 """Bfloat16 on a CPU: JAX's numbers, in float32 inside; on other devices the program is JAX's."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import hypothesis
@@ -286,7 +289,7 @@ def test_other_policies_mark_nothing(policy):
 def test_a_jax_with_other_tables_keeps_its_rules(monkeypatch):
     monkeypatch.delattr(mlir, "_platform_specific_lowerings")
     monkeypatch.setattr(mlir, "register_lowering", pytest.fail)
-    _cpu_bfloat16._register()
+    _cpu_bfloat16._register.__wrapped__()
 
 
 def test_exported_for_several_platforms_and_any_batch():
@@ -317,3 +320,44 @@ def test_gradients_of_sharded_arrays(kind, spec):
         # Sums are split over devices, and each part is rounded.
         bound = 2.0**-6 * float(jnp.linalg.norm(value))
         assert np.linalg.norm(np.asarray(found[name]) - np.asarray(value)) < bound
+
+
+@pytest.mark.parametrize("result", [lambda x: x[..., None], jnp.transpose], ids=["an axis more", "turned"])
+@pytest.mark.parametrize(
+    "product",
+    ["dt,ds->st", "dt,ds->ts", "bed,edf->ebf", "jik,ibk->ijb", "bthd,bshd->bhts", "tbhd,sbhd->bhts"],
+)
+def test_no_transpose_gets_into_a_product(product, result):
+    """Of a user's operand or result: XLA folds it, and its CPU backend has no such product."""
+    sizes = dict(zip("bdefhijkst", (4, 6, 3, 8, 2, 4, 6, 5, 8, 16), strict=True))
+    inputs, _ = product.split("->")
+    keys = jax.random.split(jax.random.key(0), 2)
+    shapes = [[sizes[axis] for axis in axes] for axes in inputs.split(",")]
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    def loss(arrays):
+        return jnp.sum(jnp.tanh(result(jnp.einsum(product, *arrays)) / 8))
+
+    found = jax.jit(jax.grad(jmpp.autocast(loss, "bfloat16")))(arrays)
+    want = jax.grad(loss)(arrays)
+    for a, b in zip(found, want, strict=True):
+        assert float(jnp.linalg.norm(a - b)) < 2.0**-5 * float(jnp.linalg.norm(b))
+
+
+def test_rules_are_registered_when_there_is_something_to_do():
+    """Exports for several platforms have a case per operation from then on."""
+    program = """
+import jax, jax.numpy as jnp, flax.linen as nn, jmp_policy as jmpp
+from jax import export
+def cases():
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    function = jax.jit(lambda x: jnp.sum(x @ x))
+    exported = export.export(function, platforms=("cuda", "rocm", "cpu"))(shape)
+    return exported.mlir_module().count("stablehlo.case")
+before = cases()
+jmpp.wrap(nn.Dense(2), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 2)))
+assert cases() == before
+jmpp.wrap(nn.Dense(2), "mixed_bfloat16").init(jax.random.key(0), jnp.ones((1, 2)))
+assert cases() > before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})

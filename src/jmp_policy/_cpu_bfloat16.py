@@ -38,6 +38,7 @@ def scope(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     """
     if dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
         return _NO_SCOPE
+    _register()
     return set_xla_metadata(**{_MARK: True})
 
 
@@ -137,11 +138,13 @@ def _lower(ours: Callable[..., Any], jax_rule: Any, ctx: Any, *operands: Any, **
         return mlir.lower_fun(ours, multiple_results=False)(ctx, *operands, **params)
 
 
+@functools.cache
 def _register() -> None:
-    """Puts our rules in front of JAX's.
+    """Puts our rules in front of JAX's, once there is something for them to do.
 
-    JAX has no public way to ask for a rule, so where its tables are not as in the versions that we know, its
-    own rules stay: bfloat16 is slow on a CPU then.
+    From then on a program exported for several platforms, a CPU among them, has a case for each product and
+    sum. JAX has no public way to ask for a rule, so where its tables are not as in the versions that we know,
+    its own rules stay: bfloat16 is slow on a CPU then.
     """
     for primitive, ours in _RULES.items():
         try:
@@ -150,6 +153,3 @@ def _register() -> None:
             mlir.register_lowering(primitive, rule, platform="cpu")
         except (AttributeError, KeyError, TypeError):
             return
-
-
-_register()
