@@ -25,6 +25,20 @@ def save(name: str, rows: list[dict[str, Any]], **about: Any) -> None:
     show(name, rows)
 
 
+def kept(name: str, *columns: str, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved rows of a benchmark that are in the way of none of the new ones.
+
+    Args:
+      name: of the benchmark.
+      columns: a new row takes the place of the old ones that agree with it in these.
+      new: rows that were measured now.
+    """
+    path = RESULTS / f"{name}.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    again = {tuple(row[column] for column in columns) for row in new}
+    return [row for row in old if tuple(row[column] for column in columns) not in again]
+
+
 def show(name: str, rows: list[dict[str, Any]]) -> None:
     """Prints the rows as one table; columns are the keys, in the order in which they first appear."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

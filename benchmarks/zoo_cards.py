@@ -6,7 +6,6 @@ numbers are those of `lowering_report`; its parts are used one by one, because i
 which these tables do not show, would take as long again.
 """
 
-import json
 import sys
 from typing import Any
 
@@ -100,13 +99,6 @@ def _counts(
     return counts
 
 
-def kept(name: str, card: str) -> list[dict[str, Any]]:
-    """The rows of other models and cards, as they stand in the file."""
-    path = _record.RESULTS / "zoo_cards.json"
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in old if (row["model"], row["card"]) != (name, card) and row["model"] in MODELS]
-
-
 def main(names: list[str] | None = None, size: str = "full") -> None:
     for name in names or MODELS:
         made = programs(MODELS[name](size))
@@ -116,7 +108,7 @@ def main(names: list[str] | None = None, size: str = "full") -> None:
             except jmpp.LoweringUnavailableError as error:
                 print(f"Skipped zoo_cards. {error}")
                 return
-            found = [*kept(name, card), *new]
+            found = [*_record.kept("zoo_cards", "model", "card", new=new), *new]
             found.sort(key=lambda row: (list(MODELS).index(row["model"]), CARDS.index(row["card"])))
             _record.save(
                 "zoo_cards", found, target="compiled only", cards=CARDS, size=size, optimizer="AdamW"

@@ -4,7 +4,6 @@
 `python -m benchmarks.zoo_gpu ResNet-50 GPT-2`, these ones, and keeps the other rows as they were.
 """
 
-import json
 import sys
 from typing import Any
 
@@ -60,22 +59,14 @@ def rows(name: str, size: str = "full") -> list[dict[str, Any]]:
     return [{"model": name, **row} for row in found]
 
 
-def kept(names: list[str]) -> list[dict[str, Any]]:
-    """The rows of models that are not measured again."""
-    path = _record.RESULTS / "zoo_gpu.json"
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in old if row["model"] not in names and row["model"] in MODELS]
-
-
 def main(names: list[str] | None = None) -> None:
-    names = list(names or MODELS)
-    for number, name in enumerate(names):
+    for name in names or MODELS:
         try:
             new = rows(name)
         except (PluginMissingError, jmpp.LoweringUnavailableError) as error:
             print(f"Skipped zoo_gpu. {error}")
             return
-        found = [*kept(names[number:]), *new]
+        found = [*_record.kept("zoo_gpu", "model", new=new), *new]
         found.sort(key=lambda row: list(MODELS).index(row["model"]))
         _record.save(
             "zoo_gpu", found, target="NVIDIA H100 80GB, compiled only", size="full", optimizer="AdamW"

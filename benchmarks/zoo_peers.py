@@ -7,7 +7,6 @@ other rows stay as they were: `python -m benchmarks.zoo_peers gpu ResNet-50 GPT-
 """
 
 import importlib.metadata
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -100,13 +99,6 @@ def keras_rows(name: str = "ResNet-50") -> list[Any]:
     return [{**about, "library": row.pop("variant"), **row} for row in found]
 
 
-def kept(part: str, names: list[str]) -> list[dict[str, Any]]:
-    """The rows that are not measured again."""
-    path = _record.RESULTS / "zoo_peers.json"
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in old if row["where"] != PARTS[part] or row["model"] not in names]
-
-
 def measure(part: str, names: list[str]) -> None:
     """Adds the rows of a part, and saves after every model."""
     rows_of = {"gpu": gpu_rows, "cpu": cpu_rows, "keras": keras_rows}[part]
@@ -117,7 +109,7 @@ def measure(part: str, names: list[str]) -> None:
         except PluginMissingError as error:
             print(f"Skipped zoo_peers {part}. {error}")
             return
-        found = [*kept(part, [name]), *new]
+        found = [*_record.kept("zoo_peers", "where", "model", new=new), *new]
         found.sort(key=lambda row: (where.index(row["where"]), list(MODELS).index(row["model"])))
         _record.save(
             "zoo_peers",

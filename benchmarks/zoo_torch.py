@@ -6,7 +6,6 @@ runs on a CPU, in float32 and bfloat16. Run `zoo_device` on the same card, and t
 
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -161,14 +160,6 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def kept(new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of other devices, sizes and models."""
-    path = _record.RESULTS / "zoo_torch.json"
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    again = {(row["device"], row["size"], row["model"]) for row in new}
-    return [row for row in old if (row["device"], row["size"], row["model"]) not in again]
-
-
 def main(arguments: list[str] | None = None) -> None:
     arguments = list(arguments or [])
     size = arguments.pop(0) if arguments and arguments[0] in SIZES else "full"
@@ -180,7 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
     if size == "tiny":
         _record.show(f"zoo_torch, {size}", found)
     else:
-        _record.save("zoo_torch", [*kept(found), *found], torch=torch.__version__, repeats=REPEATS)
+        old = _record.kept("zoo_torch", "device", "size", "model", new=found)
+        _record.save("zoo_torch", [*old, *found], torch=torch.__version__, repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_table_of_torch():
 def test_rows_that_are_measured_again_are_replaced(tmp_path, monkeypatch):
     zoo_peers, record = benchmark("zoo_peers"), benchmark("_record")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    assert zoo_peers.kept("gpu", [NAME]) == []
+    assert record.kept("zoo_peers", "model", new=[]) == []
     rows = [
         {"where": where, "model": model, "library": "jmp"}
         for where in zoo_peers.PARTS.values()
