@@ -96,6 +96,17 @@ def test_values_and_derivatives_of_any_order(name, result):
     )
 
 
+def test_a_result_wider_than_float32_is_jaxs():
+    draw = np.random.default_rng(0).normal
+    a, b = jnp.asarray(draw(size=(64, 4096)), jnp.bfloat16), jnp.asarray(draw(size=(4096, 8)), jnp.bfloat16)
+    dims = (((1,), (0,)), ((), ()))
+    with jax.enable_x64(True):
+        out = dot(a, b, dims, np.dtype(np.float64))
+        np.testing.assert_array_equal(out, lax.dot_general(a, b, dims, preferred_element_type=np.float64))
+    want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-10)
+
+
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.integers(0, 4), st.integers(0, 4), st.data())
 def test_any_axes(batch, contracted, data):

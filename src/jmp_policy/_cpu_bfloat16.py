@@ -130,8 +130,9 @@ _RULES = {primitives.dot_general_p: _product, primitives.reduce_sum_p: _sum}
 
 def _lower(ours: Callable[..., Any], jax_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     are_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+    is_wider = any(aval.dtype.itemsize > _FLOAT32.itemsize for aval in ctx.avals_out)
     marks = (ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata) or {}
-    if not are_bfloat16 or params.get("out_sharding") is not None or _MARK not in marks:
+    if not are_bfloat16 or is_wider or params.get("out_sharding") is not None or _MARK not in marks:
         return jax_rule(ctx, *operands, **params)
     # The product within ours is JAX's.
     with set_xla_metadata(**{_MARK: None}):

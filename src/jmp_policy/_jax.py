@@ -13,20 +13,47 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 
 from jmp_policy import _cpu_bfloat16
-from jmp_policy._jaxpr import Literal as Literal
-from jmp_policy._jaxpr import constants as constants
-from jmp_policy._jaxpr import evaluate as evaluate
-from jmp_policy._jaxpr import open_jaxpr as open_jaxpr
 
+Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
 
 #: For functions that leave no call behind in a trace. 0.12 tells them from those inlined when lowered.
 INLINED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # type: ignore[attr-defined]
 
 FLOAT32 = np.dtype(np.float32)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The equations of a jaxpr, closed or not. From 0.12 on a closed jaxpr is a jaxpr with its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The values of a jaxpr's constant variables; none for an open one."""
+    return getattr(jaxpr, "consts", ())
+
+
+def evaluate(jaxpr: Any, values: Sequence[Any], step: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+    """The results of a closed jaxpr, or one without constants.
+
+    Args:
+      jaxpr: any.
+      values: its arguments; what `step` takes.
+      step: gives the results of an equation for its operands.
+    """
+    opened = open_jaxpr(jaxpr)
+    known = dict(zip(opened.invars, values, strict=True))
+    known |= dict(zip(opened.constvars, constants(jaxpr), strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for eqn in opened.eqns:
+        known.update(zip(eqn.outvars, step(eqn, list(map(value_of, eqn.invars))), strict=True))
+    return list(map(value_of, opened.outvars))
 
 
 def dtype_of(atom: Any) -> Any:
