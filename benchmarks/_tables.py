@@ -3,7 +3,7 @@
 import json
 import pathlib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,6 +25,16 @@ def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
     """Lines of a table; columns of the header are parted by bars."""
     columns = header.count("|") + 1
     return [f"|{header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def grouped(
+    rows: Iterable[dict[str, Any]], outer: str, inner: str | Callable[[dict[str, Any]], Any]
+) -> dict[str, dict[Any, Any]]:
+    """Rows by a column's value; in each group by another column, or by what a function makes of a row."""
+    found: dict[str, dict[Any, Any]] = {}
+    for row in rows:
+        found.setdefault(row[outer], {})[inner(row) if callable(inner) else row[inner]] = row
+    return found
 
 
 def median(value: dict[str, float]) -> str:

@@ -124,8 +124,7 @@ def measure(cls: Any, batch: Any) -> dict[str, dict[str, list[float]]]:
     compiled = {}
     for repeat in range(REPEATS + 1):
         for name, step in steps.items():
-            jax.clear_caches()
-            times, traced, lowered = _measure.trace_times(step, (state, batch))
+            times, traced, lowered = _measure.trace_times(step, (state, batch), repeat)
             if repeat == 0:  # The first time around, Python itself is cold.
                 _, compiled[name] = _measure.compile_time(lowered)
                 for quantity, value in _measure.counts(traced, compiled[name]).items():

@@ -68,9 +68,8 @@ def measure(cls: Any, dtype: str, args: Any) -> dict[str, dict[str, list[float]]
     found: dict[str, dict[str, list[float]]] = {"trace_lower": {}}
     for repeat in range(REPEATS + 1):
         for name, loss in losses(cls, dtype).items():
-            jax.clear_caches()
             step = jax.value_and_grad(loss, has_aux=True)
-            times, traced, lowered = _measure.trace_times(step, args, time.process_time)
+            times, traced, lowered = _measure.trace_times(step, args, repeat, time.process_time)
             if repeat:  # The first time around, Python itself is cold.
                 found["trace_lower"].setdefault(name, []).append(times["trace_lower"])
                 continue

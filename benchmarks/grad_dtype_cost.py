@@ -35,8 +35,7 @@ def measured(model: str) -> dict[str, Any]:
         steps[name] = _steps.plain_step(wrapped, tx)
     for repeat in range(REPEATS + 1):
         for name, step in steps.items():
-            jax.clear_caches()
-            times, traced, lowered = _measure.trace_times(step, (states[name], batch))
+            times, traced, lowered = _measure.trace_times(step, (states[name], batch), repeat)
             if repeat == 0:
                 _, compiled[name] = _measure.compile_time(lowered)
                 found[name] |= {q: [n] for q, n in _measure.counts(traced, compiled[name]).items()}

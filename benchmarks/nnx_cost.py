@@ -47,8 +47,7 @@ def measure(model: str, dtype: Any) -> dict[str, dict[str, list[float]]]:
         made[name] = _nnx_steps.pure(_nnx_steps.plain_step, module, optimizer)
     for repeat in range(REPEATS + 1):
         for name, (step, state) in made.items():
-            jax.clear_caches()
-            times, traced, lowered = _measure.trace_times(step, (state, batch))
+            times, traced, lowered = _measure.trace_times(step, (state, batch), repeat)
             if repeat == 0:  # The first time around, Python itself is cold.
                 _, compiled[name] = _measure.compile_time(lowered)
                 found[name] |= {q: [n] for q, n in _measure.counts(traced, compiled[name]).items()}

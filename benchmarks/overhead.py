@@ -42,8 +42,7 @@ def measure(cls: Any, batch: Any) -> dict[str, dict[str, list[float]]]:
     compiled = {}
     for repeat in range(REPEATS + 1):
         for name, (step, state) in made.items():
-            jax.clear_caches()
-            times, traced, lowered = _measure.trace_times(step, (state, batch))
+            times, traced, lowered = _measure.trace_times(step, (state, batch), repeat)
             if repeat < COMPILES:
                 times["compile"], compiled[name] = _measure.compile_time(lowered)
                 times |= _measure.counts(traced, compiled[name])

@@ -72,8 +72,7 @@ def measure(
                     state = jax.jit(lambda b, m=model, tx=tx: _steps.init(m, tx, b))(batch)
                     made[name] = make_step(model, tx, loss=loss), state._replace(scale=make_scale())
                 step, state = made[name]
-                jax.clear_caches()
-                times, traced, lowered = _measure.trace_times(step, (state, batch), clock)
+                times, traced, lowered = _measure.trace_times(step, (state, batch), repeat, clock)
                 if repeat < compiles:
                     times["compile"], compiled[name] = _measure.compile_time(lowered)
                     times |= _measure.counts(traced, compiled[name])

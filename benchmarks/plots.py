@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks._record import RESULTS
-from benchmarks._tables import ROOT, provenance
+from benchmarks._tables import ROOT, grouped, provenance
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -44,7 +44,7 @@ Values = Sequence[float | None]
 
 def steps(result: dict[str, Any]) -> Figure:
     """Bytes that a step moves by hand and wrapped, and what loss scaling adds to each."""
-    models = _grouped(list(map(_launched, result["rows"])), "model", "variant")
+    models = grouped(list(map(_launched, result["rows"])), "model", "variant")
     scaled = {"by hand": "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
     colours = dict(zip(scaled, (_GREY, _BLUE), strict=True))
     panels = {
@@ -76,7 +76,7 @@ def steps(result: dict[str, Any]) -> Figure:
 
 def speedups(result: dict[str, Any]) -> Figure:
     """How much faster float16 is than float32 and TF32 on each card, by the roofline."""
-    models = _grouped([row for row in result["rows"] if row["precision"] == "float16"], "model", "card")
+    models = grouped([row for row in result["rows"] if row["precision"] == "float16"], "model", "card")
     colours = dict(zip(result["cards"], (_ORANGE, _SKY, _BLUE, _RED, _GREY), strict=False))
     panels = {"over_float32": ("over float32", "{:.1f}"), "over_tf32": ("over TF32", "{:.2f}")}
     figure, axes = _panels(list(models), len(colours), len(panels))
@@ -108,7 +108,7 @@ def differences(result: dict[str, Any]) -> Figure:
     """By task and precision, the mean difference from float32 with its interval."""
     measures = {row["task"]: row["measure"] for row in reversed(result["rows"])}
     rows = [row for row in result["rows"] if row["measure"] == measures[row["task"]] and "interval" in row]
-    tasks = _grouped(rows, "task", "precision")
+    tasks = grouped(rows, "task", "precision")
     names = list(dict.fromkeys(row["precision"] for row in rows))
     lines = -(-len(tasks) // 2)
     panel = 0.2 * len(names) + 0.75
@@ -245,13 +245,6 @@ def _head(figure: Figure, words: str) -> None:
 def _caption(figure: Figure, words: str) -> None:
     x, _ = _at(figure, 0.15)
     figure.text(x, 0.1 / figure.get_figheight(), words, fontsize=6.5, color=_CAPTION, va="bottom")
-
-
-def _grouped(rows: list[dict[str, Any]], outer: str, inner: str) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row[outer], {})[row[inner]] = row
-    return found
 
 
 def _launched(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks._tables import load, paragraph, provenance, table
+from benchmarks._tables import grouped, load, paragraph, provenance, table
 
 #: Header of a column -> precision and name of its number, and how it is written.
 _COLUMNS = {
@@ -20,9 +20,7 @@ def cards(result: dict[str, Any] | None = None) -> str:
     """The table, and below it what did not compile."""
     result = result or load("zoo_cards")
     names = result["cards"]
-    models: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
-    for row in result["rows"]:
-        models.setdefault(row["model"], {})[row["card"], row["precision"]] = row
+    models = grouped(result["rows"], "model", lambda row: (row["card"], row["precision"]))
     words = (
         f"The same steps compiled for {', '.join(names[:-1])} and {names[-1]} ({provenance(result)}), which "
         f"is the order in each cell: {' / '.join(names)}. The share is that of float16's FLOPs on Tensor "

@@ -51,8 +51,7 @@ def rows(name: str, size: str = "small", repeats: int = REPEATS) -> list[dict[st
         found[variant] = {"trace_lower": []}
     for repeat in range(repeats + 1):
         for variant, step in steps.items():
-            jax.clear_caches()
-            times, traced, lowered = _measure.trace_times(step, (states[variant], batch))
+            times, traced, lowered = _measure.trace_times(step, (states[variant], batch), repeat)
             if repeat == 0:
                 _, compiled[variant] = _measure.compile_time(lowered)
                 counts = _measure.counts(traced, compiled[variant])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks._tables import launches, load, median, paragraph, provenance, table
+from benchmarks._tables import grouped, launches, load, median, paragraph, provenance, table
 from benchmarks.zoo_cards_page import cards
 from benchmarks.zoo_peers_page import peers, torch
 
@@ -33,9 +33,6 @@ def _figure(name: str, words: str) -> str:
 
 def _gpu() -> list[str]:
     result = load("zoo_gpu")
-    by_model: dict[str, dict[str, Any]] = {}
-    for row in result["rows"]:
-        by_model.setdefault(row["model"], {})[row["variant"]] = row
     card = result["target"].partition(",")[0]
     words = (
         f"Whole {result['optimizer']} steps of models at their published sizes, in float16, compiled for "
@@ -44,7 +41,7 @@ def _gpu() -> list[str]:
         "the speed-ups over float32 and TF32 are estimates by the roofline, no measurements."
     )
     rows = []
-    for model, found in by_model.items():
+    for model, found in grouped(result["rows"], "model", "variant").items():
         parts = [found[variant] for variant in _GPU]
         last = parts[-1]
         times = last["estimated_ms"]
@@ -77,9 +74,7 @@ def _cpu() -> list[str]:
     header = " | trace + lower | step | equations | bytes | temporary memory"
     lines = [*paragraph(words), *table(header, cells), ""]
     lines += paragraph("Then a bfloat16 step over that of float32, on a CPU with AVX512-BF16:")
-    rows: dict[str, dict[str, Any]] = {}
-    for row in result["rows"]:
-        rows.setdefault(row["model"], {})[row["comparison"].partition(" / ")[0]] = row
+    rows = grouped(result["rows"], "model", lambda row: row["comparison"].partition(" / ")[0])
     names = ("mixed_bfloat16", "bfloat16, grad=float32")
     cells = (
         [model, *(f(found[name]) for name in names for f in (_step, _temporary))]
@@ -107,14 +102,11 @@ def _accuracy() -> list[str]:
         "scaling is for. With the loss as it is, float16 reaches parity on these tasks unscaled, too."
     )
     shown = {row["task"]: row["measure"] for row in reversed(result["rows"])}
-    by_task: dict[str, dict[str, Any]] = {}
-    for row in result["rows"]:
-        if row["measure"] == shown[row["task"]]:
-            by_task.setdefault(row["task"], {})[row["precision"]] = row
+    compared = [row for row in result["rows"] if row["measure"] == shown[row["task"]]]
     rows = [
         [f"{task}: {shown[task]}", f"{found['float32']['mean']:.3f} ± {found['float32']['deviation']:.3f}"]
         + [_difference(found[precision]) for precision in _PRECISIONS]
-        for task, found in by_task.items()
+        for task, found in grouped(compared, "task", "precision").items()
     ]
     header = " | float32" + "".join(f" | {precision}" for precision in _PRECISIONS)
     return [*paragraph(words), *table(header, rows)]

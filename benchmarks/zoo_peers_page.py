@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks._tables import counts, launches, load, median, paragraph, provenance, table
+from benchmarks._tables import counts, grouped, launches, load, median, paragraph, provenance, table
 
 LIBRARIES = ("by hand", "jmp_policy", "jmp", "mpx", "flax DynamicScale")
 _NAMES = "by hand / jmp_policy / jmp / mpx / Flax's `DynamicScale`"
@@ -43,11 +43,7 @@ def torch(result: dict[str, Any] | None = None) -> str:
 
 
 def _by_model(result: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for row in result["rows"]:
-        if row["where"] == where:
-            found.setdefault(row["model"], {})[row["library"]] = row
-    return found
+    return grouped([row for row in result["rows"] if row["where"] == where], "model", "library")
 
 
 def _gpu(result: dict[str, Any]) -> list[str]:
