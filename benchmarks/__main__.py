@@ -20,6 +20,7 @@ from benchmarks import (
     peers,
     report_cost,
     rounding_cost,
+    stack_depth,
     zoo_cards,
     zoo_cost,
     zoo_device,
@@ -45,6 +46,7 @@ BENCHMARKS = (
     long_run,
     accuracy,
     zoo_cost,
+    stack_depth,
 )
 GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers]
 if importlib.util.find_spec("torch"):

@@ -25,7 +25,7 @@ def equations(jaxpr: Any) -> int:
 
 
 def trace_times(
-    step: Any, args: Any, repeat: int, clock: Callable[[], float] = time.perf_counter
+    step: Any, args: Any, repeat: int = 0, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[dict[str, float], Any, Any]:
     """Seconds to trace and lower a step; nothing is remembered from before.
 
@@ -49,15 +49,18 @@ def trace_times(
         lowered = traced.lower()
         return {"trace_lower": clock() - start}, traced, lowered
 
-    return _deeper(repeat * _STRIDE % _CHUNK, timed)
+    return deeper(repeat * _STRIDE % CHUNK, timed)
 
 
-#: How many calls of `_deeper` fill a chunk in CPython 3.11 and 3.12, and a stride that is soon all over it.
-_CHUNK, _STRIDE = 136, 29
+#: How many calls of `deeper` fill a chunk of the stack in CPython 3.11 and 3.12.
+CHUNK = 136
+#: Steps of so many calls are soon all over it.
+_STRIDE = 29
 
 
-def _deeper(frames: int, function: Callable[[], Any]) -> Any:
-    return function() if frames == 0 else _deeper(frames - 1, function)
+def deeper(frames: int, function: Callable[[], Any]) -> Any:
+    """What a function gives, called from so many frames further down the stack."""
+    return function() if frames == 0 else deeper(frames - 1, function)
 
 
 def compile_time(lowered: Any) -> tuple[float, Any]:

@@ -69,7 +69,7 @@ def measure(cls: Any, batch: Any) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     compiled = {}
     for name, (step, state) in made.items():
-        _, traced, lowered = _measure.trace_times(step, (state, batch), 0)
+        _, traced, lowered = _measure.trace_times(step, (state, batch))
         _, compiled[name] = _measure.compile_time(lowered)
         for quantity, value in _measure.counts(traced, compiled[name]).items():
             found.setdefault(quantity, {})[name] = [value]

@@ -73,6 +73,7 @@ def _cpu() -> list[str]:
     )
     header = " | trace + lower | step | equations | bytes | temporary memory"
     lines = [*paragraph(words), *table(header, cells), ""]
+    lines += _depths()
     lines += paragraph("Then a bfloat16 step over that of float32, on a CPU with AVX512-BF16:")
     rows = grouped(result["rows"], "model", lambda row: row["comparison"].partition(" / ")[0])
     names = ("mixed_bfloat16", "bfloat16, grad=float32")
@@ -82,6 +83,26 @@ def _cpu() -> list[str]:
     )
     header = " | `mixed_bfloat16`: step | temporary memory | with `g=f32`: step | temporary memory"
     return [*lines, *table(header, cells)]
+
+
+def _depths() -> list[str]:
+    result = load("stack_depth")
+    words = (
+        "Where on the stack a trace begins changes its time, so each repetition begins elsewhere "
+        f"([why](#how-numbers-are-made); {provenance(result)}). Over a whole chunk of the stack, the slowest "
+        "trace by hand takes "
+    )
+    by_depth = grouped(result["rows"], "model", lambda row: (row["variant"], row["frames"]))
+    parts = []
+    for model, found in by_depth.items():
+        hand, ours = (
+            [row["seconds"] for (name, _), row in found.items() if name == n] for n in (_GPU[1], _GPU[3])
+        )
+        swing, mean = max(hand) / min(hand), sum(ours) / sum(hand)
+        parts.append(
+            f"{swing:.2f} of the quickest for {model}, and all wrapped ones {mean:.2f} of those by hand"
+        )
+    return paragraph(words + "; ".join(parts) + ".")
 
 
 def _step(row: dict[str, Any]) -> str:

@@ -228,7 +228,9 @@ def test_raw_parameters_by_hand_are_half_where_they_are_read():
 
 
 def test_the_harness_compares_what_it_says():
-    cost, device = (importlib.import_module(f"benchmarks.{name}") for name in ("zoo_cost", "zoo_device"))
+    cost, device, depth = map(
+        importlib.import_module, ("benchmarks.zoo_cost", "benchmarks.zoo_device", "benchmarks.stack_depth")
+    )
     rows = {row["comparison"]: row for row in cost.rows("Multiplicative LSTM", "tiny", repeats=2)}
     assert tuple(rows) == tuple(f"{one} / {other}" for one, other in cost.COMPARISONS)
     # More is traced than in float32: the casts.
@@ -237,3 +239,8 @@ def test_the_harness_compares_what_it_says():
     assert rows["float32, highest"]["over_float32"] == 1
     assert len(rows) == 5
     assert all(row["items_per_second"]["median"] > 0 for row in rows.values())
+    rows = depth.rows("Multiplicative LSTM", "tiny", stride=100)
+    assert [(row["frames"], row["variant"]) for row in rows] == [
+        (n, v) for n in (0, 100) for v in depth.VARIANTS
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
