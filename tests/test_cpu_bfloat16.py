@@ -137,6 +137,118 @@ def test_under_vmap(axes):
     np.testing.assert_array_equal(found, want)
 
 
+def convolution(a, b, result=None, **about):
+    """A convolution as the interpreters bind it."""
+    function = functools.partial(lax.conv_general_dilated, preferred_element_type=result, **about)
+    jaxpr = jax.make_jaxpr(function)(a, b)
+    (out,) = _jax.evaluate(jaxpr, [a, b], lambda eqn, values: _jax.bound(eqn.primitive, values, eqn.params))
+    return out
+
+
+def convolved(a, b, **about):
+    wide = (x.astype(jnp.float32) for x in (a, b))
+    return lax.conv_general_dilated(*wide, precision="highest", **about)
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(st.data())
+def test_convolutions(data):
+    axes = data.draw(st.integers(0, 2))
+    sizes, window, strides, padding, spread = [], [], [], [], []
+    for _ in range(axes):
+        size = data.draw(st.integers(1, 5))
+        sizes.append(size)
+        window.append(data.draw(st.sampled_from([1, 1, 2, size])))
+        strides.append(data.draw(st.integers(1, 3)))
+        padding.append((data.draw(st.integers(-1, 2)), data.draw(st.integers(-1, 2))))
+        hypothesis.assume(size + sum(padding[-1]) >= 0)  # JAX refuses those.
+        spread.append((data.draw(st.sampled_from([1, 1, 2])), data.draw(st.integers(1, 2))))
+    specs = [data.draw(st.permutations(range(axes + 2))) for _ in range(3)]
+    shapes = []
+    for spec, shape in zip(specs, ((2, 3, *sizes), (4, 3, *window)), strict=False):
+        shapes.append(tuple(shape[spec.index(axis)] for axis in range(axes + 2)))
+    about = {
+        "window_strides": strides,
+        "padding": padding,
+        "lhs_dilation": [left for left, _ in spread],
+        "rhs_dilation": [right for _, right in spread],
+        "dimension_numbers": lax.ConvDimensionNumbers(*map(tuple, specs)),
+    }
+    a, b = operands(*shapes)
+    want = convolved(a, b, **about)
+    np.testing.assert_array_equal(convolution(a, b, FLOAT32, **about), want)
+    found = jax.jit(functools.partial(convolution, **about))(a, b)
+    np.testing.assert_array_equal(found, want.astype(jnp.bfloat16))
+
+
+CONVOLUTIONS = {
+    "one position": (nn.Conv(6, (1, 1)), 0),
+    "every second one": (nn.Conv(6, (1, 1), strides=2), 0),
+    "the whole image": (nn.Conv(6, (5, 5), padding="VALID"), 1),
+    "one of two axes": (nn.Conv(6, (1, 5), padding="VALID"), 1),
+    "no spatial axis that matters": (nn.ConvTranspose(6, (1, 1)), 0),
+    "windows": (nn.Conv(6, (3, 3)), 3),
+    "windows in groups": (nn.Conv(4, (1, 1), feature_group_count=2), 3),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("grad", ["", ",g=f32"])
+def test_convolutions_that_are_products(name, grad):
+    layer, expected = CONVOLUTIONS[name]
+    model, x = (
+        jmpp.wrap(layer, f"p=f32,c=bf16,o=f32{grad}"),
+        jax.random.normal(jax.random.key(0), (2, 5, 5, 4)),
+    )
+    variables = model.init(jax.random.key(1), x)
+
+    def gradients(module):
+        return jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x) ** 2), (0, 1)))
+
+    text = gradients(model).lower(variables, x).as_text()
+    assert text.count("stablehlo.convolution") == expected
+    for found, want in zip(
+        jax.tree.leaves(gradients(model)(variables, x)),
+        jax.tree.leaves(gradients(layer)(variables, x)),
+        strict=True,
+    ):
+        assert found.dtype == jnp.float32
+        assert float(jnp.linalg.norm(found - want)) < 2.0**-6 * float(jnp.linalg.norm(want))
+
+
+@pytest.mark.parametrize("strides", [1, 2])
+def test_convolutions_exported_for_images_of_any_size(strides):
+    model = jmpp.wrap(nn.Conv(6, (1, 1), strides=strides), "mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 4))
+    params = model.init(jax.random.key(1), x)
+    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
+    for shape in ("b, 6, 6, 4", "b, 2 * h, 6, 4"):
+        given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
+        exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(params, given)
+        for found, want in zip(
+            jax.tree.leaves(exported.call(params, x)), jax.tree.leaves(gradient(params, x)), strict=True
+        ):
+            np.testing.assert_allclose(
+                found, want, rtol=2.0**-6, atol=2.0**-6 * float(jnp.max(jnp.abs(want)))
+            )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_convolutions_of_sharded_arrays(kind, strides):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
+    model = jmpp.wrap(nn.Conv(8, (1, 1), strides=strides), "mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(0), (8, 4, 4, 4))
+    params = model.init(jax.random.key(1), x)
+    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
+    want = gradient(params, x)["params"]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, P()))
+        found = gradient(placed, jax.device_put(x, NamedSharding(mesh, P("a"))))["params"]
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=2.0**-6, atol=1e-2)
+
+
 def is_marked(scope):
     def total(x):
         with scope:

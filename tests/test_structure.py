@@ -16,6 +16,7 @@ ORDER = [
     "_loss_scale", "_adaptive_scale", "_loss_scales", "_state", "_grad", "_microbatches", "_accumulate",
     "_metrics", "_logger", "_monitor", "_losses", "_transformation", "optim", "_restore",
     "_rounding", "_master_weights", "_stochastic_rounding", "_kahan_summation",
+    "_cpu_products", "_cpu_convolutions",
     "_cpu_bfloat16", "_regions", "_report", "_taps", "_jax", "_again", "_flat", "_autocast",
     "_autocast._ops", "_autocast._bind",
     "_weights", "_weights._mark", "_weights._products", "_weights._run", "_weights._function",
