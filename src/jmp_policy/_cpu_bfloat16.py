@@ -80,9 +80,9 @@ def _lower(choose: Callable[..., Any], jax_rule: Any, ctx: Any, *operands: Any, 
 def _register() -> None:
     """Puts our rules in front of JAX's, once there is something for them to do.
 
-    From then on a program exported for several platforms, a CPU among them, has a case for each product and
-    sum. JAX has no public way to ask for a rule, so where its tables are not as in the versions that we know,
-    its own rules stay: bfloat16 is slow on a CPU then.
+    From then on a program exported for several platforms, a CPU among them, has a case for each product, sum
+    and convolution. JAX has no public way to ask for a rule, so where its tables are not as in the versions
+    that we know, its own rules stay: bfloat16 is slow on a CPU then.
     """
     for primitive, choose in _RULES.items():
         try:
