@@ -159,6 +159,7 @@ def test_as_close_to_float64_as_roundings_allow(program):
             assert np.all(np.array(errors) <= 1.25 * np.array(by_hand)), (half, errors, by_hand)
 
 
+@pytest.mark.once
 def test_every_loss_is_as_close_to_float64_as_roundings_allow():
     """They share one compiled program."""
     want, off = reference(ALL_LOSSES), {}

@@ -150,7 +150,7 @@ def convolved(a, b, **about):
     return lax.conv_general_dilated(*wide, precision="highest", **about)
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.data())
 def test_convolutions(data):
     axes = data.draw(st.integers(0, 2))

@@ -70,6 +70,7 @@ def test_readme():
         assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_docs_pages(path):
     namespace = run(path)
@@ -118,6 +119,7 @@ def test_every_public_name_is_in_the_api_reference(module):
     assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
 
 
+@pytest.mark.once
 def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
     drawn = (DOCS / "images" / "gradient_spectrum.svg").read_text()
     assert xml.etree.ElementTree.fromstring(drawn).tag.endswith("svg")

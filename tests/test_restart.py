@@ -114,6 +114,7 @@ def test_training_goes_on_bit_for_bit(scale, keeper, tmp_path):
     assert int(undisturbed["batch_stats"]["count"]) == 6 - skipped
 
 
+@pytest.mark.once
 def test_survives_sigkill_at_any_time(tmp_path):
     started, survived, undisturbed = runs.survive(tmp_path, steps=12, kills=2)
     assert survived == undisturbed
