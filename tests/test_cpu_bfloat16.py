@@ -165,7 +165,7 @@ def test_convolutions(data):
         spread.append((data.draw(st.sampled_from([1, 1, 2])), data.draw(st.integers(1, 2))))
     specs = [data.draw(st.permutations(range(axes + 2))) for _ in range(3)]
     shapes = []
-    for spec, shape in zip(specs, ((2, 3, *sizes), (4, 3, *window)), strict=False):
+    for spec, shape in zip(specs, ((2, 16, *sizes), (4, 16, *window)), strict=False):
         shapes.append(tuple(shape[spec.index(axis)] for axis in range(axes + 2)))
     about = {
         "window_strides": strides,
@@ -182,13 +182,14 @@ def test_convolutions(data):
 
 
 CONVOLUTIONS = {
-    "one position": (nn.Conv(6, (1, 1)), 0),
-    "every second one": (nn.Conv(6, (1, 1), strides=2), 0),
-    "the whole image": (nn.Conv(6, (5, 5), padding="VALID"), 1),
-    "one of two axes": (nn.Conv(6, (1, 5), padding="VALID"), 1),
-    "no spatial axis that matters": (nn.ConvTranspose(6, (1, 1)), 0),
-    "windows": (nn.Conv(6, (3, 3)), 3),
-    "windows in groups": (nn.Conv(4, (1, 1), feature_group_count=2), 3),
+    "one position": (nn.Conv(24, (1, 1)), 0),
+    "every second one": (nn.Conv(24, (1, 1), strides=2), 0),
+    "the whole image": (nn.Conv(24, (5, 5), padding="VALID"), 2),
+    "one of two axes": (nn.Conv(24, (1, 5), padding="VALID"), 2),
+    "transposed": (nn.ConvTranspose(24, (1, 1)), 0),
+    "windows": (nn.Conv(24, (3, 3)), 3),
+    "windows in groups": (nn.Conv(16, (1, 1), feature_group_count=2), 3),
+    "few channels": (nn.Conv(3, (1, 1)), 1),
 }
 
 
@@ -198,7 +199,7 @@ def test_convolutions_that_are_products(name, grad):
     layer, expected = CONVOLUTIONS[name]
     model, x = (
         jmpp.wrap(layer, f"p=f32,c=bf16,o=f32{grad}"),
-        jax.random.normal(jax.random.key(0), (2, 5, 5, 4)),
+        jax.random.normal(jax.random.key(0), (2, 5, 5, 16)),
     )
     variables = model.init(jax.random.key(1), x)
 
@@ -216,13 +217,32 @@ def test_convolutions_that_are_products(name, grad):
         assert float(jnp.linalg.norm(found - want)) < 2.0**-6 * float(jnp.linalg.norm(want))
 
 
+@pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32"])
+def test_convolutions_of_any_precision(precision):
+    """JAX's convolutions take algorithms that its products refuse on a CPU."""
+    model, x = jmpp.wrap(nn.Conv(24, (1, 1)), "mixed_bfloat16"), jnp.ones((2, 4, 4, 16))
+    params = model.init(jax.random.key(0), x)
+    want = jax.jit(model.apply)(params, x)
+    with jax.default_matmul_precision(precision):
+        np.testing.assert_array_equal(jax.jit(model.apply)(params, x), want)
+
+
+@pytest.mark.parametrize("over", [(0, None), (None, 0), (0, 0)])
+def test_convolutions_under_vmap(over):
+    a, b = operands((3, 2, 16, 5), (3, 4, 16, 1))
+    args = [x if axis == 0 else x[0] for x, axis in zip((a, b), over, strict=True)]
+    about = {"window_strides": (2,), "padding": ((0, 0),)}
+    found = jax.vmap(functools.partial(convolution, result=FLOAT32, **about), over)(*args)
+    np.testing.assert_array_equal(found, jax.vmap(functools.partial(convolved, **about), over)(*args))
+
+
 @pytest.mark.parametrize("strides", [1, 2])
 def test_convolutions_exported_for_images_of_any_size(strides):
-    model = jmpp.wrap(nn.Conv(6, (1, 1), strides=strides), "mixed_bfloat16")
-    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 4))
+    model = jmpp.wrap(nn.Conv(24, (1, 1), strides=strides), "mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 16))
     params = model.init(jax.random.key(1), x)
     gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
-    for shape in ("b, 6, 6, 4", "b, 2 * h, 6, 4"):
+    for shape in ("b, 6, 6, 16", "b, 2 * h, 6, 16"):
         given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
         exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(params, given)
         for found, want in zip(
@@ -237,8 +257,8 @@ def test_convolutions_exported_for_images_of_any_size(strides):
 @pytest.mark.parametrize("strides", [1, 2])
 def test_convolutions_of_sharded_arrays(kind, strides):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
-    model = jmpp.wrap(nn.Conv(8, (1, 1), strides=strides), "mixed_bfloat16")
-    x = jax.random.normal(jax.random.key(0), (8, 4, 4, 4))
+    model = jmpp.wrap(nn.Conv(16, (1, 1), strides=strides), "mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(0), (8, 4, 4, 16))
     params = model.init(jax.random.key(1), x)
     gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
     want = gradient(params, x)["params"]

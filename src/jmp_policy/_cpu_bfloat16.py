@@ -4,7 +4,7 @@ XLA computes a bfloat16 product on a CPU by converting its operands to float32, 
 itself. Asked for a float32 result it takes the CPU's bfloat16 instructions, if the operands lie as its
 library wants them. Where it folds a transpose into such a product later on, the program compiles, and fails
 when it runs. Sums that differentiation leaves in bfloat16 (a bias's gradient) it rounds on the way, slowly.
-Convolutions it knows in float32 alone, but those with windows of one position are products.
+Convolutions it knows in float32 alone, but those with windows of one element are products.
 
 What a program is compiled for is known when it is lowered, so the choice is a lowering rule: JAX's own, but
 for operations that were traced in a scope of ours. What marks them is metadata that XLA takes no notice of (a
@@ -65,10 +65,11 @@ _RULES: dict[Any, Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., A
 
 def _lower(choose: Callable[..., Any], jax_rule: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     are_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
-    is_wider = any(aval.dtype.itemsize > _FLOAT32.itemsize for aval in ctx.avals_out)
+    (out,) = ctx.avals_out
+    fits = jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize <= _FLOAT32.itemsize
     marks = (ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata) or {}
-    is_jaxs = not are_bfloat16 or is_wider or params.get("out_sharding") is not None or _MARK not in marks
-    ours = None if is_jaxs else choose(ctx.avals_in, *ctx.avals_out, params)
+    is_ours = are_bfloat16 and fits and params.get("out_sharding") is None and _MARK in marks
+    ours = choose(ctx.avals_in, out, params) if is_ours else None
     if ours is None:
         return jax_rule(ctx, *operands, **params)
     # The product within ours is JAX's.
