@@ -107,6 +107,13 @@ def test_a_result_wider_than_float32_is_jaxs():
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-10)
 
 
+def test_an_integer_result_is_jaxs():
+    a, b = (jax.random.normal(jax.random.key(i), (8, 8), jnp.bfloat16) for i in range(2))
+    dims = (((1,), (0,)), ((), ()))
+    want = lax.dot_general(a, b, dims, preferred_element_type=np.int32)
+    np.testing.assert_array_equal(dot(a, b, dims, np.dtype(np.int32)), want)
+
+
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.integers(0, 4), st.integers(0, 4), st.data())
 def test_any_axes(batch, contracted, data):
