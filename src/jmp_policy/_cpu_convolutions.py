@@ -94,6 +94,7 @@ def _convolution(
     preferred_element_type: Any,
     **_: Any,
 ) -> Any:
+    # Strides, padding and dilations, among the other parameters, are in `along`.
     specs = (dimension_numbers.lhs_spec, dimension_numbers.rhs_spec, dimension_numbers.out_spec)
     left, right, result = map(_named, specs, (("batch", "in"), ("out", "in"), ("batch", "out")))
     summed = ["in", *(i for i, axis in enumerate(along) if axis.is_contracted)]
