@@ -14,8 +14,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy.report._hlo import CONTAINERS, NO_KERNEL, arrays, executed, parse, shape_bytes
-from jmp_policy.report._targets import TARGETS
+from jmp_policy._src.report.gpu.hlo import CONTAINERS, NO_KERNEL, arrays, executed, parse, shape_bytes
+from jmp_policy._src.report.gpu.targets import TARGETS
 
 H100 = TARGETS["H100"].config()
 

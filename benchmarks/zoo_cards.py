@@ -15,13 +15,13 @@ import jmp_policy as jmpp
 from benchmarks import _record, _steps
 from benchmarks.models import MODELS, Model
 from benchmarks.zoo_gpu import step_and_arguments, variants
-from jmp_policy.report._float32 import widened
-from jmp_policy.report._function import as_function
-from jmp_policy.report._gpu_compiler import Compiled, Exported, compiled, exported
-from jmp_policy.report._kernels import Kernel, kernels_of
-from jmp_policy.report._lowered import HALVES
-from jmp_policy.report._roofline import estimates
-from jmp_policy.report._targets import TARGETS, Target
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compiled, exported
+from jmp_policy._src.report.gpu.kernels import Kernel, kernels_of
+from jmp_policy._src.report.gpu.lowered import HALVES
+from jmp_policy._src.report.gpu.roofline import estimates
+from jmp_policy._src.report.gpu.targets import TARGETS, Target
 
 CARDS = ("V100", "A100", "H100")
 
@@ -32,7 +32,7 @@ def programs(model: Model) -> dict[str, Exported]:
     half, shapes = _flat(model, variants(model)["wrapped, loss_scaled"])
     brain, brain_shapes = _flat(model, (bfloat16, optax.adamw(1e-4), _steps.plain_step, ()))
     made = {
-        "float32": (widened(half.call), half.arrays, shapes),
+        "float32": (replay_in_float32(half.call), half.arrays, shapes),
         "float16": (half.call, half.arrays, shapes),
         "bfloat16": (brain.call, brain.arrays, brain_shapes),
     }

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jmp_policy import _report
-from jmp_policy.__main__ import _array_type, main
+from jmp_policy._src.api.command_line import _array_type, main
+from jmp_policy._src.core import report_base
+from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError
 from jmp_policy.report import Format, audit, formats
-from jmp_policy.report._gpu_compiler import LoweringUnavailableError
 
 # A module of functions to look at.
 
@@ -205,7 +205,7 @@ def test_lowering_hands_on_what_it_is_given(capsys, monkeypatch):
     asked = []
 
     @dataclasses.dataclass(frozen=True)
-    class Fake(_report.Report):
+    class Fake(report_base.Report):
         target: str
 
         def _tables(self):
@@ -240,7 +240,7 @@ def test_lowering_that_cannot_be_done_here(capsys, monkeypatch):
 def test_as_a_process(tmp_path):
     code = [sys.executable, "-W", "error", "-m", "jmp_policy"]
     command = [*code, "audit", "jmp_example:apply", "bf16[8,16]", "bf16[4,8]", "--json"]
-    places = {"PYTHONPATH": str(pathlib.Path(_report.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    places = {"PYTHONPATH": str(pathlib.Path(report_base.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | places, timeout=99
     )
@@ -343,7 +343,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample(_report.Report):
+class Sample(report_base.Report):
     parts: tuple[Part, ...]
     values: object = None
 
@@ -351,7 +351,7 @@ class Sample(_report.Report):
 
     def _tables(self):
         rows = [(p.name, p.size) for p in self.parts]
-        return [_report.Table(("name", "size "), rows, "Parts & <places>")]
+        return [report_base.Table(("name", "size "), rows, "Parts & <places>")]
 
     def _lines(self):
         return ["<done> & dusted"]
@@ -425,8 +425,8 @@ def test_to_pandas(monkeypatch):
     ],
 )  # fmt: skip
 def test_bytes(count, text):
-    assert _report.bytes_text(count) == text
-    assert _report.count_text(count) == text.removesuffix("B").strip()
+    assert report_base.bytes_text(count) == text
+    assert report_base.count_text(count) == text.removesuffix("B").strip()
 
 
 @pytest.mark.parametrize(
@@ -434,11 +434,11 @@ def test_bytes(count, text):
     [(0, "0"), (1e-9, "< 0.1 %"), (0.001, "0.1 %"), (0.125, "12.5 %"), (0.9999, "> 99.9 %"), (1, "100 %")],
 )
 def test_percent(share, text):
-    assert _report.percent(share) == text
+    assert report_base.percent(share) == text
 
 
 def test_joined():
-    assert _report.joined(["a", "b"]) == "a, b"
-    assert _report.joined(list("abcdefg")) == "a, b, c and 4 more"
-    assert _report.joined(list("abc"), 2, repr) == "'a', 'b' and 1 more"
-    assert _report.joined([]) == ""
+    assert report_base.joined(["a", "b"]) == "a, b"
+    assert report_base.joined(list("abcdefg")) == "a, b, c and 4 more"
+    assert report_base.joined(list("abc"), 2, repr) == "'a', 'b' and 1 more"
+    assert report_base.joined([]) == ""

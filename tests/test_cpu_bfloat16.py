@@ -22,7 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy import _cpu_bfloat16, _jax
+from jmp_policy._src.jaxpr import compat, evaluator, ir
+from jmp_policy._src.products import cpu_bfloat16
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -36,7 +37,9 @@ def operands(*shapes, seed=0):
 def dot(a, b, dims, result=None):
     """The product as the interpreters bind it."""
     jaxpr = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=result))(a, b)
-    (out,) = _jax.evaluate(jaxpr, [a, b], lambda eqn, values: _jax.bound(eqn.primitive, values, eqn.params))
+    (out,) = evaluator.evaluate(
+        jaxpr, [a, b], lambda eqn, values: compat.bind_primitive(eqn.primitive, values, eqn.params)
+    )
     return out
 
 
@@ -148,7 +151,9 @@ def convolution(a, b, result=None, **about):
     """A convolution as the interpreters bind it."""
     function = functools.partial(lax.conv_general_dilated, preferred_element_type=result, **about)
     jaxpr = jax.make_jaxpr(function)(a, b)
-    (out,) = _jax.evaluate(jaxpr, [a, b], lambda eqn, values: _jax.bound(eqn.primitive, values, eqn.params))
+    (out,) = evaluator.evaluate(
+        jaxpr, [a, b], lambda eqn, values: compat.bind_primitive(eqn.primitive, values, eqn.params)
+    )
     return out
 
 
@@ -286,13 +291,13 @@ def is_marked(scope):
 
 
 def test_only_bfloat16_operations_where_the_default_is_a_cpu(monkeypatch):
-    scope_of, (a, b) = _cpu_bfloat16.scope_of, operands((3, 5), (5, 4))
+    scope_of, (a, b) = cpu_bfloat16.scope_of, operands((3, 5), (5, 4))
     product = primitives.dot_general_p
     assert is_marked(scope_of(product, (a, b)))
     assert is_marked(scope_of(primitives.reduce_sum_p, (a,)))
     assert not is_marked(scope_of(product, (a, b.astype(jnp.float32))))
     assert not is_marked(scope_of(primitives.add_p, (a, a)))
-    assert not is_marked(_cpu_bfloat16.scope(jnp.float16))
+    assert not is_marked(cpu_bfloat16.scope(jnp.float16))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert not is_marked(scope_of(product, (a, b)))
 
@@ -409,7 +414,7 @@ def test_jaxprs_keep_jax_s_operations():
 
     def products(policy):
         apply = jax.checkpoint(lambda p: jnp.sum(jnp.sin(model.apply(p, x))), policy=policy)
-        names = list(_jax.primitives(jax.make_jaxpr(jax.grad(apply))(params)))
+        names = list(ir.primitives(jax.make_jaxpr(jax.grad(apply))(params)))
         return names.count("dot_general")
 
     policies = jax.checkpoint_policies
@@ -421,7 +426,7 @@ def test_sums_are_wide():
     ones = jnp.ones((4096, 2), jnp.bfloat16)
 
     def total(x):
-        with _cpu_bfloat16.scope(jnp.bfloat16):
+        with cpu_bfloat16.scope(jnp.bfloat16):
             return lax.reduce_sum(x, (0,))
 
     text = jax.jit(total).lower(ones).as_text()
@@ -439,7 +444,7 @@ def test_other_policies_mark_nothing(policy):
 def test_a_jax_with_other_tables_keeps_its_rules(monkeypatch):
     monkeypatch.delattr(mlir, "_platform_specific_lowerings")
     monkeypatch.setattr(mlir, "register_lowering", pytest.fail)
-    _cpu_bfloat16._register.__wrapped__()
+    cpu_bfloat16._register.__wrapped__()
 
 
 def test_exported_for_several_platforms_and_any_batch():

@@ -14,8 +14,8 @@ from helpers import CASES, MLP, vectors
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy
-from jmp_policy import _jax
-from jmp_policy.report._float32 import evaluate, widened, widened_equation
+from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.jaxpr.float32_replay import evaluate, replay_in_float32, widened_equation
 
 HALF = jnp.float16
 
@@ -132,11 +132,11 @@ def matrix():
 
 
 def has_half(jaxpr):
-    opened = _jax.open_jaxpr(jaxpr)
+    opened = compat.open_jaxpr(jaxpr)
     atoms = [*opened.invars, *opened.outvars, *(a for e in opened.eqns for a in (*e.invars, *e.outvars))]
     named = any("float16" in str(value) for e in opened.eqns for value in e.params.values())
-    half = any(_jax.dtype_of(atom) in (np.dtype(HALF), np.dtype(jnp.bfloat16)) for atom in atoms)
-    return half or named or any(has_half(inner) for e in opened.eqns for inner in _jax.subjaxprs(e))
+    half = any(ir.dtype_of(atom) in (np.dtype(HALF), np.dtype(jnp.bfloat16)) for atom in atoms)
+    return half or named or any(has_half(inner) for e in opened.eqns for inner in ir.subjaxprs(e))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
@@ -144,8 +144,8 @@ def test_every_half_value_becomes_float32(program):
     x = matrix()
     traced = jax.eval_shape(program, x)
     wanted = jax.tree.map(lambda t: np.dtype(np.float32) if t.dtype == HALF else t.dtype, traced)
-    out = widened(program)(x)
-    for got in (out, jax.eval_shape(widened(program), x), jax.jit(widened(program))(x)):
+    out = replay_in_float32(program)(x)
+    for got in (out, jax.eval_shape(replay_in_float32(program), x), jax.jit(replay_in_float32(program))(x)):
         assert jax.tree.map(lambda t: t.dtype, got) == wanted
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, traced)
     # 2^-11 is a rounding of float16; a handful of them, each times a sum of up to eight terms near 3.
@@ -153,7 +153,7 @@ def test_every_half_value_becomes_float32(program):
     for got, half in zip(jax.tree.leaves(out), jax.tree.leaves(program(x)), strict=True):
         got, half = np.asarray(got, np.float64), np.asarray(half, np.float64)
         np.testing.assert_allclose(got, half, rtol=bound, atol=bound)
-    inside = jax.make_jaxpr(widened(lambda x: program(x.astype(HALF))))(x.astype(jnp.float32))
+    inside = jax.make_jaxpr(replay_in_float32(lambda x: program(x.astype(HALF))))(x.astype(jnp.float32))
     assert not has_half(inside)
 
 
@@ -179,7 +179,7 @@ TWINS = [
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_it_computes_is_the_float32_program(twin, dtype):
     x = matrix().astype(dtype)
-    got = jax.jit(widened(twin.make(dtype)))(x)
+    got = jax.jit(replay_in_float32(twin.make(dtype)))(x)
     wanted = jax.jit(twin.make("float32"))(x.astype(jnp.float32))
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
@@ -197,7 +197,7 @@ def test_gradients_of_wrapped_models_are_those_of_the_models(case):
         return jax.grad(loss)
 
     wrapped = jmp_policy.wrap(model, "p=float32,c=bfloat16,o=float32")
-    got = jax.jit(widened(gradients(wrapped)))(variables["params"], inputs)
+    got = jax.jit(replay_in_float32(gradients(wrapped)))(variables["params"], inputs)
     wanted = jax.jit(gradients(model))(variables["params"], inputs)
     # Sums of some hundred terms in another order, and constants such as sqrt(2 / pi) in bfloat16.
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
@@ -221,7 +221,7 @@ def test_training_step_in_float16():
         value, grads = jmp_policy.scaled_value_and_grad(loss)(state, params)
         return value, grads, tx.update(grads, state, params)
 
-    value, grads, _ = jax.jit(widened(step))(params, tx.init(params), inputs)
+    value, grads, _ = jax.jit(replay_in_float32(step))(params, tx.init(params), inputs)
     wanted = jax.jit(jax.value_and_grad(lambda p: (model.apply(p, inputs) ** 2).mean()))(params)
     # A scale that is a power of two changes no digit of float32.
     grads = jax.tree.map(lambda g: np.asarray(g), grads)
@@ -237,9 +237,9 @@ def test_random_numbers_are_those_of_half():
         return jax.random.uniform(key, (64,), HALF), jax.random.gamma(key, HALF(2), (8,), HALF), mask
 
     key = jax.random.key(0)
-    for got, half in zip(widened(draw)(key), draw(key), strict=True):
+    for got, half in zip(replay_in_float32(draw)(key), draw(key), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(half))
-    normal = widened(lambda key: jax.random.normal(key, (64,), HALF))(key)
+    normal = replay_in_float32(lambda key: jax.random.normal(key, (64,), HALF))(key)
     # The inverse of the error function in float32, of the same draws: steepest at the ends.
     np.testing.assert_allclose(normal, jax.random.normal(key, (64,), HALF), rtol=2**-8, atol=2**-10)
 
@@ -252,7 +252,9 @@ def test_kernels_and_callbacks_see_what_they_were_traced_with():
         return x
 
     x = matrix()
-    out = widened(lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * 2)(x)
+    out = replay_in_float32(lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * 2)(
+        x
+    )
     assert out.dtype == jnp.float32
     assert seen == [HALF]
 
@@ -262,14 +264,14 @@ def test_names_and_lines_are_kept():
         with jax.named_scope("block"):
             return jnp.sin(x.astype(HALF))
 
-    (eqn,) = _jax.open_jaxpr(jax.make_jaxpr(widened(named))(jnp.float32(1))).eqns
+    (eqn,) = compat.open_jaxpr(jax.make_jaxpr(replay_in_float32(named))(jnp.float32(1))).eqns
     assert "block" in str(eqn.source_info.name_stack)
-    assert _jax.source_line(eqn).startswith("test_float32_replay.py")
+    assert source_lines.source_line(eqn).startswith("test_float32_replay.py")
 
 
 def test_one_equation():
     jaxpr = jax.make_jaxpr(scan)(matrix())
-    (eqn,) = (e for e in _jax.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
+    (eqn,) = (e for e in compat.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
     values = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     outs = widened_equation(eqn, values)
     assert {out.dtype for out in outs} == {np.dtype(np.float32)}
@@ -278,9 +280,9 @@ def test_one_equation():
 
 def test_float64_stays_and_differentiation_works():
     with jax.enable_x64(True):
-        out = widened(lambda x: (x.astype(jnp.float64) * 2, x.astype(HALF)))(jnp.ones(3, HALF))
+        out = replay_in_float32(lambda x: (x.astype(jnp.float64) * 2, x.astype(HALF)))(jnp.ones(3, HALF))
         assert [o.dtype for o in out] == [np.dtype(np.float64), np.dtype(np.float32)]
-    grads = jax.grad(lambda x: widened(remat)(x)[0].sum())(matrix().astype(jnp.float32))
+    grads = jax.grad(lambda x: replay_in_float32(remat)(x)[0].sum())(matrix().astype(jnp.float32))
     assert grads.dtype == jnp.float32
 
 
@@ -288,9 +290,9 @@ def test_arguments_that_are_no_arrays_are_static():
     def f(x, n, *, how):
         return x * n if how == "times" else x
 
-    assert float(widened(f)(HALF(2), 3, how="times")) == 6
+    assert float(replay_in_float32(f)(HALF(2), 3, how="times")) == 6
 
 
 def test_only_functions():
     with pytest.raises(TypeError, match=r"takes a function.*call it already"):
-        widened(jnp.ones(2))  # type: ignore[arg-type]
+        replay_in_float32(jnp.ones(2))  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy import _jax
-from jmp_policy.report._gpu_compiler import is_installed
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.report.gpu.gpu_compiler import is_installed
 
 F16, F32 = jnp.float16, jnp.float32
 HALF, WIDE = "p=f32,c=f16,o=f32", "p=f32,c=f16,o=f32,g=f32"
@@ -198,10 +198,10 @@ def test_every_weight_gradient_is_float32_and_nothing_else_changes(case, name):
 
 def products(jaxpr):
     """Dtypes of the results of all products."""
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             yield {v.aval.dtype.name for v in eqn.invars}, eqn.outvars[0].aval.dtype.name
-        for inside in _jax.subjaxprs(eqn):
+        for inside in ir.subjaxprs(eqn):
             yield from products(inside)
 
 

@@ -16,14 +16,14 @@ import pytest
 from data import record
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy.report import _gpu_compiler, _lowering
-from jmp_policy.report._gpu_compiler import Compiled, LoweringUnavailableError, is_installed
-from jmp_policy.report._hlo import executed, parse, shape_bytes
-from jmp_policy.report._kernels import kernels_of, module_path
-from jmp_policy.report._lowered import verdict_of
-from jmp_policy.report._lowering import lowering_report
-from jmp_policy.report._roofline import LAUNCH_SECONDS, estimates
-from jmp_policy.report._targets import TARGETS, find_target, target_of_device
+from jmp_policy._src.report.gpu import gpu_compiler, lowering
+from jmp_policy._src.report.gpu.gpu_compiler import Compiled, LoweringUnavailableError, is_installed
+from jmp_policy._src.report.gpu.hlo import executed, parse, shape_bytes
+from jmp_policy._src.report.gpu.kernels import kernels_of, module_path
+from jmp_policy._src.report.gpu.lowered import verdict_of
+from jmp_policy._src.report.gpu.lowering import lowering_report
+from jmp_policy._src.report.gpu.roofline import LAUNCH_SECONDS, estimates
+from jmp_policy._src.report.gpu.targets import TARGETS, find_target, target_of_device
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -232,7 +232,7 @@ def compiler(monkeypatch):
         text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
         return [Compiled(text, 1000, 2000, 3000)] * len(programs)
 
-    monkeypatch.setattr(_lowering, "compiled", compiled)
+    monkeypatch.setattr(lowering, "compiled", compiled)
     return asked
 
 
@@ -280,7 +280,7 @@ def test_the_plot(compiler):
 def test_on_a_gpu_the_executable_is_read_and_timed(monkeypatch):
     # No GPU here: the executable is the CPU's, whose kernels mean little, but the way to it is the same.
     monkeypatch.setattr(
-        _lowering, "_device", lambda: dataclasses.replace(TARGETS["H100"], name="NVIDIA H100 PCIe")
+        lowering, "_device", lambda: dataclasses.replace(TARGETS["H100"], name="NVIDIA H100 PCIe")
     )
     report = lowering_report(lambda a, b: a @ b, jnp.ones((64, 64)), jnp.ones((64, 64)), target=None)
     assert report.measured_seconds > 0
@@ -295,7 +295,7 @@ def test_a_program_that_does_not_compile_is_an_error_and_a_variant_a_note(monkey
     fn, args = record.program("mlp")
     text = gzip.decompress((DATA / "mlp.jax-0.10.2.hlo.gz").read_bytes()).decode()
     answers = [Compiled(text), Compiled(error="ptxas: too many registers"), Compiled(text)]
-    monkeypatch.setattr(_lowering, "compiled", lambda programs, config: answers)
+    monkeypatch.setattr(lowering, "compiled", lambda programs, config: answers)
     report = lowering_report(fn, *args)
     assert report.notes == ("Not estimated in float32: ptxas: too many registers",)
     assert {e.precision for e in report.estimates} == {"float16", "bfloat16"}
@@ -341,7 +341,7 @@ def test_two_meshes_are_an_error():
         for mesh in meshes
     ]
     with pytest.raises(ValueError, match="on different meshes"):
-        _gpu_compiler.exported(lambda arrays: arrays[0], args)
+        gpu_compiler.exported(lambda arrays: arrays[0], args)
 
 
 @pytest.mark.parametrize(
@@ -378,20 +378,20 @@ def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch, installed
     monkeypatch.setattr(importlib.metadata, "version", version)
     command = rf"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} nvidia"
     with pytest.raises(LoweringUnavailableError, match=command):
-        _gpu_compiler.compiled([], "")
+        gpu_compiler.compiled([], "")
 
 
 def test_the_compiler_dying_shows_its_last_lines(monkeypatch):
-    monkeypatch.setattr(_gpu_compiler, "_check_installed", lambda: None)
+    monkeypatch.setattr(gpu_compiler, "_check_installed", lambda: None)
     ended = subprocess.CompletedProcess([], 134, "", "noise\nptxas fatal: Value 'sm_70' is not defined\n")
-    monkeypatch.setattr(_gpu_compiler.subprocess, "run", lambda *args, **kwargs: ended)
+    monkeypatch.setattr(gpu_compiler.subprocess, "run", lambda *args, **kwargs: ended)
     with pytest.raises(RuntimeError, match="status 134. Its last lines:\nnoise\nptxas fatal: Value 'sm_70'"):
-        _gpu_compiler.compiled([_gpu_compiler.Exported(b"", 1, (), ())], "")
+        gpu_compiler.compiled([gpu_compiler.Exported(b"", 1, (), ())], "")
 
 
 def test_the_compilers_process_knows_nothing_of_the_callers_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
-    environment = _gpu_compiler._environment()
+    environment = gpu_compiler._environment()
     assert environment["XLA_FLAGS"] == "--xla_dump_to=x"
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""

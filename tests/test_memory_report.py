@@ -13,8 +13,8 @@ from flax.training.train_state import TrainState
 from helpers import MLP, vectors
 
 import jmp_policy
-from jmp_policy.report import _buffers, _memory
-from jmp_policy.report._memory import memory_report
+from jmp_policy._src.report.memory import buffers, memory
+from jmp_policy._src.report.memory.memory import memory_report
 
 BATCH, WIDTH, LAYERS = 2048, 64, 3
 
@@ -245,7 +245,7 @@ def test_what_it_says(reports):
 
 
 def test_backends_that_say_only_how_much(monkeypatch):
-    monkeypatch.setattr(_buffers, "allocations", lambda compiled: [])
+    monkeypatch.setattr(buffers, "allocations", lambda compiled: [])
     report = memory_report(step, weights(), jnp.ones((BATCH, WIDTH)))
     assert not report.has_buffers
     assert sum(row.policy for row in report.rows) == report.policy
@@ -255,7 +255,7 @@ def test_backends_that_say_only_how_much(monkeypatch):
 
 def test_live_arrays_fit_their_allocation():
     compiled = jax.jit(scanned).lower(jnp.stack(weights()), jnp.ones((BATCH, WIDTH))).compile()
-    held, stats = _buffers.allocations(compiled), compiled.memory_analysis()
+    held, stats = buffers.allocations(compiled), compiled.memory_analysis()
     temporary = [a for a in held if a.parameter is None and not a.is_result]
     assert sum(a.size for a in temporary) == stats.temp_size_in_bytes
     assert sum(a.size for a in held if a.parameter is not None) == stats.argument_size_in_bytes
@@ -286,7 +286,7 @@ def test_mistakes():
         memory_report(MLP(), jnp.ones((2, 8)))
     with pytest.raises(KeyError, match="No memory is called 'weights': parameters, half copies"):
         memory_report(jnp.sin, jnp.ones(2)).row("weights")
-    assert len(_memory._COLORS) == len(_memory._CATEGORIES)
+    assert len(memory._COLORS) == len(memory._CATEGORIES)
 
 
 def test_of_an_nnx_module():

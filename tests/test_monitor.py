@@ -353,9 +353,9 @@ def slow(monkeypatch):
         steps.append({"loss_scale": Device(state)})
         return steps[-1]
 
-    monkeypatch.setattr("jmp_policy._logger.metrics", metrics)
-    monkeypatch.setattr("jmp_policy._logger.jnp.copy", lambda x: x)
-    monkeypatch.setattr("jmp_policy._logger.jax.device_get", lambda tree: tree)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.metrics", metrics)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.jnp.copy", lambda x: x)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.jax.device_get", lambda tree: tree)
     return steps
 
 

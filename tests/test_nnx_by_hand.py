@@ -12,7 +12,7 @@ from helpers import cost, equations, products
 from nnx_helpers import CASES, pure_gradient, stored
 
 import jmp_policy as jmpp
-from jmp_policy.nnx._attention import attention
+from jmp_policy._src.flax.nnx.attention import attention
 
 BY_NAME = {case.name: case for case in CASES}
 

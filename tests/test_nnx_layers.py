@@ -253,7 +253,7 @@ def test_attention_softmax_is_float32(dropout, partial):
 
 def test_attention_masks_and_causality_as_in_flax():
     q, k, v = (image(3, 2, 5, 4, 8)[i] for i in range(3))
-    from jmp_policy.nnx._attention import attention
+    from jmp_policy._src.flax.nnx.attention import attention
 
     mask, bias = nnx.make_causal_mask(jnp.ones((2, 5))), image(2, 4, 5, 5)
 

@@ -189,12 +189,12 @@ def test_contributing_names_what_exists():
 #: File -> names in it that CONTRIBUTING.md speaks of.
 NAMED = {
     "tests/helpers.py": ["CASES"],
-    "tests/test_structure.py": ["ORDER"],
+    "tests/test_structure.py": ["ROOMS"],
     "tests/test_zoo.py": ["NAMES"],
     "benchmarks/models/__init__.py": ["MODELS"],
-    "src/jmp_policy/_rules.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
-    "src/jmp_policy/linen/_layers.py": ["NORMS", "WEIGHT_NORMS"],
-    "src/jmp_policy/nnx/_layers.py": ["NORMS", "WEIGHT_NORMS"],
-    "src/jmp_policy/_autocast/_ops.py": ["_LOWER", "_FULL", "_FOLLOW", "_INSIDE"],
-    "src/jmp_policy/_report.py": ["_tables", "_lines", "to_dict", "to_pandas"],
+    "src/jmp_policy/_src/policy/rules.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
+    "src/jmp_policy/_src/flax/linen/layers.py": ["NORMS", "WEIGHT_NORMS"],
+    "src/jmp_policy/_src/flax/nnx/layers.py": ["NORMS", "WEIGHT_NORMS"],
+    "src/jmp_policy/_src/jaxpr/op_lists.py": ["_LOWER", "_FULL", "_FOLLOW", "_INSIDE"],
+    "src/jmp_policy/_src/core/report_base.py": ["_tables", "_lines", "to_dict", "to_pandas"],
 }

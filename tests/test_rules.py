@@ -110,7 +110,7 @@ def test_bad_input():
 )
 def test_rules_for_a_part_of_a_model_match_as_in_the_whole(pattern, start, path):
     whole = jmpp.PolicyMap("float32", {pattern: "float16"})
-    part = whole.below(start, whole.resolve(start))
+    part = whole.relative_to(start, whole.resolve(start))
     assert part.resolve(path) == whole.resolve(f"{start}/{path}")
 
 
@@ -121,20 +121,20 @@ def test_a_predicate_of_a_part_is_asked_with_paths_of_the_whole():
         asked.append(path)
         return module == "head"
 
-    part = jmpp.PolicyMap("float32", {predicate: "float16", str: "bfloat16"}).below(
+    part = jmpp.PolicyMap("float32", {predicate: "float16", str: "bfloat16"}).relative_to(
         "a/b", jmpp.get_policy("float32")
     )
     assert part.resolve("c", "head") == jmpp.get_policy("float16")
     assert part.resolve("", "") == jmpp.get_policy("bfloat16")
     assert asked == ["a/b/c", "a/b"]
-    assert part == jmpp.PolicyMap("float32", {predicate: "float16", str: "bfloat16"}).below(
+    assert part == jmpp.PolicyMap("float32", {predicate: "float16", str: "bfloat16"}).relative_to(
         "a/b", jmpp.get_policy("float32")
     )
 
 
 def test_handing_on_in_compute_dtype():
     mixed = jmpp.get_policy("mixed_float16")
-    part = jmpp.PolicyMap(mixed, {"a": mixed, "b": "mixed_bfloat16"}).handing_on(mixed)
+    part = jmpp.PolicyMap(mixed, {"a": mixed, "b": "mixed_bfloat16"}).without_output_cast(mixed)
     assert str(part.default) == "params=float32,compute=float16,output=float16"
     assert part.resolve("a") == part.default
     assert part.resolve("b") == jmpp.get_policy("mixed_bfloat16")

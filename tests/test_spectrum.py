@@ -22,13 +22,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy.report import _histogram
+from jmp_policy._src.report.spectrum import histogram
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 W = jnp.ones(4)
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-count = jax.jit(_histogram.count)
+count = jax.jit(histogram.count)
 
 
 def expected_counts(x, inverse_scale):
@@ -38,8 +38,8 @@ def expected_counts(x, inverse_scale):
     with np.errstate(invalid="ignore"):
         unscaled = x.astype(np.float64) * inverse_scale
     finite = unscaled[np.isfinite(unscaled) & (unscaled > 0)]
-    exponents = np.zeros(_histogram.HIGHEST - _histogram.LOWEST + 1)
-    np.add.at(exponents, (np.frexp(finite)[1] - 1 - _histogram.LOWEST).astype(int), 1)
+    exponents = np.zeros(histogram.HIGHEST - histogram.LOWEST + 1)
+    np.add.at(exponents, (np.frexp(finite)[1] - 1 - histogram.LOWEST).astype(int), 1)
     lost = {}
     for name, dtype in HALVES.items():
         info = ml_dtypes.finfo(dtype)
@@ -55,7 +55,7 @@ def expected_counts(x, inverse_scale):
 
 
 def check_counts(x, scale=1.0):
-    got = _histogram.take_apart(count(x, 1.0 / scale))
+    got = histogram.take_apart(count(x, 1.0 / scale))
     zeros, exponents, infinite, nan, lost = expected_counts(x, 1.0 / scale)
     assert (got.zeros, got.infinite, got.nan) == (zeros, infinite, nan)
     np.testing.assert_array_equal(got.exponents, exponents)
@@ -106,15 +106,15 @@ def test_histogram_of_any_shape(shape, dtype):
 
 
 def test_histogram_of_every_power_of_two():
-    powers = np.ldexp(np.float32(1), np.arange(_histogram.LOWEST, _histogram.HIGHEST + 1)).astype(np.float32)
-    counts = _histogram.take_apart(count(powers))
+    powers = np.ldexp(np.float32(1), np.arange(histogram.LOWEST, histogram.HIGHEST + 1)).astype(np.float32)
+    counts = histogram.take_apart(count(powers))
     assert (counts.exponents == 1).all()
     assert counts.zeros == 0
 
 
 def test_counts_are_whole_beyond_half_a_million():
-    counts = _histogram.take_apart(count(jnp.full(600_001, 2.0**-3, F16)))
-    assert counts.exponents[-3 - _histogram.LOWEST] == 600_001
+    counts = histogram.take_apart(count(jnp.full(600_001, 2.0**-3, F16)))
+    assert counts.exponents[-3 - histogram.LOWEST] == 600_001
 
 
 # Planted gradients: one parameter's are below float16's smallest number.
@@ -598,7 +598,7 @@ def test_explicit_axes():
     expected = expected_counts(2 * np.asarray(X).T @ np.asarray(X).sum(1, keepdims=True) @ np.ones((1, 8)), 1)
     assert sum(found.of("w").exponents.values()) == 32
     assert found.of("w").exponents == {
-        int(e) + _histogram.LOWEST: int(n) for e, n in enumerate(expected[1]) if n
+        int(e) + histogram.LOWEST: int(n) for e, n in enumerate(expected[1]) if n
     }
 
 

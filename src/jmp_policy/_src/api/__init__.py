@@ -1,0 +1,1 @@
+"""What a user calls that asks several rooms: wrap, check, the command line, names of other libraries."""

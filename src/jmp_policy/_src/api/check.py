@@ -1,0 +1,119 @@
+"""When a training loop gives up, and why."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.metrics import metrics
+from jmp_policy._src.report.diagnose.diagnose import diagnose
+from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
+
+
+class LossScaleStuckError(FloatingPointError):
+    """Gradients stay non-finite at the smallest loss scale: training cannot go on.
+
+    Attributes:
+      diagnosis: what `diagnose` found, if `check` was given the loss function; else None.
+    """
+
+    def __init__(self, message: str, diagnosis: Diagnosis | None = None):
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
+
+def check(
+    opt_state: PyTree,
+    grads: PyTree = None,
+    *,
+    max_consecutive_skips: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    has_aux: bool = False,
+) -> None:
+    """Raises when training is hopeless; call it on the host every so many steps.
+
+    Args:
+      opt_state: the optimizer state after an update.
+      grads: the gradients of the last step, to be told which of them are not finite.
+      max_consecutive_skips: also raise after this many skipped steps in a row; for scales that cannot
+        be stuck (`StaticLossScale`, `NoOpLossScale`).
+      loss_fn, args: the loss function and the arguments of the last step, `loss_fn(*args)`, to be told
+        where it became non-finite: `diagnose` then runs, operation by operation.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Raises:
+      LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` has what `diagnose`
+        found, if it ran.
+      TypeError: inside `jax.jit`, where nothing can be raised at run time; for `loss_fn` without `args`.
+    """
+    if loss_fn is not None and not args:
+        raise TypeError(
+            "check(..., loss_fn=loss_fn) needs args, what loss_fn was called with: args=(params, batch)."
+        )
+    values = metrics(opt_state)
+    if any(isinstance(v, jax.core.Tracer) for v in values.values()):
+        raise TypeError(
+            "check runs on the host, on the state that a jitted step has returned; inside jax.jit use "
+            "metrics(opt_state)."
+        )
+    values = {name: np.asarray(value) for name, value in values.items()}
+    found = _hopeless(values, max_consecutive_skips)
+    if found is None:
+        return
+    message, scale = found
+    if grads is not None:
+        message += "\n" + _describe_non_finite(grads)
+    diagnosis = None
+    if loss_fn is not None:
+        try:
+            diagnosis = diagnose(loss_fn, *args, scale=scale, has_aux=has_aux)
+            message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()
+        except Exception as error:  # The reason to stop must not be lost with the search for its cause.
+            message += f"\nLooking for the place failed: {type(error).__name__}: {error}"
+    raise LossScaleStuckError(message, diagnosis)
+
+
+def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
+    """Why training cannot go on, and at which loss scale; of metrics, mapped over devices or not."""
+    losses = [name.removeprefix("loss_scale") for name in values if name.split("/")[0] == "loss_scale"]
+    skips, skipped = int(values["consecutive_skips"].max()), int(values["skipped_steps"].max())
+    for loss in losses:  # "" or "/name"
+        stuck = bool(values.get(f"stuck{loss}", np.False_).any())
+        in_a_row = int(values.get(f"consecutive_nonfinite{loss}", values["consecutive_skips"]).max())
+        if not stuck and (limit is None or in_a_row < limit):
+            continue
+        whose, count = (f" of {loss[1:]!r}", f"{in_a_row} times in a row, ") if loss else ("", "")
+        scale = float(values[f"loss_scale{loss}"].min())
+        reason = "is at its floor" if stuck else "cannot help"
+        return (
+            f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
+            f"{skips} steps skipped in a row, {skipped} in all. A smaller scale cannot help; the model "
+            "overflows in the forward pass, or a value is NaN."
+        ), scale
+    if limit is None or skips < limit:
+        return None
+    times = ", ".join(f"{loss[1:]!r} {values[f'nonfinite_steps{loss}'].max()}" for loss in losses)
+    return (
+        f"{skips} steps skipped in a row, {skipped} in all, with no one loss to blame: the gradients of the "
+        f"losses were not finite this often: {times}. loss_scaled(..., on_nonfinite='drop_loss') leaves out "
+        "only the loss that overflows."
+    ), max(float(values[f"loss_scale{loss}"].max()) for loss in losses)
+
+
+def _describe_non_finite(grads: PyTree) -> str:
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        nan, inf = int(jnp.isnan(leaf).sum()), int(jnp.isinf(leaf).sum())
+        if nan or inf:
+            name = jax.tree_util.keystr(path) or "(the gradient)"
+            lines.append(f"  {name}: {nan} NaN, {inf} inf of {leaf.size} ({leaf.dtype})")
+    if not lines:
+        return "None of the gradients given is non-finite: are they of the step that was skipped?"
+    return "Non-finite gradients:\n" + "\n".join(lines)

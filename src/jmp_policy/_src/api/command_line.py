@@ -1,0 +1,157 @@
+"""`python -m jmp_policy`: look before you code.
+
+python -m jmp_policy formats 1e-8 70000
+python -m jmp_policy audit my_model:train_step 'f32[64,784]' 'i32[64]'
+python -m jmp_policy lowering my_model:example --target A100
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; gives its exit status.
+
+    Args:
+      arguments: what would stand behind `python -m jmp_policy`; those of the process if left out.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        report = given.run(given)
+    except (_MistakeError, ValueError, TypeError, ImportError, RuntimeError) as error:
+        print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
+        return 2
+    print(_as_json(report.to_dict()) if given.json else report)
+    return 0
+
+
+class _MistakeError(Exception):
+    """Something on the command line that cannot be done."""
+
+
+def _as_json(fields: Any) -> str:
+    """Strict JSON: what is not finite is null."""
+    return json.dumps(json.loads(json.dumps(fields), parse_constant=lambda _: None), indent=2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jmp_policy", description="What runs in which precision, before anything runs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    where = (
+        "module:function. Called with the arrays described behind it; without any, it takes no arguments and "
+        "returns (function, *arguments) to look at."
+    )
+    arrays = "arguments as types: 'f32[64,784]', 'bf16[8]', 'i32[]'"
+    audit = commands.add_parser(
+        "audit", help="every product of a function: dtypes, sizes, FLOPs, what to pad"
+    )
+    lowering = commands.add_parser("lowering", help="the kernels that XLA makes of a function for a GPU")
+    for command in (audit, lowering):
+        command.add_argument("function", help=where)
+        command.add_argument("arrays", nargs="*", help=arrays)
+        command.add_argument("--policy", help="autocast the function under this policy first")
+        command.add_argument(
+            "--grad", action="store_true", help="the gradients of a loss in its first argument too"
+        )
+    lowering.add_argument("--target", default="H100", help="V100, T4, A100, L4, H100, H200 or B200")
+    audit.set_defaults(run=_audit)
+    lowering.set_defaults(run=_lowering)
+    formats = commands.add_parser("formats", help="the number formats, and what a number becomes in each")
+    formats.add_argument("numbers", nargs="*", type=float, help="any numbers; put -- before negative ones")
+    formats.set_defaults(run=_formats)
+    for command in (audit, lowering, formats):
+        command.add_argument("--json", action="store_true", help="as JSON instead of a table")
+    return parser
+
+
+def _formats(given: Any) -> Any:
+    from jmp_policy._src.report.formats import formats
+
+    return formats(*given.numbers)
+
+
+def _audit(given: Any) -> Any:
+    from jmp_policy._src.report.audit.audit import audit
+
+    fn, args = _function(given)
+    return audit(fn, *args, grad=given.grad)
+
+
+def _lowering(given: Any) -> Any:
+    from jmp_policy._src.report.gpu.lowering import lowering_report
+
+    fn, args = _function(given)
+    if given.grad:
+        import jax
+
+        fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
+    return lowering_report(fn, *args, target=given.target)
+
+
+def _function(given: Any) -> tuple[Any, Sequence[Any]]:
+    fn = _imported(given.function)
+    args: Sequence[Any] = [_array_type(text) for text in given.arrays]
+    if not args:
+        made = fn()
+        if not isinstance(made, tuple | list) or not made or not callable(made[0]):
+            raise _MistakeError(
+                f"{given.function}() must return (function, *arguments) when no types of arrays are given; "
+                f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
+            )
+        fn, *args = made
+    if given.policy:
+        from jmp_policy._src.autocast.api import autocast
+
+        fn = autocast(fn, given.policy)
+    return fn, args
+
+
+def _imported(text: str) -> Any:
+    module, _, names = text.partition(":")
+    if not names:
+        raise _MistakeError(
+            f"{text!r} does not say which function: module:function, as in my_model:train_step."
+        )
+    sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        if not hasattr(found, name):
+            public = ", ".join(n for n in vars(found) if not n.startswith("_"))
+            raise _MistakeError(f"{module} has no {names!r}; it has {public}.")
+        found = getattr(found, name)
+    if not callable(found):
+        raise _MistakeError(f"{text} is no function but {type(found).__name__}.")
+    return found
+
+
+_KINDS = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint", "c": "complex"}
+
+
+def _array_type(text: str) -> Any:
+    import jax
+
+    match = re.fullmatch(r"([a-z_0-9]+)\[([\d,\s]*)\]", text.strip())
+    if not match:
+        raise _MistakeError(
+            f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'."
+        )
+    name, sizes = match.groups()
+    short = re.fullmatch(r"([a-z]+?)(\d+)", name)
+    if short and short.group(1) in _KINDS:
+        name = _KINDS[short.group(1)] + short.group(2)
+    try:
+        dtype = jax.numpy.dtype("bool" if name == "pred" else name)
+    except TypeError as error:
+        raise _MistakeError(f"{text!r}: there is no dtype {name!r}.") from error
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise _MistakeError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)

@@ -1,0 +1,239 @@
+"""The public names of DeepMind's `jmp`; what differs is in the docstring of `jmp_policy.compat.jmp`."""
+
+import re
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core import finiteness
+from jmp_policy._src.core.cast import cast_floating, cast_leaf, map_changed
+from jmp_policy._src.core.dtypes import DTYPE_WORDS
+from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    _Scaling,
+    number,
+    positive_int,
+    scale_leaf,
+)
+from jmp_policy._src.policy import policy
+from jmp_policy._src.policy.policy import Policy
+
+_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+
+
+def half_dtype() -> Any:
+    """The half type of the default backend, as jmp has it: bfloat16 on a TPU, float16 elsewhere.
+
+    `jmp_policy.best_half_dtype` answers by the device: bfloat16 on newer GPUs, too.
+
+    Returns:
+      The scalar type, which makes scalars when called.
+
+    Example:
+      >>> bool(half_dtype()(3) == 3)
+      True
+    """
+    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+def cast_to_half(tree: PyTree) -> PyTree:
+    """Casts floating leaves to `half_dtype()`; all others stay the same objects."""
+    return cast_floating(tree, half_dtype())
+
+
+def cast_to_full(tree: PyTree) -> PyTree:
+    """Casts floating leaves to float32; all others stay the same objects."""
+    return cast_floating(tree, jnp.float32)
+
+
+def get_policy(policy_name: policy.PolicyLike) -> Policy:
+    """The policy that a text names, in jmp's words or in those of `jmp_policy.get_policy`.
+
+    Args:
+      policy_name: a dtype for everything, such as "f16", "full" or "half", or assignments such as
+        "params=float32,compute=half,output=f32". "half" is `half_dtype()`.
+
+    Raises:
+      ValueError: naming the bad word and the words that would do.
+
+    Example:
+      >>> str(get_policy("c=f16"))
+      'params=float32,compute=float16,output=float16'
+      >>> get_policy("bf16") == Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16)
+      True
+    """
+    if isinstance(policy_name, str):
+        text = re.sub(r"half\b", np.dtype(half_dtype()).name, policy_name, flags=re.IGNORECASE)
+        word = text.strip().lower()
+        return Policy(word, word, word) if word in DTYPE_WORDS else policy.get_policy(text)
+    return policy.get_policy(policy_name)
+
+
+def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+    """Chooses one of two pytrees by a boolean scalar, leaf by leaf.
+
+    Python numbers and NumPy arrays may be among the leaves: they become JAX arrays first, as in jmp.
+
+    Example:
+      >>> print(select_tree(jnp.array(False), {"step": 3}, {"step": 2})["step"])
+      2
+    """
+    return finiteness.select_tree(pred, map_changed(_as_array, a), map_changed(_as_array, b))
+
+
+def _as_array(x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic) and x.dtype == jax.dtypes.float0:
+        return x
+    return jnp.asarray(x) if isinstance(x, int | float | complex | np.ndarray | np.generic) else x
+
+
+@pytree_dataclass
+class NoOpLossScale:
+    """A loss scale that does nothing: what it is given comes back as the same object."""
+
+    @property
+    def loss_scale(self) -> int:
+        """1."""
+        return 1
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """The tree as it is."""
+        return tree
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """The tree as it is."""
+        return tree
+
+    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "NoOpLossScale":
+        """Itself."""
+        return self
+
+
+class _Promoting(_Scaling):
+    """Scaling whose results have the types that JAX's promotion gives to `leaf * scale`."""
+
+    #: Half types that a leaf keeps; those of other leaves are widened to float32.
+    kept_dtypes: tuple[np.dtype, ...]
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies floating and complex leaves by the loss scale."""
+        return self._narrowed(tree, super().scale(tree))
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides floating and complex leaves by the loss scale."""
+        return self._narrowed(tree, super().unscale(tree))
+
+    def _narrowed(self, before: PyTree, after: PyTree) -> PyTree:
+        def narrow(x: Any, y: Any) -> Any:
+            return cast_leaf(y, x.dtype) if getattr(x, "dtype", None) in self.kept_dtypes else y
+
+        return jax.tree.map(narrow, before, after)
+
+
+@pytree_dataclass
+class StaticLossScale(_Promoting):
+    """A loss scale that never changes.
+
+    Half-precision leaves stay half when the scale is a Python number or of their own type, as JAX's promotion
+    has it; otherwise they come out float32, which keeps small gradients.
+
+    Args:
+      loss_scale: positive, finite, normal as float32; a scalar.
+
+    Example:
+      >>> half = jnp.float16(0.5)
+      >>> StaticLossScale(8).scale(half).dtype, StaticLossScale(jnp.float32(8)).scale(half).dtype
+      (dtype('float16'), dtype('float32'))
+    """
+
+    loss_scale: Any
+    kept_dtypes: tuple[np.dtype, ...] = static(init=False)
+
+    def __init__(self, loss_scale: Any):
+        object.__setattr__(self, "kept_dtypes", _own_half(loss_scale, weak=_HALVES))
+        object.__setattr__(self, "loss_scale", scale_leaf(loss_scale, "loss_scale"))
+
+    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
+        """Itself."""
+        return self
+
+
+@pytree_dataclass
+class DynamicLossScale(_Promoting):
+    """A loss scale that grows by `factor` after `period` finite steps in a row, and shrinks on an overflow.
+
+    Half-precision leaves come out float32, unless the scale was given in their own type.
+
+    Args:
+      loss_scale: the initial scale; a float32 leaf.
+      counter: finite steps in a row so far; an int32 leaf.
+      period: static.
+      factor: static.
+      min_loss_scale: an overflow does not lower the scale below this; static.
+
+    Example:
+      >>> scale = DynamicLossScale(half_dtype()(2 ** 15), period=2)
+      >>> [float(s.loss_scale) for s in (scale.adjust(True).adjust(True), scale.adjust(False))]
+      [65536.0, 16384.0]
+    """
+
+    loss_scale: Any
+    counter: Any
+    period: int = static()
+    factor: float = static()
+    min_loss_scale: float = static()
+    kept_dtypes: tuple[np.dtype, ...] = static(init=False)
+
+    def __init__(
+        self,
+        loss_scale: Any,
+        counter: Any = 0,
+        period: int = 2000,
+        factor: float = 2,
+        min_loss_scale: Any = 1.0,
+    ):
+        config = {
+            "period": positive_int(period, "period"),
+            "factor": number(factor, "factor", above=0.0),
+            "min_loss_scale": max(number(min_loss_scale, "min_loss_scale"), SMALLEST_SCALE),
+            "kept_dtypes": _own_half(loss_scale, weak=()),
+        }
+        leaves = {
+            "loss_scale": scale_leaf(loss_scale, "loss_scale"),
+            "counter": jnp.asarray(counter, jnp.int32),
+        }
+        for name, value in {**leaves, **config}.items():
+            object.__setattr__(self, name, value)
+
+    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
+        """The state after a step.
+
+        Args:
+          grads_finite: whether all gradients were finite; boolean scalar.
+          grads: ignored.
+
+        Returns:
+          The next state, with leaves of the same types.
+        """
+        finite = jnp.asarray(grads_finite, jnp.bool_)
+        counter = jnp.where(finite, self.counter + 1, 0)
+        grow = counter >= self.period
+        grown = jnp.minimum(self.loss_scale * self.factor, LARGEST_SCALE)
+        lowered = jnp.maximum(self.loss_scale / self.factor, self.min_loss_scale)
+        scale = jnp.where(finite, jnp.where(grow, grown, self.loss_scale), lowered)
+        return replace(self, loss_scale=scale, counter=jnp.where(grow, 0, counter))
+
+
+def _own_half(scale: Any, weak: tuple[np.dtype, ...]) -> tuple[np.dtype, ...]:
+    """The half types that do not widen in a product with this scale; `weak` for one that is weakly typed."""
+    aval = jax.typeof(scale)
+    return weak if aval.weak_type else tuple(half for half in _HALVES if half == aval.dtype)
+
+
+#: What a loss scale may be, for annotations.
+LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale

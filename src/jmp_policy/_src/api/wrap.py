@@ -1,0 +1,46 @@
+"""`wrap` for any kind of Flax module; what is specific to each kind is imported when it is met."""
+
+from typing import TypeVar
+
+from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.rules import PolicyMapLike
+
+T = TypeVar("T")
+
+
+def wrap(module: T, policy: PolicyMapLike) -> T:
+    """A Flax module that computes under a precision policy.
+
+    The first of the three lines that make a training step mixed-precision.
+
+    Args:
+      module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
+      policy: `"mixed_float16"` or another policy's text, a `Policy`, or a `PolicyMap` with a policy per
+        module.
+
+    Returns:
+      A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
+      param dtype and cast to compute dtype where they are used, inputs are cast on entering each module,
+      results to output dtype on leaving. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX
+      module shares its Variables with the original.
+
+    Raises:
+      TypeError: for something that is no module; the message says what would do.
+      ValueError: for an unknown policy; for rules that match no module (Linen: at the first `init` or
+        `apply`; NNX: at once), and for NNX parameters that are not in param dtype.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> model = wrap(nn.Dense(2), "mixed_bfloat16")
+      >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> model.apply(variables, jnp.ones((1, 3))).dtype
+      dtype('float32')
+    """
+    framework = framework_of(module)
+    if framework is not None:
+        return framework.wrap(module, policy)
+    given = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__}"
+    hint = " Make an instance of it first." if isinstance(module, type) else ""
+    if callable(module) and not isinstance(module, type):
+        hint = " Wrap the module whose function it calls."
+    raise TypeError(f"wrap takes an instance of flax.linen.Module or flax.nnx.Module, got {given}.{hint}")

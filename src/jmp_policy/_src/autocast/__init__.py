@@ -1,0 +1,1 @@
+"""Op-level mixed precision for any JAX function: trace, plan, run."""

@@ -1,0 +1,232 @@
+"""Op-level mixed precision for any JAX function: trace it, plan it, run the plan."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules
+from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
+from jmp_policy._src.autocast.runtime import as_function, run
+from jmp_policy._src.autocast.values import argument, leaves_marked
+from jmp_policy._src.core.dtypes import parse_dtype
+from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.types import DTypeLike
+from jmp_policy._src.jaxpr import binding, compat, ir, op_lists
+from jmp_policy._src.jaxpr.flatten import flattened
+from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.policy.policy import Policy, PolicyLike
+from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
+from jmp_policy._src.weight_grads import transform
+from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: The rules of primitives that need more than their list says.
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **call_rules.RULES, **loop_rules.RULES}
+
+
+class Traced(NamedTuple):
+    """A function, traced and planned.
+
+    Args:
+      plan: what is done with its operations.
+      arrays: its arguments, of those that are arrays.
+      rebuild: gives the function's result from a list of its arrays.
+    """
+
+    plan: Plan
+    arrays: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+#: Primitives that hold other operations.
+_CALLS = {**call_rules.RULES, **loop_rules.RULES}
+
+
+class Settings:
+    """What `autocast` and `explain` were told, checked when they are called."""
+
+    def __init__(
+        self,
+        policy: "PolicyMap | PolicyLike | DTypeLike",
+        rules: Any = (),
+        ops: Mapping[str, op_lists.OpList] | None = None,
+        lower: Iterable[str] = (),
+        full: Iterable[str] = (),
+        follow: Iterable[str] = (),
+    ):
+        self.policy_map = autocast_policy(policy)
+        check_grad_dtypes(self.policy_map)
+        self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
+        self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
+        self.table = op_lists.changed_table(ops, lower=lower, full=full, follow=follow)
+        given = [*(ops or {}), *lower, *full, *follow]
+        calls = [name for name in given if name in _CALLS and name != "custom_vjp_call"]
+        if calls:
+            raise ValueError(
+                f"A {calls[0]} holds other operations, and what they are decides. Put those on a list, or "
+                "mark the code with `region`."
+            )
+        self._names = {name for name, (_, why) in self.table.items() if why == op_lists.ASKED}
+        self._warned: set[str] = set()
+
+    def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+        """Traces a function for arguments like these, and plans it.
+
+        Raises:
+          ValueError: for rules that match no scope.
+          TypeError: for NNX modules among the arguments.
+        """
+        if any(map(_is_nnx_node, jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_node))):
+            raise TypeError(
+                "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
+                "updates (batch statistics, random streams). Use jmp_policy.nnx.autocast, which splits and "
+                "merges it."
+            )
+        with self._marked() as seen:
+            flat = flattened(fn, args, kwargs)
+        regions = Regions(self.half, self.rules, self.map_rules)
+        planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED)
+        opened = compat.open_jaxpr(flat.jaxpr)
+        leaves = [traced(var, "leaf") for var in opened.invars]
+        plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
+        self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
+
+        return Traced(plan, flat.arrays, flat.rebuild)
+
+    def _planner_rules(self) -> dict[str, Rule]:
+        by_list = {name: operation_rules.LISTS[op_list] for name, (op_list, _) in self.table.items()}
+        # A name that the caller has put on a list is treated as the list says, moves and casts too.
+        own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
+        return {**by_list, **own}
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[Any]:
+        """Lets Flax modules that are called say which policy of the `PolicyMap` governs them."""
+        with contextlib.ExitStack() as stack:
+            frameworks = imported_frameworks() if self.policy_map.overrides else ()
+            seen = [stack.enter_context(framework.marking(self.policy_map)) for framework in frameworks]
+            yield next(filter(None, seen), None)
+
+    def _check(self, planner: Planner, seen: Any, name: str) -> None:
+        regions = planner.regions
+        unused = [glob for glob, _ in self.rules if glob not in regions.matched]
+        by_module = set() if seen is None else seen.matched
+        unused += [
+            pattern
+            for index, (pattern, _) in enumerate(self.policy_map.overrides)
+            if index not in by_module and pattern not in regions.matched
+        ]
+        if unused:
+            paths = regions.paths | (set() if seen is None else seen.paths)
+            raise unused_error(unused, f"the function {name}, as autocast sees it", paths)
+        names = op_lists.unknown_names(self._names, planner.met)
+        texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
+        texts += [f"no operation met so far has the name {text}" for text in names]
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
+
+
+def autocast_policy(policy: Any) -> PolicyMap:
+    """The `PolicyMap` of what `autocast` takes: a dtype too.
+
+    Raises:
+      TypeError, ValueError: for what is neither a policy nor a dtype.
+    """
+    if isinstance(policy, PolicyMap | Policy | str):
+        return as_policy_map(policy)
+    dtype = parse_dtype(policy, "of autocast").name
+    return PolicyMap(f"params=float32,compute={dtype},output=float32")
+
+
+def _is_nnx_node(value: Any) -> bool:
+    return is_instance_of(value, "flax.nnx", "Pytree")
+
+
+def autocast(
+    fn: F,
+    policy: "PolicyMap | PolicyLike | DTypeLike",
+    *,
+    rules: Any = (),
+    lower: Iterable[str] = (),
+    full: Iterable[str] = (),
+    follow: Iterable[str] = (),
+    ops: Mapping[str, op_lists.OpList] | None = None,
+) -> F:
+    """A function whose operations each run in the precision that suits them.
+
+    Matrix products and convolutions take half operands, exponentials, logarithms and sums stay in float32,
+    the rest follows. The function and its model stay as they are: what they do is traced, and only the
+    float32 operations of that trace are changed. Gradients come out in the arguments' dtypes, so it stands
+    where `wrap` stands: under `jax.jit`, inside `scaled_value_and_grad`.
+
+    Args:
+      fn: a function of pytrees that `jax.jit` could trace. Arguments that are no arrays are static.
+      policy: a half dtype ("float16"), a policy or its text, of which the compute dtype counts; or a
+        `PolicyMap`, whose rules hold for Flax modules as they do in `wrap`, and for named scopes
+        elsewhere.
+      rules: pairs of a path glob and `"off"`, `"lower"`, a half dtype or a policy. A glob such as
+        `"*head*"` or `"decoder/layer_*"` is matched against the names of the scopes around an operation
+        (Flax's and Haiku's modules are such scopes), and governs what is inside.
+      lower, full, follow: names of primitives to put on that list: operands to half; float32; the widest
+        operand's dtype. Others of `jmp_policy.explain`'s table stay.
+      ops: the same as a mapping from names to lists; also "inside": in float32, handed on in half.
+
+    Returns:
+      A function with the same signature, output structure and output dtypes.
+
+    Raises:
+      TypeError, ValueError: for something that is no function, policy, rule or list, when it is made; when it
+        is called, for rules that match nothing and for NNX modules among its arguments.
+
+    Warns:
+      UserWarning: once, for products that stay in float32 against expectation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     return jax.nn.logsumexp(x @ w)
+      >>> half = autocast(loss, "float16")
+      >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+      >>> half(w, x).dtype, jax.grad(half)(w, x).dtype
+      (dtype('float32'), dtype('float32'))
+      >>> "f16[4,2]" in str(jax.make_jaxpr(half)(w, x))
+      True
+    """
+    check_function(fn, "autocast")
+    settings = Settings(policy, rules, ops, lower, full, follow)
+
+    @functools.wraps(fn)
+    def in_half(*args: Any, **kwargs: Any) -> Any:
+        plan, arrays, rebuild = settings.trace(fn, args, kwargs)
+        with leaves_marked(any_wants_fp32_weight_grads(settings.policy_map)) as asks:
+            return rebuild((transform.with_float32_gradients(whole) if asks else whole)(plan, arrays))
+
+    def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
+        atoms = compat.open_jaxpr(plan.jaxpr).outvars
+        dtypes = [ir.FLOAT32 if ir.is_float32(atom) else None for atom in atoms]
+        if ir.is_explicit(compat.open_jaxpr(plan.jaxpr).invars):
+            # Op by op, constants would not get the shardings that the trace gave them.
+            return jax.jit(as_function(plan, dtypes))(*arrays)
+        with binding.program(is_body=False):
+            outs = run(plan, list(map(argument, arrays, plan.ins)))
+            made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+        return [ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
+
+    return in_half  # type: ignore[return-value]
+
+
+def check_function(fn: Any, name: str) -> None:
+    """Raises for what is no function, and for Flax modules, which keep more than a function does."""
+    is_nnx, is_linen = _is_nnx_node(fn), is_instance_of(fn, "flax.linen", "Module")
+    if is_nnx or is_linen or not callable(fn):
+        hint = " For an NNX module use jmp_policy.nnx.autocast." if is_nnx else ""
+        hint = " Give it module.apply." if is_linen else hint
+        raise TypeError(f"{name} takes a function of arrays, got {type(fn).__name__}.{hint}")

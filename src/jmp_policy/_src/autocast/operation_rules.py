@@ -1,0 +1,364 @@
+"""The rules of operations without a jaxpr inside: what being on one of the lists means."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_policy._src.autocast.float32_outputs import dot_with_float32_output, product
+from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Rule, float32_reads, traced
+from jmp_policy._src.autocast.runtime import rebound
+from jmp_policy._src.autocast.values import CastCache, Value, computed
+from jmp_policy._src.core.dtypes import is_floating, is_half
+from jmp_policy._src.jaxpr import binding, compat, ir, op_lists
+from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.policy.regions import Region
+
+
+def _floats(eqn: Any) -> list[bool]:
+    return [ir.is_float32(atom) for atom in eqn.invars]
+
+
+def _wish_all(eqn: Any, wish: Demand) -> list[Demand]:
+    return [wish] * len(eqn.invars)
+
+
+def _reads(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
+    return tuple(dtype if is_float else None for is_float in _floats(eqn))
+
+
+def _results(eqn: Any, dtype: Any) -> tuple[Value, ...]:
+    return tuple(Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars)
+
+
+def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
+    """Whether results are used, and every use of them takes float32."""
+    wishes = [wish for wish, var in zip(outs, eqn.outvars, strict=True) if ir.is_float32(var)]
+    return True in wishes and False not in wishes
+
+
+class _Bound:
+    """Base of the rules whose operation is bound to operands in the planned dtypes."""
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        return rebound(step.eqn, step.reads, cells)
+
+
+class AsTraced(_Bound):
+    """An operation in the dtypes it was traced in: in float32, or one that autocast doesn't know."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        return _wish_all(eqn, True)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        note = ""
+        if region.half is None:
+            why = region.why or "autocast is off"
+        elif eqn.primitive.name in planner.table:
+            op_list, reason = planner.table[eqn.primitive.name]
+            why = f"{op_list}: {reason}"
+        else:
+            why = "on no list: as traced"
+            inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
+            products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
+            # What a solver is made of is nothing that the user wrote.
+            if products and any(_floats(eqn)) and eqn.primitive.name != "custom_linear_solve":
+                note = (
+                    f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
+                    "float32: autocast doesn't look into it"
+                )
+        return as_traced(self, eqn, why, note)
+
+
+def as_traced(rule: Rule, eqn: Any, why: str, note: str = "") -> EqnPlan:
+    """The step of an operation in its traced dtypes."""
+    return EqnPlan(eqn, rule, float32_reads(eqn), tuple(map(traced, eqn.outvars)), why, note=note)
+
+
+AS_TRACED = AsTraced()
+
+
+class Lower(_Bound):
+    """A product: operands to half; a half result, or a float32 one where only float32 operations use it."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        return _wish_all(eqn, not self._is_lowered(eqn, region))
+
+    def _is_lowered(self, eqn: Any, region: Region) -> bool:
+        floating = [a for a in eqn.invars if is_floating(ir.dtype_of(a))]
+        return (
+            region.half is not None
+            and not ir.holds_jaxpr(eqn)
+            and bool(floating)
+            and all(map(ir.is_float32, (*floating, *eqn.outvars)))
+            and not ir.asks_for_precision(eqn)
+        )
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        if not self._is_lowered(eqn, region):
+            if region.half is not None and any(_floats(eqn)) and ir.asks_for_precision(eqn):
+                asked = f"a {eqn.primitive.name} asks for precision={eqn.params['precision']}"
+                why = "full: it asks for a precision of its own"
+                return as_traced(self, eqn, why, f"{asked}, and stays in float32")
+            return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        half, reason = region.half, planner.table[eqn.primitive.name][1]
+        if "preferred_element_type" not in eqn.params:
+            return self._plan_other(planner, eqn, ins, outs, region)
+        if _wanted_full(eqn, outs) and not region.lower:
+            why = f"lower: {reason}; the result is float32, since only float32 operations use it"
+            return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why)
+        return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, half), f"lower: {reason}")
+
+    def _plan_other(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        """The step of a primitive that the caller has put on the list: what it makes of half it must say."""
+        reads = _reads(eqn, region.half)
+        operands = [
+            atom.aval if dtype is None else jax.ShapeDtypeStruct(atom.aval.shape, dtype)
+            for atom, dtype in zip(eqn.invars, reads, strict=True)
+        ]
+        try:
+            made = jax.eval_shape(lambda *values: binding.bind(eqn, *values), *operands)
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
+            return as_traced(self, eqn, f"full: it takes no {region.half.name}", note)
+        return EqnPlan(
+            eqn, self, reads, tuple(Value(out.dtype) for out in made), "lower: as the caller asked"
+        )
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        eqn, half = step.eqn, step.region.half
+        if half not in step.reads or "preferred_element_type" not in eqn.params:
+            return rebound(eqn, step.reads, cells)
+        arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
+
+        assert half is not None
+        full = step.outs[0].dtype == FLOAT32
+        return [computed(dot_with_float32_output(eqn, half, arrays) if full else product(eqn, arrays, half))]
+
+
+class Promote(_Bound):
+    """An operation in the dtype of its widest operand; parameters, numbers and masks take no part."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        if region.half is None or self._is_full_power(eqn, region):
+            return _wish_all(eqn, True)
+        if not any(map(ir.is_float32, eqn.outvars)):
+            return _wish_all(eqn, True)  # A comparison: either will do.
+        return _wish_all(eqn, _wanted_full(eqn, outs))
+
+    @staticmethod
+    def _is_full_power(eqn: Any, region: Region) -> bool:
+        half = region.half.name if region.half is not None and not region.lower else ""
+        return op_lists.is_full_power(eqn.primitive.name, eqn.params, half)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        if region.half is None or not any(_floats(eqn)) or ir.holds_jaxpr(eqn):
+            return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        if self._is_full_power(eqn, region):
+            return as_traced(self, eqn, "full: exceeds float16 easily")
+        dtype, why = self._choose(eqn, ins, outs, region)
+        return EqnPlan(eqn, self, _reads(eqn, dtype), _results(eqn, dtype), why)
+
+    def _choose(
+        self, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> tuple[np.dtype, str]:
+        half = region.half
+        operands = [(v, a) for v, a in zip(ins, eqn.invars, strict=True) if ir.is_float32(a)]
+        made = [value for value, _ in operands if value.source == "computed"]
+        if not all(value.fits(half) for value, _ in operands if value.source == "constant"):
+            return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
+        if region.lower:
+            return half, "follow: the region asks for half"
+        if _wanted_full(eqn, outs):
+            return FLOAT32, "follow: only float32 operations use the result"
+        if any(value.dtype == FLOAT32 for value in made):
+            return FLOAT32, "follow: the widest operand is float32"
+        if not made:
+            return FLOAT32, "follow: parameters alone"
+        whole = [ir.shape_of(a) for v, a in operands if v.source == "leaf" and not v.broadcast]
+        if any(ir.shape_of(var) in whole for var in eqn.outvars):
+            return FLOAT32, "follow: a float32 argument of full size"
+        return half, "follow: every operand is half"
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        eqn = step.eqn
+        if eqn.primitive.name not in op_lists.BROADCASTING:
+            return rebound(eqn, step.reads, cells)
+        like = eqn.outvars[0]
+        arrays = [
+            _read_broadcast(cell, dtype, atom, like)
+            for cell, dtype, atom in zip(cells, step.reads, eqn.invars, strict=True)
+        ]
+        return [computed(out) for out in binding.bind(eqn, *arrays)]
+
+
+def _read_broadcast(cell: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
+    """An operand; one that is read in half and is broadcast is broadcast in float32 and then cast.
+
+    The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
+    then has a relative error of 5e-3 instead of 7e-4.
+    """
+    in_half = dtype is not None and is_half(dtype) and not isinstance(atom, compat.Literal)
+    if in_half and ir.shape_of(atom) != ir.shape_of(like):
+        return computed(ir.broadcast_like(cell.read(FLOAT32), like)).read(dtype)
+    return cell.read(dtype)
+
+
+class Full(_Bound):
+    """An operation in float32; in a region that asks for half, one that follows."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        return FOLLOW.wish(planner, eqn, outs, region) if region.lower else _wish_all(eqn, True)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        rule = FOLLOW if region.lower else AS_TRACED
+        return rule.plan(planner, eqn, ins, outs, region)
+
+
+class DataMovement(Promote):
+    """An operation that moves data: what it moves stays a parameter or a constant."""
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        is_number = ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1
+        if region.half is not None and is_number and not any(_floats(eqn)):
+            # An integer that is to become a float (1 in `x + 1`).
+            step = AS_TRACED.plan(planner, eqn, ins, outs, region)
+            step.outs = (step.outs[0]._replace(source="constant", number=ins[0].number),)
+            return step
+        if region.half is None or not any(_floats(eqn)):
+            return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        if len(eqn.invars) > 1:
+            if len(eqn.invars) != len(eqn.outvars):
+                return super().plan(planner, eqn, ins, outs, region)
+            # Several arrays, each on its own (optimization_barrier).
+            reads = tuple(v.dtype if f else None for v, f in zip(ins, _floats(eqn), strict=True))
+            return EqnPlan(
+                eqn, self, reads, tuple(v._replace(source="computed") for v in ins), "follow: identity"
+            )
+        value = ins[0]
+        if value.source != "computed" and len(eqn.outvars) == 1:
+            grows_or_shrinks = eqn.outvars[0].aval.size != eqn.invars[0].aval.size
+            if value.source == "constant" or not (_is_summed(eqn) or grows_or_shrinks):
+                return EqnPlan(eqn, self, (value.dtype,), (value,), MOVED)
+            # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
+            out = value._replace(broadcast=value.broadcast or _is_summed(eqn))
+            return EqnPlan(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
+        # Copied in float32, or the gradient would be a sum in half.
+        read = FLOAT32 if _is_summed(eqn) else value.dtype
+        return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        if step.why == MOVED:
+            return _made_at_use(step, cells[0])
+        return _handed_on(step, rebound(step.eqn, step.reads, cells))
+
+
+def _is_summed(eqn: Any) -> bool:
+    """Whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
+    # Sizes may be symbolic, and a broadcast never shrinks.
+    name, grows = eqn.primitive.name, eqn.outvars[0].aval.size != eqn.invars[0].aval.size
+    return name in op_lists.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
+
+
+def _made_at_use(step: EqnPlan, cell: CastCache) -> Sequence[CastCache]:
+    """The result of a step that moves a parameter, made when it is read: from the cast parameter."""
+    eqn, scopes = step.eqn, compat.current_name_stack()
+
+    def make(dtype: np.dtype) -> Any:
+        with compat.eqn_context(eqn, scopes):
+            return binding.bind(eqn, cell.read(dtype))[0]
+
+    return [CastCache(None, step.outs[0].dtype, make)]
+
+
+class Float32Internal(Promote):
+    """An operation in float32 inside, so that its derivative is; what comes of half is handed on in half.
+
+    Rows of a parameter (an embedding) are handed on in half too.
+    """
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        step = super().plan(planner, eqn, ins, outs, region)
+        if eqn.primitive.name == "pad" and ins[1].source == "constant":
+            return step
+        looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(eqn, outs)
+        is_float = ir.is_float32(eqn.invars[0]) and region.half is not None
+        if is_float and (looked_up or step.outs[0].dtype == region.half):
+            why = f"inside: {planner.table[eqn.primitive.name][1]}"
+            return EqnPlan(eqn, self, _reads(eqn, FLOAT32), _results(eqn, region.half), why)
+        return step
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        return _handed_on(step, rebound(step.eqn, step.reads, cells))
+
+
+def _handed_on(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Results in the dtypes they were planned in."""
+    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
+    return [computed(cell.read(v.dtype)) if ir.is_float32(var) else cell for cell, v, var in results]
+
+
+class Convert(_Bound):
+    """A cast of the user's, which is obeyed; one from float32 to float32 (of a Python number) is none."""
+
+    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        to = eqn.params["new_dtype"]
+        if region.half is not None and to == FLOAT32:
+            return _wish_all(eqn, outs[0])
+        return _wish_all(eqn, to != region.half)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        source, to = eqn.invars[0], eqn.params["new_dtype"]
+        if region.half is None or eqn.params.get("sharding") is not None:
+            return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        if ir.is_float32(source):
+            if to == FLOAT32:
+                return EqnPlan(eqn, self, (ins[0].dtype,), (ins[0],), MOVED)
+            return EqnPlan(eqn, self, (ins[0].dtype,), (traced(eqn.outvars[0]),), "the user's cast")
+        is_mask = ir.is_array_of(source, np.dtype(bool))
+        if to == FLOAT32 and (is_mask or ins[0].source == "constant"):
+            # 0 and 1 are exact in half: a mask takes no part in promotion.
+            number = 1.0 if is_mask else ins[0].number
+            return EqnPlan(eqn, self, (None,), (Value(FLOAT32, "constant", number),), MOVED)
+        return AS_TRACED.plan(planner, eqn, ins, outs, region)
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        (cell,), eqn = cells, step.eqn
+        if step.why != MOVED:
+            return rebound(eqn, step.reads, cells)
+        if step.reads[0] is not None:
+            return [cell]
+
+        return [
+            CastCache(None, FLOAT32, lambda dtype: binding.bind(eqn, cell.read(None), new_dtype=dtype)[0])
+        ]
+
+
+FOLLOW = Promote()
+
+#: The rules of the lists.
+LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "inside": Float32Internal()}
+
+#: The rules of primitives that are on no list, or on one with something of their own.
+OWN: dict[str, Rule] = {
+    "convert_element_type": Convert(),
+    **{name: DataMovement() for name in op_lists.MOVES},
+}

@@ -1,0 +1,282 @@
+"""Planning: which operation of a jaxpr runs in which dtype.
+
+An abstract run over dtypes, never over arrays, in two passes. Backward, the look-ahead: which values only
+reach operations that run in float32. Forward, per operation: dtypes of its operands and results. Both are
+memoised, so that equal parts of a program (the layers of a model) are planned once, and fixed points of
+loops cost nothing at run time.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from jmp_policy._src.autocast.values import CastCache, Value
+from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.policy.regions import Region, Regions
+
+#: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None
+#: that nobody uses it.
+Demand: TypeAlias = bool | None
+
+
+_OUTSIDE = Region(None)
+
+
+@dataclasses.dataclass
+class EqnPlan:
+    """What is done with one operation.
+
+    Args:
+      eqn: the equation.
+      rule: how to run it.
+      reads: dtype per operand; None for operands that are taken as they are.
+      outs: what its results will be.
+      why: which rule decided, as it is shown.
+      inner: plans of the jaxprs inside.
+      region: the region it is in.
+      note: what the user should know, or "".
+      planner: of steps that plan more when they run: rules of derivatives.
+    """
+
+    eqn: Any
+    rule: "Rule"
+    reads: tuple[np.dtype | None, ...]
+    outs: tuple[Value, ...]
+    why: str
+    inner: "tuple[Plan, ...]" = ()
+    region: Region = _OUTSIDE
+    note: str = ""
+    planner: "Planner | None" = None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the operation runs as it was traced, from values as they were traced."""
+        outs = all(
+            v.dtype == FLOAT32
+            for v, var in zip(self.outs, self.eqn.outvars, strict=True)
+            if ir.is_float32(var)
+        )
+        reads = all(d is None or d == FLOAT32 for d in self.reads)
+        return outs and reads and all(plan.is_unchanged for plan in self.inner)
+
+
+@dataclasses.dataclass
+class Plan:
+    """What is done with a jaxpr.
+
+    Args:
+      jaxpr: closed or not.
+      ins: what its arguments are.
+      steps: one per equation.
+      outs: what its results are.
+      last_uses: for each step, the variables that no later step needs.
+      reads: for each argument, the dtypes it is read in.
+      is_unchanged: whether everything runs as it was traced.
+      traced: jaxprs that were made of the plan, by the types of their arguments.
+    """
+
+    jaxpr: Any
+    ins: tuple[Value, ...]
+    steps: list[EqnPlan]
+    outs: tuple[Value, ...]
+    last_uses: list[list[Any]]
+    reads: tuple[frozenset[np.dtype], ...]
+    is_unchanged: bool
+    traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+class Rule(Protocol):
+    """What autocast does with one kind of operation; `Planner` asks, `run` executes."""
+
+    def wish(self, planner: "Planner", eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        """What it wants of each operand, given what is wanted of its results."""
+        ...
+
+    def plan(
+        self, planner: "Planner", eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        """What is to be done, given what its operands are and what is wanted of its results."""
+        ...
+
+    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+        """Does it."""
+        ...
+
+
+@dataclasses.dataclass
+class Wishes:
+    """What is wanted of a jaxpr's arguments and variables."""
+
+    jaxpr: Any
+    ins: tuple[Demand, ...]
+    of: dict[Any, Demand]
+
+
+class Planner:
+    """Plans jaxprs under one setting of lists, rules and regions.
+
+    Args:
+      regions: reads name stacks.
+      rules: primitive's name -> rule.
+      table: primitive's name -> (list, reason).
+      otherwise: the rule of all other primitives.
+    """
+
+    def __init__(
+        self,
+        regions: Regions,
+        rules: Mapping[str, Rule],
+        table: Mapping[str, tuple[str, str]],
+        otherwise: Rule,
+    ):
+        self.regions, self.table = regions, table
+        self._rules, self._otherwise = rules, otherwise
+        # By identity, with the jaxpr kept alive in the entry.
+        self._wishes: dict[Any, Wishes] = {}
+        self._plans: dict[Any, Plan] = {}
+        #: Names of the primitives met; what the user should know -> the line where it is.
+        self.met: set[str] = set()
+        self.notes: dict[str, str] = {}
+
+    def rule(self, eqn: Any) -> Rule:
+        """The rule of an operation."""
+        return self._rules.get(eqn.primitive.name, self._otherwise)
+
+    def wishes(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Wishes:
+        """Look-ahead: from what is wanted of a jaxpr's results to what is wanted of all its values."""
+        key = (id(jaxpr), tuple(outs), region)
+        if key not in self._wishes:
+            self._wishes[key] = self._look_ahead(jaxpr, outs, region)
+        return self._wishes[key]
+
+    def _look_ahead(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Wishes:
+        opened = compat.open_jaxpr(jaxpr)
+        of: dict[Any, Demand] = {}
+
+        def add(atom: Any, wish: Demand) -> None:
+            if wish is not None and not isinstance(atom, compat.Literal):
+                of[atom] = wish and of.get(atom, True)
+
+        for atom, wish in zip(opened.outvars, outs, strict=True):
+            add(atom, wish)
+        for eqn in reversed(opened.eqns):
+            used = [of.get(var) for var in eqn.outvars]
+            if all(wish is None for wish in used) and not eqn.effects:
+                continue  # Dead code: what it wants doesn't count.
+            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            for atom, wish in zip(eqn.invars, self.rule(eqn).wish(self, eqn, used, inside), strict=True):
+                # An index, a key: used, and nothing to choose.
+                add(atom, wish if ir.is_float32(atom) else True)
+        return Wishes(jaxpr, tuple(of.get(var) for var in opened.invars), of)
+
+    def plan(self, jaxpr: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region) -> Plan:
+        """The plan of a jaxpr for arguments of which so much is known."""
+        key = (id(jaxpr), tuple(ins), tuple(outs), region)
+        if key not in self._plans:
+            self._plans[key] = self._forward(jaxpr, tuple(ins), outs, region)
+        return self._plans[key]
+
+    def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
+        opened = compat.open_jaxpr(jaxpr)
+        wishes = self.wishes(jaxpr, outs, region).of
+        known = dict(zip(opened.invars, ins, strict=True))
+        known |= {
+            var: of_constant(var, value)
+            for var, value in zip(opened.constvars, compat.constants(jaxpr), strict=True)
+        }
+
+        def value_of(atom: Any) -> Value:
+            return of_literal(atom) if isinstance(atom, compat.Literal) else known[atom]
+
+        steps = []
+        for eqn in opened.eqns:
+            values = [value_of(atom) for atom in eqn.invars]
+            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            wanted = [wishes.get(var) for var in eqn.outvars]
+            step = self.rule(eqn).plan(self, eqn, values, wanted, inside)
+            step.region = inside
+            self.met.add(eqn.primitive.name)
+            if step.note:
+                self.notes.setdefault(step.note, source_lines.source_line(eqn))
+            known.update(zip(eqn.outvars, step.outs, strict=True))
+            steps.append(step)
+        results = tuple(value_of(atom) for atom in opened.outvars)
+        return Plan(
+            jaxpr,
+            ins,
+            steps,
+            results,
+            _last_uses(opened),
+            _reads(opened, steps, results),
+            all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
+            and all(step.is_unchanged for step in steps),
+        )
+
+
+def planned_dtypes(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:
+    """For each value the dtype it is held in; None for those that autocast leaves alone."""
+    return tuple(v.dtype if ir.is_float32(atom) else None for v, atom in zip(values, atoms, strict=True))
+
+
+def float32_reads(eqn: Any) -> tuple[Any, ...]:
+    """Reads of an operation as it was traced."""
+    return tuple(FLOAT32 if ir.is_float32(atom) else None for atom in eqn.invars)
+
+
+def traced(atom: Any, source: Any = "computed") -> Value:
+    """A value in the dtype it was traced in."""
+    return Value(ir.dtype_of(atom), source)
+
+
+def of_literal(atom: Any) -> Value:
+    """A number that stands in the program."""
+    dtype = ir.dtype_of(atom)
+    is_real = (dtype is not None and dtype.kind in "biuf") or ir.is_float32(atom)
+    return Value(dtype, "constant", float(atom.val)) if is_real else traced(atom)
+
+
+def of_constant(var: Any, value: Any) -> Value:
+    """An array that was closed over: a leaf, or a constant if it is one number that is known by now."""
+    if ir.is_float32(var) and var.aval.size == 1 and not ir.is_traced(value):
+        return Value(FLOAT32, "constant", float(np.asarray(value).reshape(())))
+    return traced(var, "leaf")
+
+
+def _last_uses(jaxpr: Any) -> list[list[Any]]:
+    """For each equation the variables that are not needed after it, so that their memory can be freed."""
+    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, compat.Literal)}
+    dead: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, compat.Literal)]
+        dead.append([atom for atom in dict.fromkeys(atoms) if atom not in seen])
+        seen.update(atoms)
+    return dead[::-1]
+
+
+def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple[frozenset[np.dtype], ...]:
+    """For each argument the dtypes it is read in, also through steps that only move it."""
+    reads: dict[Any, set[np.dtype]] = {}
+    for atom, value in zip(jaxpr.outvars, outs, strict=True):
+        if not isinstance(atom, compat.Literal):
+            reads.setdefault(atom, set()).add(value.dtype)
+    for step in reversed(steps):
+        moved = step.why == MOVED
+        for atom, dtype in zip(step.eqn.invars, step.reads, strict=True):
+            if not isinstance(atom, compat.Literal) and ir.is_float32(atom):
+                later = reads.get(step.eqn.outvars[0], set()) if moved else {_read(step, atom, dtype)}
+                reads.setdefault(atom, set()).update(later)
+    return tuple(frozenset(reads.get(var, ())) for var in jaxpr.invars)
+
+
+def _read(step: EqnPlan, atom: Any, dtype: Any) -> np.dtype:
+    """What an operand is read in: one that is broadcast is broadcast in float32."""
+    name, like = step.eqn.primitive.name, step.eqn.outvars
+    is_broadcast = name in op_lists.BROADCASTING and ir.shape_of(atom) != ir.shape_of(like[0])
+    return FLOAT32 if dtype is None or is_broadcast else dtype
+
+
+#: Why of a step that moves a parameter or a constant: it is done in whichever dtype its result is read in.
+MOVED = "moved, in the dtype of each use"

@@ -1,0 +1,67 @@
+"""Running a plan: each operation on operands of the planned dtypes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_policy._src.autocast.planner import Plan
+from jmp_policy._src.autocast.values import CastCache, argument, computed, constant
+from jmp_policy._src.jaxpr import binding, compat, ir
+
+
+def run(plan: Plan, cells: Sequence[CastCache]) -> list[CastCache]:
+    """Runs the operations of a plan, on behalf of the lines of code they come from.
+
+    Args:
+      plan: what is to be done.
+      cells: the arguments. Casts made of them are kept in them.
+
+    Returns:
+      The results.
+    """
+    jaxpr = compat.open_jaxpr(plan.jaxpr)
+    known = dict(zip(jaxpr.invars, cells, strict=True))
+    known |= {
+        var: constant(value, var.aval.dtype if ir.is_plain_array(var) else None)
+        for var, value in zip(jaxpr.constvars, compat.constants(plan.jaxpr), strict=True)
+    }
+
+    def cell_of(atom: Any) -> CastCache:
+        return _literal(atom) if isinstance(atom, compat.Literal) else known[atom]
+
+    for step, dead in zip(plan.steps, plan.last_uses, strict=True):
+        operands = [cell_of(atom) for atom in step.eqn.invars]
+        with compat.eqn_context(step.eqn):
+            known.update(zip(step.eqn.outvars, step.rule.run(step, operands), strict=True))
+        for var in dead:
+            del known[var]
+    return [cell_of(atom) for atom in jaxpr.outvars]
+
+
+def _literal(atom: Any) -> CastCache:
+    value = atom.val
+    dtype = ir.dtype_of(atom)
+    return CastCache(value, dtype, lambda half: np.asarray(value, dtype).astype(half))
+
+
+def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+    """A plan as a function of arrays in the dtypes it was made for.
+
+    Args:
+      plan: what is to be done.
+      dtypes: of each result; None for results as they come.
+    """
+
+    def function(*arrays: Any) -> list[Any]:
+        with binding.program(is_body=True):
+            outs = run(plan, list(map(argument, arrays, plan.ins)))
+            return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+
+    return function
+
+
+def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], cells: Sequence[CastCache]) -> list[CastCache]:
+    """The operation itself, with its own parameters, on operands in the given dtypes."""
+    arrays = [cell.read(dtype) for cell, dtype in zip(cells, reads, strict=True)]
+    return [computed(out) for out in binding.bind(step_eqn, *arrays)]

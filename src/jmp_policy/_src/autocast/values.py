@@ -1,0 +1,100 @@
+"""What is known of a value while a program is planned, and what is kept of it while it runs."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.jaxpr import binding
+from jmp_policy._src.weight_grads.param_casts import argument_marked
+
+#: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
+#: or zeros and ones made of a mask. "computed": anything else.
+Source: TypeAlias = Literal["leaf", "constant", "computed"]
+
+
+class Value(NamedTuple):
+    """What is known of a value before the program runs. Hashable: plans are kept by it.
+
+    Args:
+      dtype: what it will be held in.
+      source: where it comes from.
+      number: of a constant, what must be representable.
+      broadcast: whether a leaf is copies of a smaller one.
+    """
+
+    dtype: Any
+    source: Source = "computed"
+    number: float = 0.0
+    broadcast: bool = False
+
+    def fits(self, half: np.dtype) -> bool:
+        """Whether a constant is in the normal range of a half dtype: 1e-12 and float32's lowest are not."""
+        size = abs(self.number)
+        info = jnp.finfo(half)
+        return not np.isfinite(size) or size == 0 or float(info.tiny) <= size <= float(info.max)
+
+
+class CastCache:
+    """A value at run time, in each dtype that was asked for; every cast is made once.
+
+    Args:
+      value: the array; None if `make` gives it.
+      dtype: what the value is in to begin with.
+      make: gives the array in another dtype. Left out, `value` is cast. For values that only move a parameter
+        the parameter is cast first, so that `w` and `w.T` share one cast.
+      is_weight: whether casts of it are marked as those of a parameter.
+    """
+
+    __slots__ = ("_dtype", "_is_weight", "_made", "_make")
+
+    def __init__(
+        self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None, is_weight: bool = False
+    ):
+        self._dtype, self._make, self._is_weight = dtype, make, is_weight
+        self._made = {} if value is None else {dtype: value}
+
+    def read(self, dtype: Any) -> Any:
+        """The value in a dtype; for None, as it is."""
+        dtype = self._dtype if dtype is None else dtype
+        if dtype not in self._made:
+            with argument_marked() if self._is_weight else contextlib.nullcontext():
+                self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
+        return self._made[dtype]
+
+
+#: Whether casts of untouched arguments are marked as those of parameters.
+_MARKS = contextvars.ContextVar("casts of leaves are marked", default=False)
+
+
+@contextlib.contextmanager
+def leaves_marked(marks: bool) -> Iterator[bool]:
+    """A with-block in which casts of leaves are marked, so that their gradients can be float32."""
+    token = _MARKS.set(marks)
+    try:
+        yield marks
+    finally:
+        _MARKS.reset(token)
+
+
+def argument(value: Any, known: Value) -> CastCache:
+    """The cell of an argument."""
+    return CastCache(value, getattr(value, "dtype", None), is_weight=known.source == "leaf" and _MARKS.get())
+
+
+def constant(value: Any, dtype: Any) -> CastCache:
+    """The cell of an array that was closed over, which may be a parameter."""
+    return CastCache(value, dtype, is_weight=_MARKS.get())
+
+
+def computed(value: Any) -> CastCache:
+    """The cell of an array that an operation gave."""
+    return CastCache(value, getattr(value, "dtype", None))
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """An array in another dtype."""
+    return value if value.dtype == dtype else binding.converted(value, dtype)

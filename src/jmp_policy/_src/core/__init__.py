@@ -1,0 +1,1 @@
+"""Arrays, dtypes and pytrees: knows nothing of policies, optimizers or Flax."""

@@ -1,0 +1,82 @@
+"""Two ways to compute the same thing, of which the number of devices decides.
+
+What is best on one device can move whole arrays between several. How many devices a program is for is known
+when it is lowered, not when it is traced, so the choice is a primitive's lowering rule.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def by_devices(
+    name: str,
+    single_device: Callable[..., jax.Array],
+    sharded: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> Callable[..., jax.Array]:
+    """A function of arrays that is computed in one way on one device, and in another on several.
+
+    Args:
+      name: of the primitive, as a jaxpr shows it.
+      single_device: what is computed in a program for one device.
+      sharded: what is computed otherwise: on several devices, inside `shard_map`, in explicit sharding mode,
+        with symbolic dimensions, under `vmap` and operation by operation. It gives the same, bit for bit.
+      shape, dtype: of the result, whose derivative is zero.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(sharded)
+    primitive.def_abstract_eval(lambda *_: jax.core.ShapedArray(shape, jnp.dtype(dtype)))
+
+    def differentiate(primals: Sequence[jax.Array], _: Any) -> tuple[jax.Array, Any]:
+        is_number = jnp.issubdtype(dtype, jnp.inexact)
+        tangent = jax.core.ShapedArray(shape, jnp.dtype(dtype) if is_number else jax.dtypes.float0)
+        return primitive.bind(*primals), ad.Zero(tangent)
+
+    def batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
+        return jax.vmap(sharded, tuple(axes))(*arrays), 0
+
+    def lower(ctx: Any, *operands: Any) -> Any:
+        on_one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+        return mlir.lower_fun(single_device if on_one_device else sharded, multiple_results=False)(
+            ctx, *operands
+        )
+
+    ad.primitive_jvps[primitive] = differentiate
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower)
+
+    def choose(*arrays: jax.Array) -> jax.Array:
+        if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
+            # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
+            return sharded(*arrays)
+        return primitive.bind(*arrays)
+
+    return choose
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value of this type differs from device to device, inside shard_map."""
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
+def varies_over_devices(aval: Any) -> bool:
+    """Whether a value (or the shape of one) is local to a device: we are inside shard_map."""
+    return bool(varying(aval))
+
+
+def _is_placed(x: jax.Array) -> bool:
+    aval = jax.typeof(x)
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return varies_over_devices(aval) or any(part is not None for part in spec)
+
+
+def _has_known_shape(x: jax.Array) -> bool:
+    """False while exporting with symbolic dimensions."""
+    return all(isinstance(size, int) for size in x.shape)

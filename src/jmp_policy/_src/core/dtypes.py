@@ -1,0 +1,110 @@
+"""Names of floating dtypes, and the half type that suits the hardware."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.types import DTypeLike
+
+#: Short and long words for dtypes, as users write them in a policy's text.
+DTYPE_WORDS: dict[str, Any] = {
+    "f16": jnp.float16,
+    "fp16": jnp.float16,
+    "float16": jnp.float16,
+    "bf16": jnp.bfloat16,
+    "bfloat16": jnp.bfloat16,
+    "f32": jnp.float32,
+    "fp32": jnp.float32,
+    "float32": jnp.float32,
+    "full": jnp.float32,
+    "f64": jnp.float64,
+    "fp64": jnp.float64,
+    "float64": jnp.float64,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+
+
+def best_half_dtype(device: Any = None) -> np.dtype:
+    """The 16-bit type that suits a device: bfloat16 where its matrix units take it, else float16.
+
+    Args:
+      device: the device to ask for; the first one of the default backend if None.
+
+    Returns:
+      `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
+      `float16` for older NVIDIA GPUs, whose Tensor Cores know no other 16-bit type.
+    """
+    device = jax.devices()[0] if device is None else device
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform in ("gpu", "cuda") and capability and int(capability.group(1)) < 8:
+        return np.dtype(jnp.float16)
+    return np.dtype(jnp.bfloat16)
+
+
+def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
+    """A floating dtype from a name, a scalar type or a dtype.
+
+    Args:
+      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ...
+      where: what the caller was given, for the message.
+
+    Raises:
+      ValueError: for a word that names no dtype, and for a dtype that is not floating.
+    """
+    if word is None:
+        raise ValueError(f"The dtype {where} is None; it must be a floating dtype such as 'float16'.")
+    if isinstance(word, str):
+        name = word.strip().lower()
+        if name == "half":
+            return best_half_dtype()
+        if name in DTYPE_WORDS:
+            return np.dtype(DTYPE_WORDS[name])
+    try:
+        dtype = jnp.dtype(word)
+    except TypeError as error:
+        raise ValueError(_unknown(word, where)) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
+            "floating values. Use float16, bfloat16, float32, float64 or a float8 type."
+        )
+    return dtype
+
+
+def _unknown(word: Any, where: str) -> str:
+    words = [*DTYPE_WORDS, "half"]
+    hint = did_you_mean(str(word).strip().lower(), words)
+    return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is real floating, float8 and bfloat16 included; never for keys or float0."""
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is floating with 16 bits or fewer."""
+    return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
+
+
+def promote_dtype(dtype: Any) -> np.dtype:
+    """float32 for floating types of fewer bits, any other type as it is."""
+    narrow = is_floating(dtype) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if narrow else np.dtype(dtype)
+
+
+def is_dtype_or_none(value: Any) -> bool:
+    """Whether the value of a field called dtype is one that a policy may replace."""
+    if value is None:
+        return True
+    if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):
+        return False  # A field that happens to be called dtype.
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    except TypeError:
+        return False

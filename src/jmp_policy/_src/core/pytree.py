@@ -1,0 +1,112 @@
+"""Frozen dataclasses that are pytrees: numbers are leaves, configuration is part of the treedef.
+
+`jax.tree_util.register_dataclass` rebuilds an object through `__init__`, where validation meets
+tracers, `object()` and `PartitionSpec`s (jmp and jamp cannot be `lower()`-ed for that reason). Here a
+rebuilt object never runs `__init__`.
+"""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import jax.core
+import numpy as np
+
+from jmp_policy._src.core.after_import import after_import
+
+T = TypeVar("T")
+
+_STATIC = "jmp_policy_static"
+
+
+def static(**kwargs: Any) -> Any:
+    """A dataclass field that belongs to the treedef: hashable configuration, never traced."""
+    return dataclasses.field(metadata={_STATIC: True}, **kwargs)
+
+
+def leaf_fields(cls: Any) -> tuple[str, ...]:
+    """Names of the fields of a pytree dataclass (or of one of its instances) that are children."""
+    return tuple(f.name for f in dataclasses.fields(cls) if not f.metadata.get(_STATIC))
+
+
+def static_fields(cls: Any) -> tuple[str, ...]:
+    """Names of the fields of a pytree dataclass that are configuration."""
+    return tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get(_STATIC))
+
+
+def replace(obj: T, **changes: Any) -> T:
+    """`dataclasses.replace` without `__init__`: nothing is validated or converted again."""
+    new = object.__new__(type(obj))
+    new.__dict__.update(obj.__dict__)
+    new.__dict__.update(changes)
+    return new
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
+def pytree_dataclass(cls: type[T]) -> type[T]:
+    """Makes a class a frozen dataclass, a pytree, and known to `flax.serialization`.
+
+    Fields are leaves unless declared with `static()`. A class that writes its own `__init__` sets
+    its fields through `object.__setattr__`.
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
+    leaves, config = leaf_fields(cls), static_fields(cls)
+
+    def flatten_with_keys(obj: Any) -> Any:
+        keyed = tuple((jax.tree_util.GetAttrKey(n), getattr(obj, n)) for n in leaves)
+        return keyed, tuple(getattr(obj, n) for n in config)
+
+    def flatten(obj: Any) -> Any:
+        return tuple(getattr(obj, n) for n in leaves), tuple(getattr(obj, n) for n in config)
+
+    def unflatten(aux: tuple[Any, ...], children: Any) -> T:
+        obj = object.__new__(cls)
+        obj.__dict__.update(zip(config, aux, strict=True))
+        obj.__dict__.update(zip(leaves, children, strict=True))
+        return obj
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    after_import("flax.serialization", lambda module: _register_with_flax(cls, module))
+    cls.__repr__ = _repr  # type: ignore[method-assign]
+    return cls
+
+
+def _register_with_flax(cls: type, serialization: Any) -> None:
+    """Leaves are saved by name; configuration comes from the program that restores."""
+    names = leaf_fields(cls)
+
+    def to_state_dict(obj: Any) -> dict[str, Any]:
+        return {n: serialization.to_state_dict(getattr(obj, n)) for n in names}
+
+    def from_state_dict(obj: Any, state: dict[str, Any]) -> Any:
+        unknown = sorted(set(state) - set(names))
+        if unknown:
+            raise ValueError(
+                f"The saved state has fields {unknown} that {cls.__name__} does not have; it has "
+                f"{list(names)}. Was it saved from another kind of loss scale?"
+            )
+        # A field that the checkpoint lacks keeps the target's value: it was made before the field was.
+        restored = {
+            n: serialization.from_state_dict(getattr(obj, n), state[n], name=n) for n in names if n in state
+        }
+        return replace(obj, **restored)
+
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
+
+
+def _repr(obj: Any) -> str:
+    """`DynamicLossScale(loss_scale=65536.0, ...)`: values where they are known, else their type."""
+    inside = ", ".join(f"{f.name}={_show(getattr(obj, f.name))}" for f in dataclasses.fields(obj))
+    return f"{type(obj).__name__}({inside})"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return str(jax.typeof(value))
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.is_deleted() if isinstance(value, jax.Array) else False:
+            return f"<deleted {value.dtype}[]>"
+        if value.ndim == 0 and getattr(value, "is_fully_addressable", True):
+            return repr(value.item())
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,1 @@
+"""Linen: a method interceptor casts parameters, inputs and outputs."""

@@ -1,0 +1,34 @@
+"""Linen's answers to what the rooms below Flax ask of a module framework."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jmp_policy._src.flax.linen import intercept, summary, taps, wrap
+from jmp_policy._src.policy.frameworks import Framework
+
+
+class LinenFramework(Framework):
+    """`flax.linen`."""
+
+    def wrap(self, module: Any, policy: Any) -> Any:
+        """Returns the module under a policy."""
+        return wrap.wrap(module, policy)
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside an NNX model; its rules are asked when it is called."""
+        return wrap.wrap_part(module, rules), ()
+
+    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the `Summary` of a model."""
+        return summary.summary(model, policy, inputs, kwargs)
+
+    @contextlib.contextmanager
+    def marking(self, rules: Any) -> Iterator[Any]:
+        """Lets each module that is called mark its operations."""
+        with intercept.marking(rules) as scope:
+            yield scope.seen
+
+    def tapped(self) -> contextlib.AbstractContextManager[Any]:
+        """Hands the result of every public method to the active taps."""
+        return taps.tapped()

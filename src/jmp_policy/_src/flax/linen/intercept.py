@@ -1,0 +1,235 @@
+"""The method interceptor: what happens when a governed Linen module is called.
+
+Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a
+call. jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it
+alive; casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+from flax.core import lift
+from flax.linen import transforms
+
+from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.flax.linen import layers
+from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
+from jmp_policy._src.flax.linen.shadowing import shadowed
+from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.regions import region
+from jmp_policy._src.policy.rules import (
+    PolicyMap,
+    PolicyMapLike,
+    as_policy_map,
+    check_grad_dtypes,
+)
+from jmp_policy._src.policy.scope import Scope, Seen, current, entered
+from jmp_policy._src.products import cpu_bfloat16
+from jmp_policy._src.weight_grads import transform
+
+
+class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Runs the Linen modules called in a with-block, or in a decorated function, under a policy.
+
+    Usable around `module.apply` and inside a module's method; the innermost policy wins. Inside a method of
+    a governed module path patterns count from that module, elsewhere from the root. Values that a module
+    returns straight to the code in the block have the policy's output dtype. One object may be entered again
+    and by several threads.
+
+    Modules of one `nn.jit` class share one trace where their fields are equal, so that rules cannot tell
+    them apart by their paths; call `nn.jit` once for each.
+
+    As a decorator of a module's method the method itself is governed too: its arguments, parameters and
+    results are cast as if it were the `__call__` of a module of its own.
+
+    Args:
+      policy: a `PolicyMap`, a `Policy` or its text.
+
+    Raises:
+      ValueError, TypeError: for something that is no policy, when it is made.
+
+    Example:
+      >>> import jax, flax.linen as nn, jax.numpy as jnp
+      >>> model, x = nn.Dense(2), jnp.ones((1, 3))
+      >>> params = model.init(jax.random.key(0), x)
+      >>> with intercept("p=f32,c=f16,o=f16"):
+      ...     model.apply(params, x).dtype
+      dtype('float16')
+    """
+
+    def __init__(self, policy: PolicyMapLike):
+        self.rules = as_policy_map(policy)
+        check_grad_dtypes(self.rules)
+        self._entered = threading.local()
+
+    def __enter__(self) -> Scope:
+        stack = contextlib.ExitStack()
+        scope = stack.enter_context(pushed(Scope(self.rules, root_path=_running_module_path())))
+        self._stacks.append(stack)
+        return scope
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stacks.pop().close()
+
+    @property
+    def _stacks(self) -> list[contextlib.ExitStack]:
+        if not hasattr(self._entered, "stacks"):
+            self._entered.stacks = []
+        return self._entered.stacks
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def governed(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
+                module, *rest = args
+                with pushed(Scope(self.rules, root_path=module.path)) as scope:
+                    call = functools.partial(function, module)
+                    return _call_governed(scope, module, call, tuple(rest), kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return governed
+
+    def __repr__(self) -> str:
+        return f"intercept({self.rules!r})"
+
+
+@contextlib.contextmanager
+def pushed(scope: Scope) -> Iterator[Scope]:
+    """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
+    with contextlib.ExitStack() as stack:
+        if current() is None:
+            stack.enter_context(nn.intercept_methods(_interceptor))
+        yield stack.enter_context(entered(scope))
+
+
+def _running_module_path() -> tuple[str, ...]:
+    """Path of the module in whose method we are, if that method is governed; else the root's."""
+    outer = current()
+    return outer.current_module[0] if outer is not None and outer.current_module is not None else ()
+
+
+def _interceptor(
+    next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    scope, module = current(), context.module
+    if scope is None or module.scope is None or not is_method(module, context.method_name):
+        return next_fun(*args, **kwargs)
+    if scope.mark_only:
+        return _call_marked(scope, module, next_fun, args, kwargs)
+    if transform.starts(scope.rules) and not module.is_initializing() and context.method_name != "setup":
+        method: Any = context.orig_method
+        return _call_with_float32_gradients(scope, module, method.func, args, kwargs)
+    if context.method_name == "setup":
+        with _governed(scope, module):
+            return next_fun(*args, **kwargs)
+    return _call_governed(scope, module, next_fun, args, kwargs)
+
+
+@contextlib.contextmanager
+def marking(rules: PolicyMap) -> Iterator[Scope]:
+    """Lets each module that is called mark its operations with the policy that governs it; casts nothing.
+
+    For `autocast`, which reads the marks.
+    """
+    with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
+        yield scope
+
+
+@functools.cache
+def _seen_under(_: PolicyMap) -> Seen:
+    """What equal rules have met so far: a jitted function that they once traced calls no module again."""
+    return Seen(set(), set())
+
+
+def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    policy = module_precision(scope, module).policy
+    with entered(dataclasses.replace(scope, caller=policy, current_module=identity(module))):
+        if policy.compute_dtype == (scope.caller or scope.rules.default).compute_dtype:
+            return call(*args, **kwargs)
+        with region(policy):
+            return call(*args, **kwargs)
+
+
+def is_method(module: nn.Module, name: str) -> bool:
+    """Whether the module's class has such a method, and not one that Python calls (`__getattr__`).
+
+    Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
+    """
+    special = name.startswith("__") and name != "__call__"
+    return not special and callable(getattr(type(module), name, None))
+
+
+def _call_with_float32_gradients(
+    scope: Scope, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs a method as a function of the module's variables (as `nn.jit` does), whose gradients are float32.
+
+    Args:
+      scope: the active scope.
+      module: the outermost governed module.
+      method: the function that its class has.
+      args, kwargs: what it is called with.
+    """
+
+    def lifted(fn: Callable[..., Any], scopes: Any, *given: Any) -> Any:
+        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+            def pure(variables: Any, rngs: Any, given: Any) -> Any:
+                scopes = scope_of(variables, rngs)
+                return fn(scopes, *given), repacked(scopes)
+
+            return transform.with_float32_gradients(pure, opens_scope=True)(variables, rngs, given)
+
+        return lift.pack(inner, (True,), (True,), (True,))(scopes, *given)
+
+    def float32_gradients(clone: nn.Module, args: Any, kwargs: Any) -> Any:
+        active = current()
+        assert active is not None
+        return _call_governed(active, clone, functools.partial(method, clone), args, kwargs)
+
+    if hasattr(method, "compact"):
+        float32_gradients.compact = True  # type: ignore[attr-defined]
+    with entered(dataclasses.replace(scope, cloned=module.path)):
+        return transforms.lift_direct_transform(lifted, (float32_gradients,), module, args, kwargs)
+
+
+def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
+    own_call = scope.current_module == identity(module)
+    with _governed(scope, module) as precision, cpu_bfloat16.scope(precision.compute_dtype):
+        if own_call:
+            # A method called by a method of the same module: no border is crossed, and what it computed
+            # in float32 on purpose (logits for its loss method) must stay so.
+            return call(*args, **kwargs)
+        new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs)
+        out = call(*new_args, **new_kwargs)
+    policy_changes = scope.caller != precision.policy
+    may_be_scanned = not policy_changes or is_lifted(scope, module)
+    return cast_outputs(
+        out, args, precision.policy, policy_changes=policy_changes, may_be_scanned=may_be_scanned
+    )
+
+
+@contextlib.contextmanager
+def _governed(scope: Scope, module: nn.Module) -> Iterator[ModulePrecision]:
+    """Overrides a module's fields and shadows its `param` for the length of a call."""
+    precision = module_precision(scope, module)
+    inner = dataclasses.replace(scope, caller=precision.policy, current_module=identity(module))
+    with entered(inner), shadowed(scope, module, precision):
+        yield precision
+
+
+def _cast_inputs(precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if precision.island:
+        # What arrives in float32 (an image) is normalised as such: half would lose its range.
+        return args, kwargs
+    dtype = precision.compute_dtype
+    if layers.keeps_carry(module) and args:
+        return (args[0], *cast_floating(args[1:], dtype)), cast_floating(kwargs, dtype)
+    return cast_floating((args, kwargs), dtype)

@@ -1,0 +1,56 @@
+"""What is special about Flax's own Linen layers: the float32 islands and the recurrent cells."""
+
+from typing import Any
+
+import flax.linen as nn
+from flax.linen import recurrent
+
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.attention import attention
+from jmp_policy._src.policy.policy import Policy
+
+#: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
+NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
+
+#: Layers that normalise the weights of another layer: they hand on weights, which that layer casts.
+WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
+
+
+def is_island(module: nn.Module) -> bool:
+    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    return isinstance(module, (*NORMS, *WEIGHT_NORMS))
+
+
+def keeps_carry(module: nn.Module) -> bool:
+    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
+
+    Its cell state then accumulates in float32, as it does when the cell is written with `dtype=float16`;
+    only the products are in half.
+    """
+    if not isinstance(module, nn.RNNCellBase):
+        return False
+    # A lifted class (nn.scan(nn.LSTMCell)) inherits the method of the cell it was made from.
+    return type(module).__call__.__module__ == recurrent.__name__
+
+
+def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:
+    """The fields that make a layer follow a policy, for those that it has."""
+    fields = type(module).__dataclass_fields__
+    new: dict[str, Any] = {}
+    if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
+        # The weights that a weight normalisation hands on are stored as the layer's own at init.
+        hands_on_weights = island and isinstance(module, WEIGHT_NORMS)
+        new["dtype"] = policy.param_dtype if hands_on_weights else policy.compute_dtype
+    if island and "force_float32_reductions" in fields:
+        new["force_float32_reductions"] = True
+    return new
+
+
+def attention_overrides(module: nn.Module) -> dict[str, Any]:
+    """Attention with its softmax in float32, where the layer uses Flax's own attention function."""
+    if (
+        isinstance(module, nn.MultiHeadDotProductAttention)
+        and module.attention_fn is nn.dot_product_attention
+    ):
+        return {"attention_fn": attention}
+    return {}

@@ -1,0 +1,96 @@
+"""The rows of a summary, for Linen modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.intercept import intercept
+from jmp_policy._src.flax.linen.module_precision import governing_rule, is_handed_on
+from jmp_policy._src.flax.linen.taps import tapped
+from jmp_policy._src.flax.linen.wrap import bare, bare_class, check_used, policy_of
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
+from jmp_policy._src.policy.scope import current
+from jmp_policy._src.report import module_summary
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.spectrum import tapping
+
+
+def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The `Summary` of a Linen module, from traces of its `init` and `apply`."""
+    rules = policy_of(model) if policy is None else as_policy_map(policy)
+    if rules is None:
+        raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
+    model = bare(model)
+    key = jax.random.key(0)
+    governed = intercept(rules)
+
+    def init(*inputs: Any, **kwargs: Any) -> Any:
+        with governed:
+            return model.init({"params": key, "dropout": key}, *inputs, **kwargs)
+
+    start = as_function(init, inputs, kwargs, "summary")
+    variables = jax.eval_shape(start.call, start.arrays)
+    mutable = [collection for collection in variables if collection != "params"]
+
+    def note(module: nn.Module) -> Any:
+        scope = current()
+        assert scope is not None
+        precision, index = governing_rule(scope, module)
+        return precision, index, _overruled(rules, module, precision)
+
+    calls = tapping.Calls(note)
+
+    def apply(variables: Any, *inputs: Any, **kwargs: Any) -> Any:
+        # What comes first is outermost: it sees what callers give and get.
+        with tapped(), tapping.looking(calls), governed as scope:
+            out = model.apply(
+                variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
+            )
+        check_used(model, rules, scope, check_all=True, variables=variables)
+        return out
+
+    jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
+    return module_summary.made(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
+
+
+def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
+    """What to say of a module that has a dtype of its own."""
+    own = getattr(module, "dtype", None)
+    if own is None or not is_dtype_or_none(own) or is_handed_on(module, "dtype"):
+        return ""
+    if not rules.keep_module_dtypes and own == precision.policy.compute_dtype:
+        return ""
+    return f"its dtype={jax.numpy.dtype(own).name} is {'kept' if rules.keep_module_dtypes else 'overruled'}"
+
+
+def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
+    by_path: dict[tuple[str, ...], list[Any]] = {}
+    for call, note in calls:
+        by_path.setdefault(call.module.path, []).append((call, note))
+    # A module returns after those inside it; it is to stand before them.
+    first: dict[tuple[str, ...], int] = {}
+    for i, path in enumerate(by_path):
+        for depth in range(len(path) + 1):
+            first.setdefault(path[:depth], i)
+    rows, own = [], _own_parameters(variables.get("params", {}), by_path)
+    for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
+        (call, (precision, index, note)), *_ = by_path[path]
+        made = [c for c, _ in by_path[path]]
+        rule = module_summary.rule_text(rules, index, precision)
+        cls = bare_class(call.module)
+        rows.append(module_summary.row("/".join(path), cls, rule, precision, own.get(path, ()), made, note))
+    return rows
+
+
+def _own_parameters(params: Any, paths: Any) -> dict[tuple[str, ...], list[Any]]:
+    """The parameters of each module: those of which no module further down is the owner."""
+    own: dict[tuple[str, ...], list[Any]] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = tuple(str(getattr(key, "key", key)) for key in key_path)
+        owner = next(names[:depth] for depth in range(len(names), -1, -1) if names[:depth] in paths)
+        own.setdefault(owner, []).append(leaf)
+    return own

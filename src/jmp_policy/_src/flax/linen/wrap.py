@@ -1,0 +1,271 @@
+"""A Linen module under a policy, as a module of the same kind.
+
+The wrapped module is an instance of a subclass of the module's class, of the same name, whose entry points
+run inside `intercept`. So it has the same fields, the same variable tree and the same automatic names as
+the bare one, can be a submodule, and equals another wrap of an equal module. A wrapper module of its own
+would add a level to every checkpoint.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+
+from jmp_policy._src.flax.linen.intercept import pushed
+from jmp_policy._src.policy.rules import (
+    PolicyMap,
+    PolicyMapLike,
+    as_policy_map,
+    check_grad_dtypes,
+    matches,
+    path_text,
+    unused_error,
+)
+from jmp_policy._src.policy.scope import Scope, current
+
+M = TypeVar("M", bound=nn.Module)
+
+#: Module's own methods through which a model is run.
+_RUNS = ("apply", "init_with_output", "lazy_init")
+
+#: Instance attributes: the rules were checked to match; where the rules count paths from.
+_CHECKED = "_jmp_policy_checked"
+_BASE = "_jmp_policy_base"
+
+
+def wrap(module: M, policy: PolicyMapLike) -> M:
+    """A Linen module that computes under a policy.
+
+    Args:
+      module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
+        in place of its old one.
+      policy: a `PolicyMap`, a `Policy` or its text.
+
+    Returns:
+      A module with the same fields, variables and names: `init`, `init_with_output`, `apply`, `tabulate`,
+      `bind`, `lazy_init`, use as a submodule, hashing, comparing and pickling work as before.
+
+    Raises:
+      TypeError: for something that is no Linen module instance.
+      ValueError: at the first `init` or `apply`, for rules that match no module, naming the nearest paths.
+
+    Example:
+      >>> import jax, flax.linen as nn, jax.numpy as jnp
+      >>> model = wrap(nn.Dense(2), "mixed_float16")
+      >>> x = jnp.ones((1, 3))
+      >>> y, variables = model.init_with_output(jax.random.key(0), x)
+      >>> y.dtype, variables["params"]["kernel"].dtype
+      (dtype('float32'), dtype('float32'))
+    """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise TypeError(f"wrap takes a module, not its class: wrap({module.__name__}(...), policy).")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
+    rules = as_policy_map(policy)
+    check_grad_dtypes(rules)
+    return _with_class(module, _wrapped_class(bare_class(module), rules))
+
+
+def wrap_part(module: M, rules: PolicyMap) -> M:
+    """A Linen module inside a larger model, whose rules are checked to match by whoever has the whole."""
+    wrapped = wrap(module, rules)
+    wrapped.__dict__[_CHECKED] = True
+    return wrapped
+
+
+def policy_of(module: nn.Module) -> PolicyMap | None:
+    """The rules that a wrapped module computes under; None for a bare one."""
+    return getattr(type(module), "_jmp_policy_rules", None)
+
+
+def bare(module: M) -> M:
+    """The module without a policy of its own; itself if it has none."""
+    return module if policy_of(module) is None else _with_class(module, bare_class(module))
+
+
+def bare_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it."""
+    return getattr(type(module), "_jmp_policy_bare", type(module))
+
+
+def _with_class(module: Any, cls: type[nn.Module]) -> Any:
+    """The module with another class, over the same scope if it is bound."""
+    if module.scope is None:
+        new = module.clone(parent=module.parent)
+    else:
+        # One state for both faces: Flax replaces `scope` after each call, and the other must see it.
+        new = object.__new__(type(module))
+        object.__setattr__(new, "__dict__", module.__dict__)
+    object.__setattr__(new, "__class__", cls)
+    return new
+
+
+@functools.cache
+def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
+    """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
+    namespace: dict[str, Any] = {
+        "__module__": bare.__module__,
+        "__qualname__": bare.__qualname__,
+        "__doc__": bare.__doc__,
+        "__hash__": bare.__hash__,
+        "__eq__": bare.__eq__,
+        "__repr__": nn.nowrap(_repr),
+        "__reduce__": nn.nowrap(_reduce),
+        "__getattribute__": _getattribute(bare),
+        "_jmp_policy_rules": rules,
+        "_jmp_policy_bare": bare,
+    }
+    for name in (*_method_names(bare), "setup"):
+        namespace[name] = _entry(bare, name)
+    for name in _RUNS:
+        namespace[name] = _run(bare, name)
+    try:
+        return types.new_class(bare.__name__, (bare,), exec_body=lambda ns: ns.update(namespace))
+    except TypeError as error:
+        raise TypeError(
+            f"wrap makes a subclass of {bare.__name__}, which that class does not allow ({error}). Use "
+            "jmp_policy.linen.intercept(policy) around its calls instead."
+        ) from error
+
+
+def _method_names(cls: type) -> list[str]:
+    """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
+    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    names = {name for c in own for name, value in vars(c).items() if hasattr(value, "method_handler_wrapped")}
+    return sorted(n for n in names if n == "__call__" or (not n.startswith("__") and n != "setup"))
+
+
+def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
+    """A method of the wrapped class: the bare one, inside the policy."""
+    method = getattr(bare, name)
+
+    @functools.wraps(method, updated=())
+    def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.scope is None:
+            return method(self, *args, **kwargs)
+        with _active(self, check_all=name == "__call__"):
+            return method(self, *args, **kwargs)
+
+    return nn.nowrap(entry)
+
+
+def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
+    """`apply` and its like: whatever they call, `method=` included, runs inside the policy."""
+    run = getattr(bare, name)
+
+    @functools.wraps(run)
+    def governed_run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        whole = kwargs.get("method") in (None, "__call__")
+        variables = args[0] if name == "apply" and args else kwargs.get("variables")
+        with _active(self, check_all=whole, variables=variables):
+            return run(self, *args, **kwargs)
+
+    return nn.nowrap(governed_run)
+
+
+@contextlib.contextmanager
+def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[None]:
+    """The module's policy, unless it is active for this very module already."""
+    rules = policy_of(module)
+    assert rules is not None
+    if _is_active(module, rules):
+        yield
+        return
+    base = _base(module)
+    with pushed(Scope(rules, root_path=base)) as scope:
+        yield
+    # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
+    # may leave modules out (dropout in evaluation) without its being an error.
+    checked: Any = module if module.scope is None else type(module)
+    if rules.overrides and _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
+        check_used(module, rules, scope, check_all, variables)
+        if module.scope is not None:
+            setattr(type(module), _CHECKED, True)
+        module.__dict__[_CHECKED] = True
+
+
+def _base(module: nn.Module) -> tuple[str, ...]:
+    """The path from which the module's rules count."""
+    return module.__dict__.get(_BASE, module.path if module.scope is not None else ())
+
+
+def _is_active(module: nn.Module, rules: PolicyMap) -> bool:
+    outer = current()
+    return outer is not None and outer.rules == rules and outer.root_path == _base(module)
+
+
+def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
+    """Submodules of a bound module (`model.bind(variables).encoder`) come out under its policy too."""
+
+    def getattribute(self: Any, name: str) -> Any:
+        if name.startswith("_") or name in ("parent", "scope"):
+            return bare.__getattribute__(self, name)
+        try:
+            value = bare.__getattribute__(self, name)
+        except AttributeError:
+            value = bare.__getattr__(self, name)  # Runs setup.
+        if not _holds_modules(value):
+            return value
+        rules = policy_of(self)
+        if self.scope is None or rules is None or _is_active(self, rules):
+            return value
+        return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
+
+    return nn.nowrap(getattribute)
+
+
+def _holds_modules(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    return isinstance(value, list | tuple | Mapping) and any(
+        isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)
+    )
+
+
+def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
+    if not isinstance(value, nn.Module) or value.scope is None or policy_of(value) is not None:
+        return value
+    view = _with_class(value, _wrapped_class(type(value), rules))
+    view.__dict__.update({_BASE: base, _CHECKED: True})
+    return view
+
+
+def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
+    """Raises for rules that match neither a module that was called nor a path among the variables.
+
+    A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.
+    """
+    places = _variable_paths(variables)
+    unused = [
+        pattern
+        for index, (pattern, _) in enumerate(rules.overrides)
+        if index not in scope.seen.matched
+        and not any(isinstance(pattern, str) and matches(pattern, path, None) for path in places)
+        and (check_all or isinstance(pattern, str))
+    ]
+    if unused and (check_all or variables is not None):
+        raise unused_error(unused, type(module).__name__, scope.seen.paths | places)
+
+
+def _variable_paths(variables: Any) -> set[str]:
+    """The module paths that a variable collection tells of."""
+    paths = set()
+    for key_path, _ in jax.tree_util.tree_leaves_with_path(variables):
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in key_path][1:-1]
+        paths |= {path_text(names[:depth]) for depth in range(1, len(names) + 1)}
+    return paths
+
+
+def _repr(self: Any) -> str:
+    rules = policy_of(self)
+    shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
+    return f"wrap({bare_class(self).__repr__(self)}, {shown})"
+
+
+def _reduce(self: Any) -> Any:
+    bare = _with_class(self, bare_class(self))
+    return wrap, (bare, policy_of(self))

@@ -1,0 +1,1 @@
+"""NNX: settings of Flax's layers, and subclasses whose calls cast."""

@@ -1,0 +1,110 @@
+"""`nnx.dot_product_attention` with its softmax in float32 and everything around it in half.
+
+Flax's computes the whole softmax in half precision where there is dropout. Where there is none it calls
+`jax.nn.dot_product_attention`, which saves float32 weights for the backward pass and does not compile for
+float16 on a CPU.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jmp_policy._src.flax.attention_weights import attention_weights, drop
+
+#: Rotary embeddings, with their attention: newer versions of Flax have them.
+_with_rope: Any = getattr(nnx, "dot_product_attention_with_rope", None)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Any = dtypes.promote_dtype,
+    is_causal: bool = False,
+) -> Any:
+    """Stands in for `nnx.dot_product_attention`, with the same arguments; grouped queries too."""
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    if heads % key_heads or value.shape[-2] != key_heads:
+        raise ValueError(
+            f"Attention needs as many value heads as key heads, and a multiple of them as query heads; got "
+            f"{heads} query, {key_heads} key and {value.shape[-2]} value heads."
+        )
+    scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    logits = _logits(scaled, key, precision)
+    if is_causal:
+        causal = jnp.tril(jnp.ones(logits.shape[-2:], jnp.bool_))
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
+    weights = attention_weights(logits, bias, mask, query.dtype)
+    if module is not None:
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+    if not deterministic and dropout_rate > 0.0:
+        weights = drop(weights, dropout_rng, dropout_rate, broadcast_dropout)
+    return _weighted_sum(weights, value, precision)
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    if heads == key_heads:  # The grouped products of one head each would move 4 % more bytes.
+        return jnp.einsum("...qhd,...khd->...hqk", query, key, precision=precision)
+    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
+    logits = jnp.einsum("...qhgd,...khd->...hgqk", grouped, key, precision=precision)
+    return logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])
+
+
+def _weighted_sum(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+    heads, value_heads = weights.shape[-3], value.shape[-2]
+    if heads == value_heads:
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+    grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
+    out = jnp.einsum("...hgqk,...khd->...qhgd", grouped, value, precision=precision)
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+
+def attention_with_rope(
+    query: Any, key: Any, value: Any, *, rope: Any, input_positions: Any = None, **kwargs: Any
+) -> Any:
+    """Stands in for `nnx.dot_product_attention_with_rope`: rotations in float32, then `attention`."""
+    rotate = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
+    return attention(rotate(query, input_positions), rotate(key, input_positions), value, **kwargs)
+
+
+def with_float32_softmax(attention_fn: Any) -> Any:
+    """What to call instead of an attention function of Flax's own; any other comes back as it is."""
+    if attention_fn is nnx.dot_product_attention:
+        return attention
+    if _with_rope is not None and attention_fn is _with_rope:
+        return attention_with_rope
+    return _in_partial(with_float32_softmax, attention_fn)
+
+
+def as_in_flax(attention_fn: Any) -> Any:
+    """The inverse of `with_float32_softmax`."""
+    if attention_fn is attention:
+        return nnx.dot_product_attention
+    if attention_fn is attention_with_rope:
+        return _with_rope
+    return _in_partial(as_in_flax, attention_fn)
+
+
+def _in_partial(replaced: Callable[[Any], Any], attention_fn: Any) -> Any:
+    if not isinstance(attention_fn, functools.partial):
+        return attention_fn
+    new = replaced(attention_fn.func)
+    if new is attention_fn.func:
+        return attention_fn
+    return functools.partial(new, *attention_fn.args, **attention_fn.keywords)

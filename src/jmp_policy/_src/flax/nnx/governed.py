@@ -1,0 +1,197 @@
+"""Modules that need more than settings: a subclass whose calls cast parameters, inputs and results.
+
+One subclass per class and specification, of the same name. Its methods run the bare class's method on the
+module's face (see `param_cast_proxy`), in which its own Params read in compute dtype.
+"""
+
+import copyreg
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from jmp_policy._src.core.cast import cast_leaf, map_changed
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
+from jmp_policy._src.flax.nnx.states import transformed
+from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.products import cpu_bfloat16
+from jmp_policy._src.weight_grads import transform
+
+
+@dataclasses.dataclass(frozen=True)
+class Specification:
+    """How a module is governed.
+
+    Args:
+      precision: its policy, and whether it is a float32 island.
+      policy_changes: whether the code around it is under another policy, so that the output dtype applies.
+      methods: the methods that are governed, as far as the class has them.
+    """
+
+    precision: ModulePrecision
+    policy_changes: bool
+    methods: tuple[str, ...]
+
+
+def specification(module: Any) -> Specification | None:
+    """How a module is governed; None for one that is not, or by settings alone."""
+    return getattr(type(module), "_jmp_policy_specification", None)
+
+
+def policy_of(module: nnx.Module) -> Policy | None:
+    """The policy that a wrapped module computes under.
+
+    None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
+    somebody could have written by hand.
+    """
+    spec = specification(module)
+    return None if spec is None else spec.precision.policy
+
+
+def bare_class(cls: type) -> type:
+    """The class that a governed one was made from; any other class itself."""
+    return vars(cls).get("_jmp_policy_bare", cls)
+
+
+def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the named methods that a class has, `__call__` among them."""
+    has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
+    return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))
+
+
+def own_methods(cls: type) -> set[str]:
+    """Names of the methods that a module's class has and `nnx.Module` has not."""
+    own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]
+    return {name for c in own for name, value in vars(c).items() if callable(value)}
+
+
+def governed_class(bare: type, spec: Specification) -> type:
+    """The subclass that stands in for `bare`; the same one for equal specifications, so that caches hit.
+
+    Raises:
+      TypeError: for a class that cannot be subclassed.
+    """
+    with param_cast_proxy.CLASSES:
+        return _made_governed_class(bare, spec)
+
+
+@functools.cache
+def _made_governed_class(bare: type, spec: Specification) -> type:
+    namespace: dict[str, Any] = {
+        "__module__": bare.__module__,
+        "__qualname__": bare.__qualname__,
+        "__doc__": bare.__doc__,
+        "__reduce__": _reduce,
+        "_jmp_policy_specification": spec,
+        "_jmp_policy_bare": bare,
+    }
+    for name in governed_methods(bare, spec.methods):
+        namespace[name] = _entry(bare, name)
+    if issubclass(bare, nnx.MultiHeadAttention):
+        namespace["init_cache"] = _init_cache(bare, spec)
+    if _class_dtype(bare, spec) is not None:
+        namespace["dtype"] = _class_dtype(bare, spec)
+    try:
+        return param_cast_proxy.subclass(bare, namespace, metaclass=_metaclass(type(bare)))
+    except Exception as error:
+        raise TypeError(
+            f"wrap makes a subclass of {bare.__qualname__}, which that class does not allow ({error}). Let "
+            "the class be subclassed, or keep the module out of the wrapped model."
+        ) from error
+
+
+def _class_dtype(bare: type, spec: Specification) -> Any:
+    """What a `dtype` that the class defines (and not the instance) is overruled with; None if it does not."""
+    own = inspect.getattr_static(bare, "dtype", None)
+    is_dtype = own is not None and is_dtype_or_none(own) and not isinstance(own, property)
+    return layers.scalar_type(spec.precision.compute_dtype) if is_dtype else None
+
+
+@functools.cache
+def _metaclass(base: type) -> type:
+    """A metaclass whose classes can be pickled, as graph definitions that name them are."""
+    meta = type(base.__name__, (base,), {})
+    copyreg.pickle(meta, _reduce_class)  # type: ignore[arg-type]
+    return meta
+
+
+def _reduce_class(cls: Any) -> Any:
+    if "_jmp_policy_bare" not in vars(cls):
+        return cls.__qualname__  # A class that somebody derived from a governed one.
+    return governed_class, (cls._jmp_policy_bare, cls._jmp_policy_specification)
+
+
+def _reduce(self: Any) -> Any:
+    return object.__new__, (type(self),), self.__getstate__()
+
+
+def _entry(bare: type, name: str) -> Callable[..., Any]:
+    method: Any = inspect.getattr_static(bare, name)
+
+    @functools.wraps(getattr(bare, name), updated=())
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, bare, method, args, kwargs)
+
+    return entry
+
+
+def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
+    compute = layers.scalar_type(spec.precision.compute_dtype)
+
+    @functools.wraps(bare.init_cache)
+    def init_cache(self: Any, input_shape: Any, dtype: Any = compute) -> None:
+        bare.init_cache(self, input_shape, dtype)
+
+    return init_cache
+
+
+def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a method of the bare class under the module's specification."""
+    spec = specification(module)
+    assert spec is not None
+    precision = spec.precision
+    if transform.starts(precision.policy):
+        run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
+        return run(module, args, kwargs)
+    in_loop = param_cast_proxy.is_loop_body()
+    new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
+    seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
+    with param_cast_proxy.opened(module, *seen_as) as face, cpu_bfloat16.scope(precision.compute_dtype):
+        bound = method.__get__(face, type(face)) if hasattr(method, "__get__") else method
+        out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
+    return cast_outputs(
+        out,
+        args,
+        precision.policy,
+        policy_changes=spec.policy_changes,
+        may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
+        alone=in_loop,
+        is_leaf=graph_nodes.is_node,
+    )
+
+
+def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    return _run(module, bare, method, args, kwargs)
+
+
+def _cast_inputs(module: Any, precision: ModulePrecision, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if precision.island:
+        # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
+        return args, kwargs
+    kept_args, kept_kwargs = 0, ()
+    if layers.keeps_carry(module):
+        kept_args, kept_kwargs = 1, ("carry",)
+    elif isinstance(module, nnx.RNN | nnx.Bidirectional):
+        kept_kwargs = ("initial_carry",)
+
+    def cast(tree: Any) -> Any:
+        return map_changed(lambda x: cast_leaf(x, precision.compute_dtype), tree, graph_nodes.is_node)
+
+    new_args = (*args[:kept_args], *(cast(x) for x in args[kept_args:]))
+    return new_args, {name: x if name in kept_kwargs else cast(x) for name, x in kwargs.items()}

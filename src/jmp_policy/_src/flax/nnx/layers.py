@@ -1,0 +1,165 @@
+"""What is special about Flax's own NNX layers: their settings, the float32 islands, the recurrent cells."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn import recurrent
+
+from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
+from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
+from jmp_policy._src.policy.module_precision import ModulePrecision
+
+#: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
+NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
+
+#: Layers that normalise the weights of another layer, in place: the master weights themselves.
+WEIGHT_NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
+
+#: Positions above 2048 are no float16 numbers.
+POSITIONS: tuple[type, ...] = (vars(nnx)["RoPE"],) if hasattr(nnx, "RoPE") else ()
+
+#: Modules of Flax that hold others and compute nothing themselves.
+_CONTAINERS = (nnx.Sequential, nnx.List, nnx.Dict, nnx.Dropout, nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
+
+#: Of those, the ones whose results come from layers that hand on the compute dtype.
+_PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
+
+
+def is_island(module: nnx.Module) -> bool:
+    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    return isinstance(module, (*NORMS, *WEIGHT_NORMS, *POSITIONS))
+
+
+def is_flax(cls: type) -> bool:
+    """Whether a class is Flax's own, so that it is known what it does with its settings."""
+    return cls.__module__.startswith("flax.nnx.")
+
+
+def is_bridge(module: nnx.Module) -> bool:
+    """Whether a module runs a Linen module."""
+    return isinstance(module, nnx.bridge.ToNNX)
+
+
+def keeps_carry(module: nnx.Module) -> bool:
+    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
+    return isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == recurrent.__name__
+
+
+def follows_by_itself(module: nnx.Module, bare: type) -> bool:
+    """Whether settings alone make a module compute, and hand on values, as the policy says.
+
+    True for Flax's layers with a `dtype`, with exceptions: recurrent cells hand on the wider of compute and
+    carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
+    another one.
+    """
+    if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
+        return False
+    if vars(module).get("preferred_element_type") is not None:
+        return False
+    return isinstance(module, _CONTAINERS) or is_bridge(module) or "dtype" in vars(module)
+
+
+def passes_on(module: nnx.Module) -> bool:
+    """Whether the results of a module are those of modules that it holds, in their dtype."""
+    if isinstance(module, nnx.Sequential):
+        last = module.layers[-1] if len(module.layers) else None
+        # Flax's and JAX's activation functions keep the dtype; of others nobody knows.
+        return isinstance(last, nnx.Module) or getattr(last, "__module__", "").startswith(("jax.", "flax."))
+    return isinstance(module, _PASS_ON)
+
+
+@dataclasses.dataclass(frozen=True)
+class InFloat32:
+    """A norm's `promote_dtype` that takes parameters and statistics to float32 at least.
+
+    So everything they meet is float32: Flax's norms cast nothing else before the result. The inputs stay as
+    they came, so that what is saved of them for the backward pass is not twice as large.
+    """
+
+    promote: Callable[..., Any]
+
+    def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
+        """The arguments, all but the first in float32 or wider; `dtype` is left to the result."""
+        inputs, *rest = args
+        wide = jnp.result_type(jnp.float32, *(x for x in rest if x is not None))
+        return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
+
+
+def settings(
+    module: nnx.Module, precision: ModulePrecision, *, float32_islands: bool, keeps_dtype: bool
+) -> dict[str, Any]:
+    """The static attributes that make a layer follow a policy, for those that it has.
+
+    Args:
+      module: the layer.
+      precision: what the rules mean for it.
+      float32_islands: whether the softmax of attention is to be float32.
+      keeps_dtype: whether the layer's own `dtype` wins over the policy.
+    """
+    attributes, new = vars(module), {}
+    if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype:
+        # Weight normalisations store what they compute, and would round the master weights for good.
+        stores = isinstance(module, WEIGHT_NORMS)
+        new["dtype"] = scalar_type(precision.param_dtype if stores else precision.compute_dtype)
+    if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
+        new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
+    # Without islands too in float16: Flax's own function does not compile for it on a CPU.
+    half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
+    if half and "attention_fn" in attributes:
+        new["attention_fn"] = with_float32_softmax(attributes["attention_fn"])
+    return new
+
+
+def without_settings(module: nnx.Module) -> dict[str, Any]:
+    """The static attributes as they were before `settings`, for those it may have changed."""
+    attributes, old = vars(module), {}
+    if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]):
+        old["dtype"] = own_dtype(module)
+    if isinstance(attributes.get("promote_dtype"), InFloat32):
+        old["promote_dtype"] = attributes["promote_dtype"].promote
+    if "attention_fn" in attributes:
+        old["attention_fn"] = as_in_flax(attributes["attention_fn"])
+    return old
+
+
+def scalar_type(dtype: np.dtype) -> Any:
+    """A dtype as users write it (`jnp.float16`), so that graph definitions equal theirs."""
+    return getattr(jnp, dtype.name, dtype)
+
+
+#: Identity of a wrapped layer -> (reference to it, the dtype it had, the dtype it was given). Not an
+#: attribute of the layer, whose graph definition would no longer be that of one written by hand.
+_OVERRULED: dict[int, tuple[Any, Any, Any]] = {}
+
+
+def remember_own_dtype(module: nnx.Module, own: Any, given: Any) -> None:
+    """Notes a layer's own wish, for when this very layer gets another policy."""
+    key = id(module)
+    _OVERRULED[key] = (weakref.ref(module, lambda _: _OVERRULED.pop(key, None)), own, given)
+
+
+def own_dtype(module: nnx.Module) -> Any:
+    """The `dtype` that a layer was made with, or that was set on it since."""
+    now = vars(module).get("dtype")
+    reference, own, given = _OVERRULED.get(id(module), (lambda: None, None, None))
+    return own if reference() is module and now is given else now
+
+
+def wish(module: nnx.Module, holder: Any) -> Any:
+    """The dtype that a module asks for itself; None if it does not.
+
+    `nnx.Embed` and `nnx.SimpleCell` say float32 where nobody said anything.
+    """
+    dtype = getattr(module, "dtype", None)
+    if dtype is None or not is_dtype_or_none(dtype):
+        return None
+    if isinstance(module, nnx.Embed) and dtype in (module.embedding.dtype, module.param_dtype):
+        return None
+    if any(isinstance(m, nnx.SimpleCell) and m.dtype == jnp.float32 for m in (module, holder)):
+        return None
+    return dtype

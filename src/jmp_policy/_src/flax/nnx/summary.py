@@ -1,0 +1,78 @@
+"""The rows of a summary, for NNX modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
+from jmp_policy._src.report import module_summary
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.spectrum import tapping
+
+
+def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The `Summary` of an NNX module, from a trace of a call of it."""
+    if policy is None:
+        raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
+    rules = as_policy_map(policy)
+    # Of its own Variables: the model's parameters may be of another dtype than the policy's.
+    copy = nnx.clone(model, graph=True)
+    precision_plan.unwrap(model, copy)
+    half = wrap.wrap(wrap.cast_params(copy, rules), rules)
+    plan = precision_plan.make(copy, rules, ())
+    calls = tapping.Calls()
+    function = as_function(half, inputs, kwargs, "summary")
+
+    def call(arrays: Any) -> Any:
+        with tapping.looking(calls):
+            return function.call(arrays)
+
+    jaxpr = jax.make_jaxpr(call)(function.arrays)
+    by_path: dict[str, list[Any]] = {}
+    for made, _ in calls.calls:
+        by_path.setdefault(made.name.partition("/")[2], []).append(made)
+    modules = {place.path: place.module for place in plan.places}
+    rows = [
+        _row(rules, place, modules, by_path.get(path_text(place.path), ()))
+        for place in plan.places
+        if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
+    ]
+    return module_summary.made(precision_plan.name_of(model), rules, rows, jaxpr)
+
+
+def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any], calls: Sequence[Any]) -> Any:
+    module = place.module
+    above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
+    matches = (rules.match(path, modules[path]) for path in above)
+    index = next((i for i in matches if i is not None), None)
+    rule = module_summary.rule_text(rules, index, place.precision)
+    holder = modules[above[1]] if len(above) > 1 else None
+    notes = _overruled(place, holder), _uncalled(place, calls)
+    note = ", ".join(filter(None, notes))
+    return module_summary.row(
+        path_text(place.path), type(module), rule, place.precision, _own(module), calls, note
+    )
+
+
+def _overruled(place: precision_plan.Place, holder: Any) -> str:
+    """What to say of a module that has a dtype of its own."""
+    wish = layers.wish(place.module, holder)
+    if wish is None or (not place.keeps_dtype and wish == place.precision.policy.compute_dtype):
+        return ""
+    return f"its dtype={jax.numpy.dtype(wish).name} is {'kept' if place.keeps_dtype else 'overruled'}"
+
+
+def _uncalled(place: precision_plan.Place, calls: Sequence[Any]) -> str:
+    return "" if calls or isinstance(place.module, nnx.List | nnx.Dict) else "not called"
+
+
+def _own(module: Any) -> list[Any]:
+    """The arrays of a module's own parameters."""
+    return [
+        leaf
+        for _, param in graph_nodes.own_params(module)
+        for leaf in jax.tree.leaves(graph_nodes.read(param))
+    ]

@@ -1,0 +1,147 @@
+"""The training step with NNX modules: gradients of a scaled loss, and state kept on a skipped step."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from flax import nnx
+
+from jmp_policy._src.core.finiteness import select_tree
+from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
+from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    loss: str | None = None,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
+
+    Args:
+      fun: the loss function, which takes the module (and more), and returns a real scalar, or
+        `(loss, aux)` with `has_aux`. Compute the loss in float32; a float16 loss draws a warning.
+      argnums, has_aux, holomorphic, allow_int, graph, graph_updates: as for `nnx.value_and_grad`; among
+        argnums `nnx.DiffState(0, filter)` for parameters other than `nnx.Param`.
+      loss: of several losses with a loss scale each, the name of this one.
+
+    Returns:
+      A function `(scale_or_optimizer, model, *args, **kwargs) -> (value, grads)`, where `value` is
+      `(loss, aux)` with `has_aux`. The first argument is a loss scale, an `nnx.Optimizer` whose
+      transformation is `loss_scaled`, or its `opt_state`. The loss is multiplied in float32; `value` is
+      unscaled; `grads` are still scaled, as `loss_scaled` takes them. Changes of the module's state in
+      the forward pass are kept, as with `nnx.value_and_grad`.
+
+    Raises:
+      TypeError: when `fun` returns no scalar.
+      ValueError: when no loss scale, or more than one, is found.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_policy import StaticLossScale
+      >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     return model(x).sum()
+      >>> loss, grads = scaled_value_and_grad(loss_fn)(StaticLossScale(8.0), model, jnp.ones((1, 1)))
+      >>> float(grads.kernel[0, 0])
+      8.0
+    """
+    if not callable(fun):
+        raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
+
+    def value_and_scaled_grad(scale_or_optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        scale = find_loss_scale(scale_or_optimizer, loss)
+
+        @functools.wraps(fun)  # NNX puts keyword arguments in their places by the signature.
+        def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            unscaled, aux = split_loss(fun(*args, **kwargs), has_aux)
+            return scale_loss(scale, unscaled), (unscaled, aux)
+
+        gradient = nnx.value_and_grad(
+            scaled_loss,
+            argnums=argnums,
+            has_aux=True,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+            graph=graph,
+            graph_updates=graph_updates,
+        )
+        (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
+        value = (unscaled, aux) if has_aux else unscaled
+        return value, restore_scale(scale, unscaled, grads)
+
+    return value_and_scaled_grad
+
+
+#: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.
+_NOT_PARAMS = nnx.Not(nnx.Param)
+
+
+@contextlib.contextmanager
+def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PARAMS) -> Iterator[None]:
+    """Leaves a module's other state (batch statistics, caches, random counts) as it was on a skipped step.
+
+    A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
+    loss, its gradient and the update inside the block; usable in `nnx.jit`.
+
+    Args:
+      optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
+      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
+      only: which Variables, as an NNX filter; all but parameters by default.
+
+    Raises:
+      ValueError: when no loss scale, or more than one, is found; without any module.
+      TypeError: for something that is no module.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+      >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale())
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> def loss_fn(model, x):
+      ...     return model(x).sum()
+      >>> with keep_state_on_skip(optimizer, model):
+      ...     loss, grads = scaled_value_and_grad(loss_fn)(optimizer, model, jnp.full((2, 1), jnp.inf))
+      ...     _ = optimizer.update(model, grads)
+      >>> float(model.mean[0])
+      0.0
+    """
+    get_loss_scale_state(optimizer)  # Raises now, and not after the step.
+    selected = nnx.filterlib.to_predicate(only)
+    found = {
+        id(variable): variable
+        for module in _models(modules)
+        for path, variable in graph_nodes.variables(module)
+        if selected(path, variable)
+    }
+    before = [(variable, graph_nodes.read(variable)) for variable in found.values()]
+    yield
+    finite = grads_finite(optimizer)
+    for variable, old in before:
+        new = graph_nodes.read(variable)
+        if new is not old:
+            graph_nodes.write(variable, select_tree(finite, new, old))
+
+
+def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
+    if not modules:
+        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
+    for module in modules:
+        # The optimizer's own state must move on: a loss scale that is put back never recovers.
+        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
+        if not isinstance(model, nnx.Module):
+            given = type(model).__name__
+            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
+        yield model

@@ -1,0 +1,131 @@
+"""An NNX module under a policy: a new tree of modules over the same Variables.
+
+NNX has no interceptor. Layers of Flax follow a policy through their own `dtype` setting, everything else by
+a subclass that casts (see `governed`). Where settings suffice, the graph definition equals that of a layer
+written by hand, and so do its programs.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
+from jmp_policy._src.flax.nnx.governed import Specification, governed_class
+from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
+    """An NNX module that computes under a policy and shares every Variable with the original.
+
+    Args:
+      module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
+        place of its old one. (With `keep_module_dtypes`, wrap the bare module again, and not a copy of the
+        wrapped one: copies do not remember what their layers asked for.) Its parameters must be in param
+        dtype already.
+      policy: a `PolicyMap`, a `Policy` or its text. Paths are those of `nnx.iter_graph` ("blocks/0/attn").
+      methods: names of further methods that are called from outside their module, as `__call__` is, and
+        read parameters of its own: inputs, parameters and results are cast in them too. A method that
+        `__call__` itself uses needs no mention.
+
+    Returns:
+      A module of the same structure over the same Variables: training one trains the other. Layers of Flax
+      follow by their settings; other modules are instances of a subclass of their class.
+
+    Raises:
+      TypeError: for something that is no NNX module instance, or whose class cannot be subclassed.
+      ValueError: for rules that match nothing, for rules that disagree on a module or parameter shared
+        between places, for parameters that are not in param dtype, for unknown methods.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> bare = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> model = wrap(bare, "p=f32, c=bf16, o=bf16")
+      >>> model(jnp.ones((1, 3))).dtype, model.kernel is bare.kernel
+      (dtype(bfloat16), True)
+    """
+    plan = precision_plan.make(module, policy, _checked(methods))
+    plan.check_used()
+    plan.check_params()
+    for place in plan.places:
+        if (message := precision_plan.never_cast(place, plan.methods)) is not None:
+            warnings.warn(message, UserWarning, stacklevel=2)
+    return _carried_out(plan)
+
+
+def cast_params(module: M, policy: PolicyMapLike) -> M:
+    """Casts the parameters of an NNX model to the param dtype of a policy, in place.
+
+    Args:
+      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers keep at
+        least float32 where they are float32 islands.
+      policy: as for `wrap`.
+
+    Returns:
+      The module itself.
+
+    Raises:
+      TypeError, ValueError: as `wrap` does, before anything is changed.
+    """
+    plan = precision_plan.make(module, policy, ())
+    plan.check_used()
+    plan.cast_params()
+    return module
+
+
+def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, nnx.Module]]]:
+    """An NNX module inside a larger model, whose rules are checked to match by whoever has the whole.
+
+    Its parameters are cast to param dtype. The second result tells what the rules were asked about.
+    """
+    plan = precision_plan.make(module, rules, ())
+    plan.cast_params()
+    return _carried_out(plan), plan.seen
+
+
+def _checked(methods: Any) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        raise TypeError(f"methods is a sequence of names, got the text {methods!r}: methods=[{methods!r}].")
+    special = [name for name in methods if name.startswith("__") and name != "__call__"]
+    if special:
+        raise ValueError(f"methods: {special[0]!r} is a method that Python calls, and cannot be governed.")
+    return tuple(methods)
+
+
+def _carried_out(plan: precision_plan.Plan) -> Any:
+    """Makes every module of the new tree follow its policy; returns the root."""
+    specs = [
+        Specification(place.precision, place.policy_changes, plan.methods)
+        if plan.needs_class(place)
+        else None
+        for place in plan.places
+    ]
+    for place, spec in zip(plan.places, specs, strict=True):
+        _set(place, plan.rules)
+        if spec is not None:
+            cls = governed_class(type(place.module), spec)
+            object.__setattr__(place.module, "__class__", cls)
+    return plan.module
+
+
+def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
+    """Sets what settings of a module of the new tree can say."""
+    module, precision = place.module, place.precision
+    new = layers.settings(
+        module, precision, float32_islands=rules.float32_islands, keeps_dtype=place.keeps_dtype
+    )
+    if "dtype" in new:
+        layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
+    vars(module).update(new)
+    if layers.is_bridge(module):
+        inside = rules.relative_to(place.path, precision.policy)
+        if not place.policy_changes:
+            inside = inside.without_output_cast(precision.policy)
+        framework = framework_of(module.to_nnx__module)
+        if framework is not None:
+            vars(module)["to_nnx__module"], _ = framework.wrap_part(module.to_nnx__module, inside)

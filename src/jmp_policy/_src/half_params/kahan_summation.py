@@ -1,0 +1,139 @@
+"""Compensated summation of updates: what rounding a parameter leaves over is kept, and added later."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.half_params.rounding import change, check_some_half, is_half_array, rounded
+from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
+from jmp_policy._src.loss_scaling.transformation import (
+    check_inner,
+    check_params,
+    check_state,
+    run_inner,
+    unalias,
+)
+
+
+class KahanSummationState(NamedTuple):
+    """State of `kahan_summation`.
+
+    Attributes:
+      inner_state: state of the wrapped transformation.
+      compensation: what rounding left over, to be added to the parameter, times 2**8 (bfloat16) or 2**11
+        (float16, which would otherwise hold it as a subnormal number or 0); of the parameter's dtype.
+        `optax.MaskedNode()` in the places of parameters that are not half.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> kahan_summation(optax.sgd(0.1)).init(jnp.float16(2.0)).compensation.dtype
+      dtype('float16')
+    """
+
+    inner_state: Any
+    compensation: Any
+
+
+def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Trains float16 or bfloat16 parameters with a second half number for what rounding leaves over.
+
+    Parameter and compensation together hold 17 bits of significand (bfloat16) or 23 (float16; float32 has
+    24), for 2 bytes more per parameter, where `master_weights` takes 4. An update of less than 2**-17 or
+    2**-23 of its parameter may still vanish. Deterministic.
+
+    A parameter changed from outside keeps its compensation if that is below half the distance to its
+    neighbour, and loses it otherwise.
+
+    Args:
+      inner: any optax transformation, or object with `init` and `update`. Put `loss_scaled` inside, and
+        this outermost: what it wraps sees parameter plus compensation, as float32.
+
+    Returns:
+      A transformation. `init(params)` gives a `KahanSummationState`. `update(grads, state, params, **extra)`
+      returns float32 updates with which `optax.apply_updates(params, updates)` gives the sum rounded to
+      nearest (as exactly as `master_weights`). An update of zero changes no bit. Leaves that are not half
+      get the updates of `inner`.
+
+    Raises:
+      TypeError, ValueError: as `master_weights`; and where no parameter is half.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> params, tx = jnp.float16(1.0), kahan_summation(optax.sgd(2.0**-13))
+      >>> state = tx.init(params)
+      >>> for _ in range(1024):
+      ...     updates, state = tx.update(jnp.float16(-1.0), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params)
+      1.125
+
+    References:
+      Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al., "Revisiting
+      BFloat16 Training", 2020, section 4.
+    """
+    transformation = check_inner(inner, "kahan_summation")
+
+    def init(params: PyTree) -> KahanSummationState:
+        check_some_half(params, "kahan_summation")
+        compensation = jax.tree.map(_no_compensation, params)
+        return KahanSummationState(
+            unalias(transformation.init(tree_to_float32(params)), params), compensation
+        )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, KahanSummationState]:
+        check_state(state, KahanSummationState, "kahan_summation")
+        check_params(params, updates, "kahan_summation")
+        check_some_half(params, "kahan_summation")
+        shown = jax.tree.map(_sum, params, state.compensation)
+        steps, inner_state = run_inner(transformation, updates, state.inner_state, shown, extra_args)
+        both = jax.tree.map(_update, params, state.compensation, steps)
+        new_updates = jax.tree.map(lambda p, x: x[0], params, both)
+        compensation = jax.tree.map(lambda p, x: x[1], params, both)
+        return new_updates, KahanSummationState(inner_state, compensation)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _no_compensation(p: Any) -> Any:
+    # Zeros that depend on the parameter get its sharding under jit; zeros_like lies on every device.
+    return jnp.minimum(jnp.abs(p), jnp.zeros((), p.dtype)) if is_half_array(p) else optax.MaskedNode()
+
+
+def _left_over(p: jax.Array, compensation: jax.Array) -> jax.Array:
+    """The compensation in units of the parameter, float32; 0 where it is more than rounding leaves over.
+
+    It was another parameter's then: this one was changed from outside.
+    """
+    possible = jnp.maximum(jnp.abs(p), jnp.finfo(p.dtype).smallest_normal)
+    left = jnp.asarray(compensation, jnp.float32) / _magnification(p)
+    return jnp.where(jnp.abs(compensation) <= possible, left, 0)
+
+
+def _magnification(p: jax.Array) -> float:
+    return 2.0 ** (jnp.finfo(p.dtype).nmant + 1)
+
+
+def _sum(p: Any, compensation: Any) -> Any:
+    """What the wrapped transformation sees as the parameter."""
+    if not is_half_array(p):
+        return tree_to_float32(p)
+    return jnp.asarray(p, jnp.float32) + _left_over(p, compensation)
+
+
+def _update(p: Any, compensation: Any, step: Any) -> tuple[Any, Any]:
+    """The update, and the new compensation."""
+    if not is_half_array(p):
+        return step, compensation
+    wide, step = jnp.asarray(p, jnp.float32), jnp.asarray(step, jnp.float32)
+    step_and_rest = step + _left_over(p, compensation)
+    new = rounded(wide + step_and_rest, p.dtype)
+    rest = ((wide - new) + step_and_rest) * _magnification(p)
+    rest = jnp.where(jnp.isfinite(new), rest, 0).astype(p.dtype)
+    # A rest of exactly half the distance would round again, and an update of zero move the parameter.
+    still = step == 0
+    return change(wide, jnp.where(still, wide, new)), jnp.where(still, compensation, rest)

@@ -1,0 +1,117 @@
+"""Rounding parameters: from float32 to what float16 and bfloat16 hold, to nearest or at random.
+
+An update smaller than half the distance to a parameter's neighbour vanishes when it is added, step after
+step. Master weights, stochastic rounding and Kahan summation prevent that, and all three round here: by
+integer operations on float32 bits, since XLA may leave out a cast to half and back, and
+`lax.reduce_precision` turns the subnormal numbers of float16 into zeros.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.core.cast import is_floating_array
+from jmp_policy._src.core.types import PyTree
+
+_SIGN = np.uint32(0x8000_0000)
+_INFINITY = np.uint32(0x7F80_0000)
+
+#: Random bits with which `rounded` goes towards zero, and away from it.
+TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
+
+
+def is_half_array(x: Any) -> bool:
+    """Whether a leaf is an array of float16 or bfloat16, which is what can be rounded to."""
+    return is_floating_array(x) and x.dtype in (jnp.float16, jnp.bfloat16)
+
+
+def check_some_half(params: PyTree, wrapper: str) -> None:
+    """Raises ValueError where a wrapper that rounds sees floating parameters, and none of them half."""
+    floating = [x for x in jax.tree.leaves(params) if is_floating_array(x)]
+    if floating and not any(map(is_half_array, floating)):
+        dtypes = ", ".join(sorted({x.dtype.name for x in floating}))
+        raise ValueError(
+            f"{wrapper} sees no float16 or bfloat16 parameter, only {dtypes}: there is nothing to round. If "
+            "the model's parameters are half, another wrapper shows float32 copies of them: put this one "
+            "outermost, around loss_scaled(optimizer, loss_scale). If they are float32, leave it out."
+        )
+
+
+def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
+    """Float32 numbers rounded to what a half type holds.
+
+    Args:
+      x: float32 array.
+      dtype: float16 or bfloat16.
+      bits: uint32 of the shape of `x`, uniformly random: each number then goes to one of its two neighbours,
+        with the probability that makes the expectation the number itself. None rounds to nearest, ties
+        to even.
+
+    Returns:
+      float32 array. What the type holds, infinities and NaN included, stays as it is. Beyond the largest
+      finite number it is always rounded to nearest: none becomes infinite by chance. Float32's own
+      subnormal numbers count as 0 for float16.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> bits = jax.random.bits(jax.random.key(0), (10_000,), jnp.uint32)
+      >>> x = rounded(jnp.full(10_000, 1 + 2.0**-9), jnp.bfloat16, bits)
+      >>> sorted(set(x.tolist())), round(float((x > 1).mean()), 2)
+      ([1.0, 1.0078125], 0.25)
+    """
+    pattern = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
+    largest = _pattern(jnp.finfo(dtype).max)
+    spare = 23 - jnp.finfo(dtype).nmant
+    # Numbers below the smallest normal one have fewer bits: one less per halving, down to the leading one.
+    drop = np.uint32(spare)
+    if dtype == jnp.float16:
+        drop = jnp.clip(np.uint32(spare + 127 - 14) - (magnitude >> 23), drop, np.uint32(23))
+        drop = jnp.where(magnitude >= _pattern(2.0**-14), np.uint32(spare), drop)
+    mask = (np.uint32(1) << drop) - np.uint32(1)
+    carry = (mask >> 1) + ((magnitude >> drop) & np.uint32(1)) if bits is None else bits & mask
+    new = (magnitude + carry) & ~mask
+    if dtype == jnp.float16:
+        new = jnp.where(magnitude < _pattern(2.0**-24), _between_zero_and_smallest(magnitude, bits), new)
+    midpoint = largest + (np.uint32(1) << np.uint32(spare - 1))
+    new = jnp.where(new > largest, jnp.where(magnitude >= midpoint, _INFINITY, largest), new)
+    new = jnp.where(magnitude >= _INFINITY, magnitude, new)
+    return lax.bitcast_convert_type(sign | new, jnp.float32)
+
+
+def change(p: jax.Array, new: jax.Array) -> jax.Array:
+    """The float32 number that `optax.apply_updates` adds to `p` to get `new`.
+
+    -0.0 where the two are equal: p + -0.0 is p for every p, infinity included, and -0.0 + 0.0 loses the sign.
+    """
+    return jnp.where(p == new, np.float32(-0.0), new - p)
+
+
+def random_bits(seed: Any, count: Any, params: PyTree) -> PyTree:
+    """uint32 bits for every number of the half arrays of a tree; None in the places of other leaves.
+
+    They are a function of the seed, the count, the leaf and the place in it, whatever the devices: threefry
+    is asked for by name, since other generators that may be the default depend on the sharding.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    half = [i for i, x in enumerate(leaves) if is_half_array(x)]
+    found: list[Any] = [None] * len(leaves)
+    if half:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
+        for i, leaf_key in zip(half, jax.random.split(key, len(half)), strict=True):
+            found[i] = jax.random.bits(leaf_key, leaves[i].shape, jnp.uint32)
+    return jax.tree.unflatten(treedef, found)
+
+
+def _between_zero_and_smallest(magnitude: jax.Array, bits: Any) -> jax.Array:
+    """Patterns of 0 or 2**-24, the smallest float16, for numbers in between."""
+    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**48)  # Of 2**24.
+    threshold = np.float32(2.0**23) if bits is None else (~bits >> np.uint32(8)).astype(jnp.float32)
+    return jnp.where(threshold < share, _pattern(2.0**-24), np.uint32(0))
+
+
+def _pattern(x: Any) -> np.uint32:
+    return np.float32(x).view(np.uint32)

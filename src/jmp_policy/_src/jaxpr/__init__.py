@@ -1,0 +1,1 @@
+"""Jaxprs: how they differ between versions of JAX, one evaluator, lists of operations, replay in float32."""

@@ -1,0 +1,71 @@
+"""Where in a user's code an operation of a jaxpr was written."""
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import source_info_util
+
+
+def source_line(eqn: Any) -> str:
+    """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
+
+    Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
+    line where no other is known.
+    """
+    for frame in _frames(eqn):
+        if not frame.file_name.startswith((*_libraries(), "<frozen")):
+            return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
+    text = source_info_util.summarize(eqn.source_info)
+    return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
+
+
+def is_promotion(eqn: Any) -> bool:
+    """Whether a conversion was made for a value to meet one of another dtype, and not asked for by name.
+
+    What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
+    Flax's normalisation layers and JAX's sums compute in float32 on purpose.
+    """
+    by_name = False
+    for frame in _frames(eqn):
+        if not frame.file_name.startswith(_directory("jax")):
+            # The first that is not JAX's own.
+            if _short(frame.file_name) == "normalization.py":
+                return False
+            return not by_name or "promote_dtype" in frame.function_name
+        if _short(frame.file_name) == "reductions.py":
+            return False
+        name = _plain(frame.function_name)
+        by_name = by_name or name in ("astype", "asarray", "array", "convert_element_type")
+    return True
+
+
+def _frames(eqn: Any) -> Sequence[Any]:
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
+def _short(file_name: str) -> str:
+    return re.sub(r"^.*[/\\]", "", file_name)
+
+
+def _plain(function: str) -> str:
+    """A function's name without where it was defined: "Net.__call__"."""
+    return function.rpartition("<locals>.")[2]
+
+
+def _libraries() -> tuple[str, ...]:
+    """Directories of the packages in which a user does not look for the line that matters."""
+    return tuple(filter(None, map(_directory, ("jax", "flax", "optax", "equinox", "haiku", "jmp_policy"))))
+
+
+@functools.cache
+def _directory(name: str) -> str:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep

@@ -1,0 +1,199 @@
+"""Walking a traced program: every operation with where it is, how often it runs, and what its operands are.
+
+Values are followed through calls and loops, so that a report can say that the weight converted here is the
+one converted there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.policy.regions import is_marker, scopes
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an operation is.
+
+    Args:
+      path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
+      backward: whether differentiation put it there.
+      times: how often one run of the program runs it: the product of the lengths of the scans around it.
+      counted: whether that is all; not so inside a `while`, whose trips nobody knows.
+      line: where it is in the source.
+    """
+
+    path: str = ""
+    backward: bool = False
+    times: int = 1
+    counted: bool = True
+    line: str = ""
+
+    @property
+    def place(self) -> str:
+        """The path and the line, as messages name an operation: "Net/head (mlp.py:41)"."""
+        line = self.line.partition(" ")[0]
+        return f"{self.path} ({line})" if self.path and line else self.path or line or "(unknown place)"
+
+
+class ValueInfo(NamedTuple):
+    """What is known of a value.
+
+    Args:
+      key: the same for the same value wherever it is passed on.
+      origin: index of the program's argument that it is, or None.
+      provenance: the marks that a visitor put on values that it was computed from.
+    """
+
+    key: int
+    origin: int | None = None
+    provenance: frozenset[int] = frozenset()
+
+
+class Visitor(Protocol):
+    """Looks at the operations that have no program inside."""
+
+    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
+        """The marks that its results carry; asked several times for what is in loops."""
+        ...
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Called once for each operation, in order."""
+        ...
+
+
+def walk(jaxpr: Any, visitor: Visitor) -> list[ValueInfo]:
+    """Shows a closed jaxpr's operations to a visitor; gives what is known of its results."""
+    run = _Walk(visitor)
+    arguments = [run.new(origin=i) for i in range(len(compat.open_jaxpr(jaxpr).invars))]
+    return run.inside(jaxpr, arguments, Site(), silent=False)
+
+
+class _Walk:
+    """One walk; the rounds in which only a loop's carry is found out are silent."""
+
+    def __init__(self, visitor: Visitor):
+        self._visitor = visitor
+        self._keys = 0
+
+    def new(self, provenance: frozenset[int] = frozenset(), origin: int | None = None) -> ValueInfo:
+        self._keys += 1
+        return ValueInfo(self._keys, origin, provenance)
+
+    def inside(
+        self, jaxpr: Any, arguments: Sequence[ValueInfo], outer: Site, silent: bool
+    ) -> list[ValueInfo]:
+        jaxpr = compat.open_jaxpr(jaxpr)
+        infos = dict(zip(jaxpr.invars, arguments, strict=True))
+        infos.update((var, self.new()) for var in jaxpr.constvars)
+
+        def info(atom: Any) -> ValueInfo:
+            return self.new() if isinstance(atom, compat.Literal) else infos[atom]
+
+        for eqn in jaxpr.eqns:
+            # Where exactly matters to nobody in silent rounds.
+            site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
+            results = self._equation(eqn, [info(atom) for atom in eqn.invars], site, silent)
+            infos.update(zip(eqn.outvars, results, strict=True))
+        return [info(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if eqn.primitive.name in loops:
+            return loops[eqn.primitive.name](eqn, operands, site, silent)
+        inner = [] if eqn.primitive.name in _OPAQUE else list(ir.subjaxprs(eqn))
+        for called in map(compat.open_jaxpr, inner):
+            if len(called.invars) == len(operands) and len(called.outvars) == len(eqn.outvars):
+                # A call: jit, remat, custom derivatives, shard_map.
+                return self.inside(called, operands, site, silent)
+        if not inner:
+            provenance = self._visitor.marks(eqn, site, operands)
+            results = [self.new(provenance) for _ in eqn.outvars]
+            if not silent:
+                self._visitor.see(eqn, site, operands, results)
+            return results
+        provenance = _joined(operands)
+        for jaxpr in inner:
+            arguments = [self.new(provenance) for _ in compat.open_jaxpr(jaxpr).invars]
+            self.inside(jaxpr, arguments, site, silent)
+        return [self.new(provenance) for _ in eqn.outvars]
+
+    def _scan(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        consts, carries = compat.scan_sizes(eqn.params)
+        trips = dataclasses.replace(site, times=site.times * eqn.params["length"])
+        fixed, xs = operands[:consts], [self.new(info.provenance) for info in operands[consts + carries :]]
+
+        def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
+            return self.inside(eqn.params["jaxpr"], [*fixed, *carry, *xs], trips, silent)
+
+        carry = self._settled(operands[consts : consts + carries], body)
+        return [self.new(info.provenance) for info in body(carry, silent)]
+
+    def _while(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        tested, fixed, start = operands[:first], operands[first : first + second], operands[first + second :]
+        trips = dataclasses.replace(site, counted=False)
+
+        def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
+            return self.inside(eqn.params["body_jaxpr"], [*fixed, *carry], trips, silent)
+
+        carry = self._settled(start, body)
+        self.inside(eqn.params["cond_jaxpr"], [*tested, *carry], trips, silent)
+        return [self.new(info.provenance) for info in body(carry, silent)]
+
+    def _cond(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        branches = [self.inside(j, operands[1:], site, silent) for j in eqn.params["branches"]]
+        return [self.new(_joined(results)) for results in zip(*branches, strict=True)]
+
+    def _settled(
+        self, start: Sequence[ValueInfo], body: Callable[[list[ValueInfo], bool], list[ValueInfo]]
+    ) -> list[ValueInfo]:
+        """What is known of a loop's carry at the start of every trip."""
+        provenance = [info.provenance for info in start]
+        while True:
+            carry = [self.new(known) for known in provenance]
+            after = body(carry, True)[: len(provenance)]
+            joined = [known | info.provenance for known, info in zip(provenance, after, strict=True)]
+            if joined == provenance:
+                return carry
+            provenance = joined
+
+
+def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
+    return frozenset().union(*(info.provenance for info in infos))
+
+
+#: Operations whose inner programs say how they combine or are lowered, not what they do.
+_OPAQUE = {
+    *("reduce", "reduce_window", "reduce_precision", "sort", "select_and_scatter", "pallas_call"),
+    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max"),
+    *("custom_partitioning",),
+}
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation's own name stack says that transposing a derivative put it there."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)
+
+
+def site_of(eqn: Any, outer: Site) -> Site:
+    """Where an equation is, in a program that is called at another site."""
+    stack = eqn.source_info.name_stack
+    names = [name for name in scopes(stack) if not is_marker(name) and name not in _REMAT]
+    path = "/".join(filter(None, (outer.path, *names)))
+    backward = outer.backward or is_backward(eqn)
+    return dataclasses.replace(
+        outer, path=path, backward=backward, line=source_lines.source_line(eqn) or outer.line
+    )
+
+
+#: Names that `jax.checkpoint` puts around what it computes a second time.
+_REMAT = ("rematted_computation", "checkpoint", "remat")
+
+
+def size(atom: Any) -> int:
+    """Number of elements of an atom of a jaxpr; 0 for tokens and the like."""
+    return math.prod(getattr(atom.aval, "shape", (0,)))

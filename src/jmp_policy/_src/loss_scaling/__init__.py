@@ -1,0 +1,1 @@
+"""Loss scales, the optax wrapper that uses them, gradients of scaled losses, accumulation, metrics."""

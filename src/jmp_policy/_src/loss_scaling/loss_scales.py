@@ -1,0 +1,107 @@
+"""Several loss scales at once: one for each loss, by its name."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.core.pytree import pytree_dataclass
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
+
+
+@pytree_dataclass
+class LossScales:
+    """The loss scales of several losses, and how each loss's gradients have been.
+
+    Made by `loss_scaled(inner, {"name": loss_scale, ...})`; `get_loss_scale_state(opt_state).loss_scale` is
+    one, and `.loss_scale["name"]` the loss scale of that loss. Iterating gives the names.
+
+    Attributes:
+      scales: the loss scale by loss.
+      grads_finite: by loss, whether its last gradients were finite; boolean scalars, True at first.
+      nonfinite_steps: by loss, how many of its gradients so far were not; int32 scalars, saturating.
+      consecutive_nonfinite: by loss, how many since the last finite ones; int32 scalars, saturating.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import DynamicLossScale, StaticLossScale, get_loss_scale_state, loss_scaled
+      >>> tx = loss_scaled(optax.sgd(0.1), {"a": DynamicLossScale(), "b": StaticLossScale(8.0)})
+      >>> scales = get_loss_scale_state(tx.init(jnp.ones(3))).loss_scale
+      >>> list(scales), float(scales["b"].loss_scale)
+      (['a', 'b'], 8.0)
+    """
+
+    scales: dict[str, Any]
+    grads_finite: dict[str, Any]
+    nonfinite_steps: dict[str, Any]
+    consecutive_nonfinite: dict[str, Any]
+
+    def __getitem__(self, loss: str) -> Any:
+        if loss not in self.scales:
+            raise KeyError(f"{loss!r} is none of the losses: {listed(self.scales)}.")
+        return self.scales[loss]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.scales)
+
+    def __len__(self) -> int:
+        return len(self.scales)
+
+
+def start(scales: Mapping[str, LossScale]) -> LossScales:
+    """Copies of the given loss scales, before the first step."""
+    return LossScales(
+        scales={name: jax.tree.map(jnp.array, scale) for name, scale in scales.items()},
+        grads_finite={name: jnp.ones((), jnp.bool_) for name in scales},
+        nonfinite_steps={name: jnp.zeros((), jnp.int32) for name in scales},
+        consecutive_nonfinite={name: jnp.zeros((), jnp.int32) for name in scales},
+    )
+
+
+def is_one(x: Any) -> bool:
+    """Whether this is a loss scale."""
+    return isinstance(x, LossScale) and not isinstance(x, type)
+
+
+def are_several(x: Any) -> bool:
+    """Whether these are loss scales by name."""
+    return isinstance(x, LossScales) or (isinstance(x, Mapping) and bool(x) and all(map(is_one, x.values())))
+
+
+def pick(scale: Any, loss: str | None) -> Any:
+    """The loss scale of a loss, out of one for all (`loss` is None then) or several by name.
+
+    Raises:
+      ValueError: for a missing name, an unknown one, and one too many.
+    """
+    if not are_several(scale):
+        if loss is None:
+            return scale
+        raise ValueError(
+            f"loss={loss!r} chooses among several loss scales, and here is only one. Leave it out, or give "
+            f"each loss its own: loss_scaled(optimizer, {{{loss!r}: DynamicLossScale(), ...}})."
+        )
+    if loss is None:
+        raise ValueError(
+            f"There is a loss scale for each of the losses {listed(scale)}. Say whose is meant, as in "
+            f"scaled_value_and_grad(loss_fn, loss={next(iter(scale))!r}), or pass "
+            f"get_loss_scale_state(opt_state).loss_scale[{next(iter(scale))!r}]."
+        )
+    check_names([loss], scale, "loss=")
+    return scale[loss]
+
+
+def check_names(given: Any, known: Any, what: str) -> None:
+    """Raises for names that are no losses; the message has the nearest ones that are."""
+    for name in given:
+        if name not in set(known):
+            near = difflib.get_close_matches(str(name), list(known), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{what} names {name!r}, which is none of the losses: {listed(known)}.{hint}")
+
+
+def listed(names: Any) -> str:
+    """Names as a message shows them."""
+    return ", ".join(map(repr, names))

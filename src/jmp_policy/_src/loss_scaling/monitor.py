@@ -1,0 +1,63 @@
+"""Magnitudes of gradients by group of parameters, kept in the optimizer's state."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.core.types import PyTree
+
+#: From a parameter's path ("encoder/layer_0/kernel") to its group; True for the first name of the path.
+Groups: TypeAlias = bool | Callable[[str], str]
+
+#: float16 rounds magnitudes up to this one to zero.
+_BECOMES_ZERO = 2.0**-25
+
+
+def check_groups(groups: Any) -> Groups:
+    """Raises for something that does not say which parameter is in which group."""
+    if isinstance(groups, bool):
+        return groups
+    if callable(groups):
+        return cast(Groups, groups)
+    raise TypeError(
+        "monitor is True (one group per part of the model) or a function from a parameter's path to the name "
+        f"of its group; got {groups!r}."
+    )
+
+
+def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict[str, jax.Array]]:
+    """Largest, smallest and vanishing magnitudes per group of parameters.
+
+    Args:
+      grads: unscaled gradients.
+      loss_scale: what they were multiplied by; float32 scalar.
+      groups: which parameter is in which group.
+
+    Returns:
+      By group: `max`, the largest magnitude; `min`, the smallest that is not zero (0 if all are);
+      `underflow`, the share of values that are zero in float16 at this loss scale. float32 scalars.
+    """
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    ]
+    parts: dict[str, list[jax.Array]] = {}
+    for text, leaf in leaves:
+        # Of Linen's variables the parts are below.
+        name = groups(text) if callable(groups) else text.removeprefix("params/").split("/")[0] or "all"
+        parts.setdefault(name, []).append(jnp.abs(leaf).astype(jnp.float32))
+    limit = _BECOMES_ZERO / jnp.asarray(loss_scale, jnp.float32)
+    return {name: _of_group(group, limit) for name, group in parts.items()}
+
+
+def _of_group(group: list[jax.Array], limit: Any) -> dict[str, jax.Array]:
+    smallest = jnp.stack([jnp.min(jnp.where(x > 0, x, jnp.inf)) for x in group]).min()
+    vanishing = jnp.stack([jnp.sum(x <= limit, dtype=jnp.float32) for x in group]).sum()
+    return {
+        "max": jnp.stack([jnp.max(x) for x in group]).max(),
+        "min": jnp.where(jnp.isinf(smallest), 0.0, smallest),
+        "underflow": vanishing / sum(x.size for x in group),
+    }

@@ -1,0 +1,337 @@
+"""Bringing what a checkpoint gave into the state of the program that goes on with it.
+
+Orbax and `flax.serialization` restore the very structure that was saved and nothing else, and Orbax casts to
+the dtypes of its target without a word. Here values are matched by name, only what `loss_scaled` and its
+loss scales add may be missing, and a change of dtype is an error.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from jmp_policy._src.core.cast import strip_weak_type
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.types import PyTree
+
+_SHOWN = 10
+_SCALARS = (bool, int, float, complex)
+_ABSENT = object()
+#: By these fields a state is told, since one that was read without a target has no class: of `loss_scaled`
+#: (no other has both), of `master_weights`.
+_LOSS_SCALED = frozenset(("grads_finite", "skipped"))
+_MASTERS = frozenset(("inner_state", "masters"))
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyTree:
+    """The saved training state in the structure, the dtypes and the shardings of this program's.
+
+    Use it after any restore, and when the checkpoint is not quite what the program has: made by an older
+    version that lacked a field, by a float32 run whose optimizer was not in `loss_scaled` yet, on other
+    devices, or read without a target. Values are matched by the names on their paths.
+
+    Args:
+      template: a freshly initialised state, such as `tx.init(params)`, a `TrainState`, or
+        `nnx.state(optimizer)`, or a dict of several; arrays, or `jax.ShapeDtypeStruct`s (with shardings)
+        for what need not exist twice.
+      saved: what the checkpoint gave: the same structure, an older one, nested dicts and lists (Orbax
+        without a target, Flax state dicts), or the state of the optimizer that `loss_scaled` or
+        `master_weights` wraps now.
+      cast: convert numbers that were saved in another precision, instead of raising.
+
+    Returns:
+      The template with every saved value, placed as the template's is; where the template says nothing of
+      placement, JAX arrays stay where they are. What `loss_scaled` and `master_weights` add to an
+      optimizer's state, and fields of loss scales, come from the template where they were not saved (masters
+      that are not those of the parameters follow these in the next step). Configuration
+      (`growth_interval`) is the template's. The result may share buffers with `saved`.
+
+    Raises:
+      ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype.
+      TypeError: when the template is an optimizer instead of its state.
+
+    Example:
+      >>> import optax
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> params = {"w": jnp.ones(2)}
+      >>> saved = optax.adamw(1e-3).init(params)  # of a float32 run
+      >>> state = restore_state(loss_scaled(optax.adamw(1e-3), DynamicLossScale()).init(params), saved)
+      >>> type(state.inner_state).__name__, float(state.loss_scale.loss_scale)
+      ('tuple', 65536.0)
+    """
+    if callable(getattr(template, "init", None)) and callable(getattr(template, "update", None)):
+        raise TypeError(
+            f"restore_state needs a state to fill, got a transformation ({type(template).__name__}); pass "
+            "what its init(params) returns."
+        )
+    pairs = list(_match("", template, saved))
+    _check_structure(pairs)
+    values = [p.default() if p.field else _converted(p, cast) for p in pairs]
+    _check_types(dataclasses.replace(p, given=v) for p, v in zip(pairs, values, strict=True))
+    placed = [_placed(value, p.wanted) for p, value in zip(pairs, values, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(template), placed)
+
+
+def check_restored(restored: PyTree, expected: PyTree) -> None:
+    """Raises when a restored state has not the paths, shapes and dtypes of the state that was expected.
+
+    Orbax, given a target, casts to its dtypes without a word: a checkpoint of bfloat16 parameters makes
+    float32 ones that have lost their digits. So look at what the checkpoint holds before restoring it:
+    `check_restored(checkpointer.metadata(path).item_metadata, expected)`, or a `CheckpointManager`'s
+    `item_metadata(step)`, which is None without `item_handlers`. `restore_state` checks what it is given.
+
+    Args:
+      restored: a pytree of arrays, of `jax.ShapeDtypeStruct`s, or of Orbax's metadata.
+      expected: the state of this program; arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: naming the first ten paths, with dtype and shape as expected and as restored. A strong type
+        that became weak counts (it promotes differently, and compiles again); a weak one that became strong
+        does not, since no checkpoint holds weak types.
+
+    Example:
+      >>> check_restored({"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(2)})
+      Traceback (most recent call last):
+      ValueError: 1 restored value is not of the type that was expected:
+        w: float32[2] -> bfloat16[2]: saved in lower precision; the float32 values (masters) are lost
+    """
+    pairs = [dataclasses.replace(p, field="") for p in _match("", expected, restored)]
+    _check_structure(pairs)
+    _check_types(pairs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pair:
+    """A leaf of the template and the saved leaf on its path; one of them may be absent.
+
+    `field` names the field of the wrapper's state whose value the template is asked for.
+    """
+
+    path: str
+    wanted: Any
+    given: Any = _ABSENT
+    field: str = ""
+
+    def default(self) -> Any:
+        """The value of a fresh state."""
+        if not isinstance(self.wanted, jax.ShapeDtypeStruct):
+            return jnp.array(self.wanted)  # A copy: the restored state may be donated.
+        if self.field == "masters":
+            raise ValueError(
+                f"{self.path} was not saved, and the template has only its shape. Give the template real "
+                "masters: tx.init(params) of the restored parameters."
+            )
+        if self.field == "loss_scale":
+            raise ValueError(
+                f"{self.path} was not saved, and the template has only its shape. Give the template a real "
+                "loss scale: state._replace(loss_scale=DynamicLossScale())."
+            )
+        return jnp.full(self.wanted.shape, self.field == "grads_finite", self.wanted.dtype)
+
+
+def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pair]:
+    """Every leaf of the template, in its order, with what was saved; then what else was saved.
+
+    Nodes without leaves (None, `optax.EmptyState`) count as nothing: checkpoints write them as they please.
+    """
+    children, found = _children(wanted), _children(given)
+    if children is None or _is_box(wanted, children):
+        yield from _match_leaf(path, wanted, given, field)
+        return
+    saved = found or {}
+    wraps = next((fields for fields in (_LOSS_SCALED, _MASTERS) if children.keys() >= fields), None)
+    if wraps and not saved.keys() >= wraps:
+        found = saved = {"inner_state": given}
+    if _is_loss_scale(wanted) and children.keys() & saved.keys():
+        field = field or "loss_scale"
+    for name, child in children.items():
+        own = name if wraps and name != "inner_state" else field
+        yield from _match(_join(path, name), child, saved.get(name), own)
+    if found is None:
+        yield _Pair(path, _ABSENT, given)
+    for name, child in saved.items():
+        if name not in children:
+            yield from _left_over(_join(path, name), child)
+
+
+def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pair]:
+    """Either side may be in a box, such as `nnx.Variable`; a raw restore gives {"value": array} for one."""
+    (leaf,) = jax.tree.leaves(wanted) if _children(wanted) else [wanted]
+    found = _children(given)
+    while found is not None and found.keys() == {"value"}:
+        given = found["value"]
+        found = _children(given)
+    if found is None:
+        yield _Pair(path, leaf, given)
+        return
+    yield _Pair(path, leaf, field=field)
+    yield from _left_over(path, given)
+
+
+def _left_over(path: str, given: Any) -> Iterator[_Pair]:
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(given):
+        yield _Pair(_join(path, jax.tree_util.keystr(inner, simple=True, separator="/")), _ABSENT, leaf)
+
+
+def _children(node: Any) -> dict[str, Any] | None:
+    """The children of a pytree's node by name, list items by number; None for a leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if flat and not flat[0][0]:
+        return None
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
+    if len(set(names)) < len(names):
+        raise ValueError(f"The keys {names} of a {type(node).__name__} are not different as text.")
+    return dict(zip(names, (child for _, child in flat), strict=True))
+
+
+def _is_box(node: Any, children: dict[str, Any]) -> bool:
+    """Whether it is metadata around one array: `nnx.Variable`, `nn.Partitioned`."""
+    named_value = not isinstance(node, dict) and children.keys() == {"value"}
+    return named_value and _children(children["value"]) is None
+
+
+def _is_loss_scale(node: Any) -> bool:
+    return dataclasses.is_dataclass(node) and all(hasattr(type(node), n) for n in ("unscale", "adjust"))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path and name else path or name
+
+
+def _check_structure(pairs: list[_Pair]) -> None:
+    missing = [f"{p.path}: {_show(p.wanted)}" for p in pairs if p.given is _ABSENT and not p.field]
+    left_over = [f"{p.path}: {_show(p.given)}" for p in pairs if p.wanted is _ABSENT]
+    both = [p for p in pairs if p.wanted is not _ABSENT and p.given is not _ABSENT]
+    reshaped = [
+        f"{p.path}: {_show(p.wanted)} -> {_show(p.given)}"
+        for p in both
+        if _shape(p.wanted) != _shape(p.given)
+    ]
+    if not (missing or left_over or reshaped):
+        return
+    lists = {"missing": missing, "left over": left_over, "of another shape": reshaped}
+    parts = [f"{len(found)} {what}:\n{_first(found)}" for what, found in lists.items() if found]
+    text = "\n".join(["What was saved does not fit this program's state.", *parts])
+    raise ValueError(text + _hint([p.path for p in pairs if p.wanted is _ABSENT]))
+
+
+def _hint(left_over: list[str]) -> str:
+    names = {name for path in left_over for name in path.split("/")}
+    if "grads_finite" in names:
+        return (
+            "\nThe saved optimizer state is one of loss_scaled, the template's is not: wrap its optimizer in "
+            "loss_scaled too (with NoOpLossScale() where nothing is to be scaled), or pass .inner_state."
+        )
+    if "masters" in names:
+        return (
+            "\nThe saved optimizer state is one of master_weights, the template's is not: wrap its optimizer "
+            "in master_weights too, or pass .inner_state, and .masters as the parameters."
+        )
+    if "loss_scale" in names:
+        return (
+            "\nWas it saved with another kind of loss scale, or with one where there are several now? Remove "
+            "the saved loss_scale to start with the template's."
+        )
+    if "gradients" in names:
+        return "\nGive loss_scaled the same monitor=, or remove the saved gradients; they serve metrics only."
+    return ""
+
+
+def _check_types(pairs: Iterable[_Pair]) -> None:
+    changes = [f"{p.path}: {change}" for p in pairs if (change := _change(p.wanted, p.given))]
+    if changes:
+        values = "1 restored value is" if len(changes) == 1 else f"{len(changes)} restored values are"
+        raise ValueError(f"{values} not of the type that was expected:\n{_first(changes)}")
+
+
+def _change(wanted: Any, given: Any) -> str:
+    """What became of a type, in words; nothing where it is as it was."""
+    if not hasattr(wanted, "dtype") and not isinstance(wanted, _SCALARS):
+        return "" if type(given) is type(wanted) else f"{type(wanted).__name__} -> {_show(given)}"
+    if isinstance(wanted, _SCALARS):
+        return "" if _kind(wanted) is _kind(given) else f"{_show(wanted)} -> {_show(given)}"
+    change = f"{_show(wanted)} -> {_show(given)}"
+    before, after = wanted.dtype, _dtype(given)
+    if after != before:
+        if after is not None and is_floating(before) and is_floating(after):
+            if jnp.finfo(after).bits < jnp.finfo(before).bits:
+                return f"{change}: saved in lower precision; the {before} values (masters) are lost"
+            return f"{change}: saved in another precision; restore_state(..., cast=True) converts"
+        return change
+    if _is_weak(given) and not _is_weak(wanted):
+        return f"{change}: a weak type promotes differently and compiles the step again"
+    return ""
+
+
+def _converted(pair: _Pair, cast: bool) -> Any:
+    """The saved value, a Python number or a strongly typed array as the template's; cast where asked for."""
+    wanted, given = pair.wanted, pair.given
+    if isinstance(wanted, _SCALARS):
+        return type(wanted)(np.asarray(given).item()) if _kind(given) is _kind(wanted) else given
+    if not hasattr(wanted, "dtype"):
+        return given
+    if isinstance(given, _SCALARS):
+        given = np.asarray(given, jax.dtypes.canonicalize_dtype(np.asarray(given).dtype))
+    if not cast or not hasattr(given, "dtype") or _kind(given) is not _kind(wanted):
+        return given if _is_weak(wanted) else strip_weak_type(given)
+    if _kind(wanted) is jnp.integer:
+        new = np.asarray(given).astype(wanted.dtype)
+        return new if (new == np.asarray(given)).all() else given
+    return given.astype(wanted.dtype)
+
+
+def _placed(value: Any, wanted: Any) -> Any:
+    """The value where the template's is."""
+    if not hasattr(wanted, "dtype") or not hasattr(value, "dtype"):
+        return value
+    sharding = getattr(wanted, "sharding", None)
+    if isinstance(wanted, jax.Array) and not wanted.committed:
+        sharding = None
+        # Committed to one device, as Orbax restores such a scalar, it could not meet arrays on several.
+        if isinstance(value, jax.Array) and value.committed and value.is_fully_addressable:
+            value = _uncommitted(value)
+    if sharding is None:
+        return value if isinstance(value, jax.Array) else jnp.array(value)
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        sharding = sharding.spec  # jax.set_mesh says on which devices.
+    return jax.device_put(value, sharding)
+
+
+def _uncommitted(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.array(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.array(np.asarray(x))
+
+
+def _kind(x: Any) -> Any:
+    dtype = _dtype(x) if hasattr(x, "dtype") else np.asarray(x).dtype if isinstance(x, _SCALARS) else None
+    return next((kind for kind in _KINDS if dtype is not None and jnp.issubdtype(dtype, kind)), None)
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)
+
+
+def _shape(x: Any) -> Any:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+
+
+def _is_weak(x: Any) -> bool:
+    return isinstance(x, _SCALARS) or bool(getattr(x, "weak_type", False))
+
+
+def _show(x: Any) -> str:
+    if not hasattr(x, "dtype"):
+        return f"{type(x).__name__} (a Python number)" if isinstance(x, _SCALARS) else type(x).__name__
+    return f"{x.dtype}[{','.join(map(str, _shape(x)))}]{' (weak)' * _is_weak(x)}"
+
+
+def _first(lines: list[str]) -> str:
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])

@@ -1,0 +1,84 @@
+"""What every wrapper of an optax transformation needs of what it wraps."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_policy._src.core.cast import map_changed, strip_weak_type
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
+
+
+def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
+    """The transformation, taking extra arguments, or a TypeError that names the wrapper."""
+    if isinstance(inner, type) or not all(callable(getattr(inner, n, None)) for n in ("init", "update")):
+        hint = " Did you forget to call it?" if callable(inner) else ""
+        raise TypeError(
+            f"{wrapper} wraps an optax transformation (an object with init and update), such as "
+            f"optax.adam(1e-3); got {inner!r}.{hint}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def check_state(state: Any, cls: type, wrapper: str) -> None:
+    """Raises TypeError for a state that is not the wrapper's."""
+    if not isinstance(state, cls):
+        raise TypeError(
+            f"{wrapper} got the state of another transformation ({type(state).__name__}); pass the "
+            "state that its own init returned."
+        )
+
+
+def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
+    """Raises ValueError where there are gradients, and the parameters were not passed."""
+    if params is None and jax.tree.leaves(updates):
+        raise ValueError(
+            f"{wrapper} needs the parameters to compute their updates: call tx.update(grads, state, params)."
+        )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises TypeError for a seed that is no integer."""
+    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {seed!r}.")
+
+
+def unalias(state: PyTree, *others: PyTree) -> PyTree:
+    """The state as every later step returns it: strongly typed, and in buffers that `others` don't hold.
+
+    A weak type would compile the step twice; some optimizers keep the very arrays of the parameters (L-BFGS),
+    and those could not be donated together with them.
+    """
+    taken = {id(x) for x in jax.tree.leaves(others)}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            if id(x) in taken:
+                x = jnp.array(x)
+            taken.add(id(x))
+        if isinstance(x, bool | int | float | complex):
+            return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+        return strip_weak_type(x)
+
+    return map_changed(one, state)
+
+
+def run_inner(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """The updates of what is wrapped, which sees float32 gradients, and its state, strongly typed."""
+    if "grad" in extra_args:
+        extra_args = extra_args | {"grad": tree_to_float32(extra_args["grad"])}
+    new_updates, new_state = inner.update(tree_to_float32(updates), state, params, **extra_args)
+    return new_updates, map_changed(strip_weak_type, new_state)

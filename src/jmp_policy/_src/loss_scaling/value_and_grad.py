@@ -1,0 +1,193 @@
+"""Gradients of a scaled loss.
+
+The gradients come out scaled and the loss as the user wrote it; `loss_scaled` (or `LossScale.unscale`)
+divides. Unscaling here already would hide from the optimizer which scale was used.
+"""
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.device_dispatch import varies_over_devices
+from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.finiteness import all_finite, select_tree
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
+from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
+
+#: The largest power of two that float16 holds: what a float16 loss may be multiplied by at most.
+_LARGEST_HALF_SEED = 2.0**15
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    loss: str | None = None,
+    retries: int = 0,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
+
+    Args:
+      fun: the loss function, returning a real scalar, or `(loss, aux)` with `has_aux`. Compute the loss
+        in float32; a float16 loss draws a warning.
+      argnums, has_aux, holomorphic, allow_int: as for `jax.value_and_grad`.
+      loss: of several losses with a loss scale each, the name of this one.
+      retries: repeat a step whose gradients are not finite up to this many times, each time with the
+        scale that `adjust(False)` gives, instead of skipping it. Each repetition costs a whole forward
+        and backward pass; a step without overflow costs nothing more.
+
+    Returns:
+      A function `(scale_or_opt_state, *args, **kwargs) -> (value, grads)`, where `value` is
+      `(loss, aux)` with `has_aux`. The first argument is a loss scale, or an optimizer state that holds
+      one. The loss is multiplied in float32; `value` is unscaled; `grads` are still scaled and have the
+      dtypes `jax.value_and_grad` would give. Where the loss is not finite, neither are the gradients,
+      so that the step is skipped.
+
+      With `retries` it returns `((value, grads), scale_or_opt_state)`: the state as it came in, with the
+      scale that the gradients were computed with. Pass that to `update`.
+
+    Raises:
+      TypeError: when `fun` returns no scalar.
+      ValueError: when no loss scale, or more than one, is found; for a name that is missing or unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import StaticLossScale
+      >>> loss, grad = scaled_value_and_grad(lambda w: w**2)(StaticLossScale(8.0), jnp.float32(3.0))
+      >>> float(loss), float(grad)
+      (9.0, 48.0)
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+    """
+    if not callable(fun):
+        raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
+    if retries:
+        positive_int(retries, "retries")
+
+    def scaled_loss(scale: LossScale, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        unscaled, aux = split_loss(fun(*args, **kwargs), has_aux)
+        return scale_loss(scale, unscaled), (unscaled, aux)
+
+    shift = _shift(argnums)
+    gradient = jax.value_and_grad(
+        scaled_loss, shift, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+    )
+
+    def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
+        (_, (unscaled, aux)), grads = gradient(scale, *args, **kwargs)
+        value = (unscaled, aux) if has_aux else unscaled
+        return value, restore_scale(scale, unscaled, grads)
+
+    def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        scale = find_loss_scale(scale_or_opt_state, loss)
+        if not retries:
+            return once(scale, args, kwargs)
+        result, scale = _with_retries(lambda s: once(s, args, kwargs), scale, retries)
+        return result, replace_loss_scale(scale_or_opt_state, scale, loss)
+
+    return value_and_scaled_grad
+
+
+def _shift(argnums: int | Sequence[int]) -> Any:
+    """Argument numbers behind the loss scale, which is the first argument of what is differentiated."""
+
+    def one(argnum: int) -> int:
+        return argnum + 1 if argnum >= 0 else argnum
+
+    return tuple(map(one, argnums)) if isinstance(argnums, Sequence) else one(operator.index(argnums))
+
+
+def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and what comes beside it, of what a loss function returned."""
+    if has_aux:
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            raise TypeError(
+                f"With has_aux=True the loss function must return (loss, aux), got {type(out).__name__}."
+            )
+        return out[0], out[1]
+    if jax.tree.structure(out) != jax.tree.structure(0):
+        raise TypeError(
+            f"The loss function must return one scalar, got {jax.tree.structure(out)}. To return more "
+            "beside the loss, use has_aux=True."
+        )
+    return out, None
+
+
+def scale_loss(scale: LossScale, loss: Any) -> Any:
+    """The loss times its scale, in float32; NaN gradients where the loss is not finite."""
+    dtype = getattr(loss, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
+    if dtype == jnp.float16:
+        warnings.warn(
+            "The loss is float16. Its cotangent is the loss scale itself, and float16 ends at 65504: a "
+            "scale of 2**16 would overflow on every step. It is held at 2**15 here, and the gradients are "
+            "multiplied by the rest. Compute the loss in float32: cast the logits, or give the model the "
+            "output dtype float32 (as mixed_float16 has).",
+            UserWarning,
+            stacklevel=2,
+        )
+    # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
+    # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
+    # x - x is 0 for every number, and NaN for inf and NaN.
+    wide = loss.astype(promote_dtype(dtype))
+    poison = lax.stop_gradient(wide - wide) + 1
+    if dtype == jnp.float16:
+        factor = jnp.minimum(jnp.asarray(scale.loss_scale, jnp.float32), _LARGEST_HALF_SEED)
+        return wide * (factor * poison)
+    return scale.scale(loss) * poison
+
+
+def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
+    """Gradients of a float16 loss carry less than the loss scale: multiply by what is missing."""
+    if getattr(loss, "dtype", None) != jnp.float16:
+        return grads
+    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_HALF_SEED, 1)
+
+    def multiply(g: Any) -> Any:
+        if not jnp.issubdtype(g.dtype, jnp.inexact):
+            return g
+        wide = promote_dtype(g.dtype)
+        return (g.astype(wide) * rest.astype(wide)).astype(g.dtype)
+
+    return map_changed(multiply, grads)
+
+
+def _with_retries(
+    step: Callable[[LossScale], tuple[Any, PyTree]], scale: LossScale, retries: int
+) -> tuple[tuple[Any, PyTree], LossScale]:
+    """Runs `step` until its gradients are finite, at most `retries` times more than once."""
+
+    def body(carry: Any) -> Any:
+        tries, scale, _, _ = carry
+        # The first pass uses the scale as it is, so that the body is traced and compiled once.
+        lowered = select_tree(tries > 0, scale.adjust(jnp.zeros((), jnp.bool_)), scale)
+        result = jax.tree.map(jnp.asarray, step(lowered))
+        return tries + jnp.int32(1), lowered, result, all_finite(result[1])
+
+    def unfinished(carry: Any) -> Any:
+        tries, _, _, finite = carry
+        return ~finite & (tries <= retries)
+
+    scale = jax.tree.map(jnp.asarray, scale)
+    shapes = jax.eval_shape(lambda: step(scale))
+    if any(map(varies_over_devices, jax.tree.leaves(shapes))):
+        raise ValueError(
+            "scaled_value_and_grad(..., retries=...) cannot run inside shard_map: each device would repeat "
+            "the step on its own. Use jax.jit with shardings, or leave retries out."
+        )
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    start = (jnp.int32(0), scale, empty, jnp.zeros((), jnp.bool_))
+    _, scale, result, _ = lax.while_loop(unfinished, body, start)
+    return result, scale

@@ -1,0 +1,1 @@
+"""What precision a module computes in: policies, rules, which are active, casts at policy boundaries."""

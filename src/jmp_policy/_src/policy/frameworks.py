@@ -1,0 +1,90 @@
+"""What the rest of the library asks of a module framework, and which one answers for a module.
+
+`flax.linen` and `flax.nnx` each implement `Framework`. The rooms below Flax ask here, and so never import it:
+a framework's implementation is loaded when one of its modules is met.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jmp_policy._src.core.imported import imported_attr, is_instance_of
+
+
+class Framework:
+    """What a module framework implements; the defaults are right for one that does nothing special."""
+
+    def wrap(self, module: Any, policy: Any) -> Any:
+        """Returns the module under a policy."""
+        raise NotImplementedError
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside a larger model of another framework.
+
+        Args:
+          module: a module.
+          rules: what governs it; that they match something is checked by whoever has the whole model.
+
+        Returns:
+          The module under the rules, and the (path, module) pairs that the rules were asked about already.
+        """
+        raise NotImplementedError
+
+    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the `Summary` of a model."""
+        raise NotImplementedError
+
+    def marking(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
+        """Returns a with-block in which modules mark their operations with the policy that governs them.
+
+        It gives a `policy.scope.Seen`, of the modules met, or None.
+        """
+        return contextlib.nullcontext()
+
+    def tapped(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a with-block in which the results of modules are handed to the active taps."""
+        return contextlib.nullcontext()
+
+    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Splits modules among the arguments of a function from their arrays.
+
+        Returns:
+          A `flax.nnx.pure.Split`, or None where none of the framework's modules is among them.
+        """
+        return None
+
+
+class _Registered(NamedTuple):
+    module: str
+    base: str
+    load: Callable[[], Framework]
+
+
+_FRAMEWORKS: dict[str, _Registered] = {}
+
+
+def register_framework(module: str, base: str, load: Callable[[], Framework]) -> None:
+    """Registers a framework.
+
+    Args:
+      module: name of the package in which its modules' base class is.
+      base: name of that class.
+      load: gives its implementation; called once, when the first of its modules is met.
+    """
+    _FRAMEWORKS[module] = _Registered(module, base, functools.cache(load))
+
+
+def framework_of(value: Any) -> Framework | None:
+    """Returns the framework whose module a value is an instance of, or None."""
+    for module, base, load in _FRAMEWORKS.values():
+        if is_instance_of(value, module, base):
+            return load()
+    return None
+
+
+def imported_frameworks() -> Iterator[Framework]:
+    """Yields the frameworks that the program has imported."""
+    for module, base, load in _FRAMEWORKS.values():
+        if imported_attr(module, base) is not None:
+            yield load()

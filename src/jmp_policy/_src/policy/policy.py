@@ -1,0 +1,157 @@
+"""A precision policy: which dtype parameters, computation and outputs have.
+
+The text grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `str` parses back,
+and an unknown word is named together with the words that would do.
+"""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.core.dtypes import DTYPE_WORDS, parse_dtype
+from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.types import DTypeLike, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of a mixed-precision computation.
+
+    Frozen and hashable: a policy may be a static argument of `jax.jit` or a field of a module.
+
+    Args:
+      param_dtype: what parameters are stored and updated in (the master weights).
+      compute_dtype: what parameters and inputs are cast to for the computation.
+      output_dtype: what leaves the governed part of a model for code under another policy or none.
+      grad_dtype: what weight gradients leave half-precision products in; None leaves them in
+        `compute_dtype` until the transpose of the parameter's cast.
+
+    Raises:
+      ValueError: when a dtype is unknown or not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = Policy("float32", jnp.float16, "float32")
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": jnp.array(3)})["w"].dtype
+      dtype('float16')
+      >>> str(policy)
+      'params=float32,compute=float16,output=float32'
+      >>> get_policy(str(policy)) == policy
+      True
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+    grad_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            if field.name == "grad_dtype" and given is None:
+                continue
+            dtype = parse_dtype(given, f"for {field.name} of a Policy")
+            object.__setattr__(self, field.name, dtype)
+
+    def cast_to_param(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `param_dtype`; all others stay the same objects."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `compute_dtype`; all others stay the same objects."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """Casts floating leaves to `output_dtype`; all others stay the same objects."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """The same policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def __str__(self) -> str:
+        names = {word: getattr(self, field) for word, field in _WORD_TO_FIELD.items()}
+        return ",".join(f"{w}={np.dtype(d).name}" for w, d in names.items() if d is not None)
+
+    def __repr__(self) -> str:
+        return f"Policy({str(self)!r})"
+
+
+#: What the public functions take where they need one policy.
+PolicyLike: TypeAlias = "Policy | str"
+
+_WORD_TO_FIELD = {
+    "params": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "grad": "grad_dtype",
+}
+_SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad"}
+_KEYS = (*_WORD_TO_FIELD, *_SHORT_KEYS)
+_PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
+_MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
+
+
+def get_policy(text: PolicyLike) -> Policy:
+    """The policy that a text names.
+
+    Args:
+      text: one of
+
+        - `"mixed_float16"`, `"mixed_bfloat16"`: parameters and outputs float32, computation half;
+          `"mixed_half"` with the half type that suits the default backend;
+        - `"float32"` (or `"full"`), `"float16"`, `"bfloat16"`, `"float64"`, `"half"`: all of one type;
+        - `"params=float32,compute=float16,output=float32"`, or short `"p=f32, c=f16, o=f32"`, and `g`
+          for `grad`: params default to float32, compute to params, output to compute.
+
+        A `Policy` is handed back as it is.
+
+    Raises:
+      ValueError: naming the bad word and the words that would do.
+      TypeError: for anything that is neither a text nor a policy.
+
+    Example:
+      >>> get_policy("p=f32, c=bf16")
+      Policy('params=float32,compute=bfloat16,output=bfloat16')
+    """
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(
+            f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {text!r} "
+            f"of type {type(text).__name__}."
+        )
+    name = text.strip().lower()
+    if name in _PURE:
+        return Policy(name, name, name)
+    if name in _MIXED:
+        return Policy("float32", name.removeprefix("mixed_"), "float32")
+    if "=" in name:
+        return _parse_assignments(text)
+    known = (*_MIXED, *_PURE)
+    hint = did_you_mean(name, known)
+    raise ValueError(
+        f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
+        "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
+    )
+
+
+def _parse_assignments(text: str) -> Policy:
+    dtypes: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, word = (piece.strip().lower() for piece in part.partition("="))
+        key = _SHORT_KEYS.get(key, key)
+        if not equals or key not in _WORD_TO_FIELD:
+            hint = did_you_mean(key, _KEYS)
+            raise ValueError(
+                f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
+                f"the keys {', '.join(_KEYS)}."
+            )
+        if key in dtypes:
+            raise ValueError(f"Policy {text!r} sets {key!r} twice.")
+        dtypes[key] = parse_dtype(word, f"in policy {text!r}")
+    params = dtypes.get("params", np.dtype(DTYPE_WORDS["float32"]))
+    compute = dtypes.get("compute", params)
+    return Policy(params, compute, dtypes.get("output", compute), dtypes.get("grad"))

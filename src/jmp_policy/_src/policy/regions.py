@@ -1,0 +1,222 @@
+"""Which precision a part of the program is under: markers in the name stack, and rules for its paths.
+
+A marker is a named scope, which every operation traced within it carries into the jaxpr, whoever traces
+it. Nothing ambient is read, so a jitted function that is traced once is right everywhere, and a marker
+outside of `autocast` does nothing.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+
+from jmp_policy._src.core.dtypes import parse_dtype
+from jmp_policy._src.core.types import DTypeLike
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import PolicyMap, matches
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: "off": as traced. "lower": every listed operation in half.
+RegionName: TypeAlias = Literal["off", "lower"]
+
+_MARKER = re.compile(r"autocast\[(\w+)\]")
+
+
+class Region(NamedTuple):
+    """The precision that a part of the program is under.
+
+    Args:
+      half: the half dtype, None where operations run as they were traced.
+      lower: whether operations of all lists run in half.
+      path: names of the scopes around it.
+      why: what decided, as it is shown.
+    """
+
+    half: Any
+    lower: bool = False
+    path: tuple[str, ...] = ()
+    why: str = ""
+
+
+def compute_dtype(dtype: np.dtype, given: object) -> np.dtype | None:
+    """The half dtype that a policy's compute dtype asks for; None for float32.
+
+    Raises:
+      ValueError: for other dtypes than float16, bfloat16 and float32.
+    """
+    if dtype.name in ("float16", "bfloat16"):
+        return dtype
+    if dtype.name == "float32":
+        return None
+    raise ValueError(
+        f"autocast computes in float16, bfloat16 or float32; {given!r} asks for {dtype.name}. It only ever "
+        "lowers float32 operations: float64 code stays as it is, and 8 bits need scaled products."
+    )
+
+
+@contextlib.contextmanager
+def region(precision: "str | Policy | DTypeLike") -> Iterator[None]:
+    """Marks the operations of a with-block for `autocast`, which traces them; also inside a module's method.
+
+    The innermost marker wins. Outside of `autocast` it only names the operations in profiles.
+
+    Args:
+      precision: `"off"`: every operation as traced, its half operands cast up; `"lower"`: every listed
+        operation in half, those that autocast would keep in float32 included, but for constants that
+        half can't hold; or a half dtype or policy, which takes the place of the one of `autocast`.
+
+    Raises:
+      ValueError: for an unknown word or dtype, when it is made.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def head(x, w):
+      ...     with region("off"):
+      ...         return x @ w
+      >>> head(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype
+      dtype('float32')
+    """
+    with jax.named_scope(f"autocast[{_word(precision)}]"):
+        yield
+
+
+def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function whose operations `autocast` leaves as they were traced: `region("off")` as a decorator.
+
+    Args:
+      fn: any function, also a method of a module.
+
+    Raises:
+      TypeError: for something that is no function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import explain
+      >>> @full_precision
+      ... def head(x, w):
+      ...     return x @ w
+      >>> explain(head, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))[0].operands
+      'float32'
+    """
+    if not callable(fn):
+        raise TypeError(f"full_precision decorates a function; got {fn!r}. For a block use region('off').")
+
+    @functools.wraps(fn)
+    def in_full(*args: P.args, **kwargs: P.kwargs) -> T:
+        with region("off"):
+            return fn(*args, **kwargs)
+
+    return in_full
+
+
+def scopes(name_stack: Any) -> list[str]:
+    """The names of a name stack that a scope put there, outermost first; transforms are left out."""
+    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
+
+
+def is_marker(scope: str) -> bool:
+    """Whether a scope of a name stack is a marker, and no name of the user's."""
+    return _MARKER.fullmatch(scope) is not None
+
+
+def _word(given: "str | Policy | DTypeLike") -> str:
+    precision: Any = given.compute_dtype.name if isinstance(given, Policy) else given
+    if precision in ("off", "lower"):
+        return precision
+    word = precision.removeprefix("mixed_") if isinstance(precision, str) else precision
+    half = compute_dtype(
+        parse_dtype(word, f"of region({precision!r}), which is neither 'off' nor 'lower'"), precision
+    )
+    return "off" if half is None else half.name
+
+
+class Regions:
+    """Reads name stacks: the outermost region, and what markers and rules make of each operation's scopes.
+
+    Args:
+      half: half dtype outside of markers and rules.
+      rules: `(path glob, word for region)`. A glob matches a scope with any scopes around it, and governs
+        what is inside, unless something inside is matched or marked itself.
+      anchored: rules whose globs are matched against the whole path.
+    """
+
+    def __init__(
+        self,
+        half: np.dtype | None,
+        rules: Sequence[tuple[str, str]] = (),
+        anchored: Sequence[tuple[str, str]] = (),
+    ):
+        self.outermost = Region(half)
+        self._rules = [(f"**/{glob.strip('/')}", word, glob) for glob, word in rules]
+        self._rules += [(glob, word, glob) for glob, word in anchored]
+        self._known: dict[Any, Region] = {}
+        self.paths: set[str] = set()
+        self.matched: set[str] = set()
+
+    def enter(self, region: Region, name_stack: Any) -> Region:
+        """The region of an operation whose name stack continues that of the code around it."""
+        if not name_stack.stack:
+            return region
+        key = (region, name_stack)
+        if key not in self._known:
+            self._known[key] = functools.reduce(self._inside, scopes(name_stack), region)
+        return self._known[key]
+
+    def _inside(self, region: Region, scope: str) -> Region:
+        marker = _MARKER.fullmatch(scope)
+        if marker:
+            return self._set(region, marker.group(1), f"region({marker.group(1)!r})")
+        if not self._rules:
+            # Without rules the path decides nothing, and equal parts of a model share one plan.
+            return region
+        return functools.reduce(self._below, scope.split("/"), region)
+
+    def _below(self, region: Region, name: str) -> Region:
+        region = region._replace(path=(*region.path, name))
+        path = "/".join(region.path)
+        self.paths.add(path)
+        hits = [(word, shown) for glob, word, shown in self._rules if matches(glob, path, None)]
+        self.matched.update(shown for _, shown in hits)
+        return self._set(region, *hits[0]) if hits else region
+
+    @staticmethod
+    def _set(region: Region, word: str, why: str) -> Region:
+        if word == "off":
+            return region._replace(half=None, lower=False, why=why)
+        if word == "lower":
+            return region._replace(lower=region.half is not None, why=why)
+        return region._replace(half=np.dtype(parse_dtype(word, "of a region")), lower=False, why=why)
+
+
+def as_rules(rules: Any) -> list[tuple[str, str]]:
+    """The checked form of `rules=`: pairs of a path glob and a region.
+
+    Raises:
+      TypeError, ValueError: naming what is no pair, glob or region.
+    """
+    pairs = rules.items() if hasattr(rules, "items") else rules
+    try:
+        checked = [(glob, precision) for glob, precision in pairs]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "rules of autocast are pairs (path glob, 'off' | 'lower' | policy), as in (('*head*', 'off'),); "
+            f"got {rules!r}."
+        ) from error
+    for glob, _ in checked:
+        if not isinstance(glob, str) or not glob.strip("/"):
+            raise TypeError(
+                f"The rule for {glob!r} of autocast is no path glob: operations are known by the names of "
+                "the scopes around them. Rules by class or predicate go into a PolicyMap, for Flax modules."
+            )
+    return [(glob, _word(precision)) for glob, precision in checked]
+
+
+def rules_of(policy_map: PolicyMap) -> list[tuple[str, str]]:
+    """The path rules of a `PolicyMap`, for functions whose scopes no module of Flax named."""
+    return [(p, _word(policy)) for p, policy in policy_map.overrides if isinstance(p, str)]

@@ -1,0 +1,326 @@
+"""Which policy governs which module: an ordered map from patterns to policies."""
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
+
+#: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
+Pattern: TypeAlias = str | type | Callable[[str, Any], bool]
+
+
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class PolicyMap:
+    """A default policy, and overrides for the modules that match a pattern.
+
+    A rule governs the module it matches and everything below it, unless something below is matched
+    itself. Among rules that match the same module the first listed wins.
+
+    Args:
+      default: policy (or its text) of every module that no rule governs.
+      overrides: mapping, or sequence of pairs, from pattern to policy. A pattern is a path glob whose
+        `*` stays within one name and whose `**` spans any number of them
+        (`"decoder/layer_*/attention"`, `"**/head"`), a module class (matched with `isinstance`), or a
+        predicate `(path, module) -> bool` with the path as text.
+      keep_module_dtypes: let a module's own `dtype=` win over the policy. Off by default: published
+        Flax models pass `dtype=jnp.float32` to every layer, and a policy that yielded would do nothing.
+      float32_islands: compute normalisation layers and the softmax of attention in float32 wherever a
+        policy computes in 16 bits or fewer. A rule that matches a normalisation layer by its class or
+        by its name also decides for that layer alone.
+
+    Raises:
+      TypeError, ValueError: for patterns and policies that are none.
+
+    Example:
+      >>> rules = PolicyMap("mixed_float16", {"decoder/head": "float32"})
+      >>> str(rules.resolve("decoder/head/Dense_0").compute_dtype)
+      'float32'
+      >>> str(rules.resolve("encoder").compute_dtype)
+      'float16'
+    """
+
+    default: Policy
+    overrides: tuple[tuple[Pattern, Policy], ...]
+    keep_module_dtypes: bool
+    float32_islands: bool
+
+    def __init__(
+        self,
+        default: PolicyLike,
+        overrides: Mapping[Pattern, PolicyLike] | Sequence[tuple[Pattern, PolicyLike]] = (),
+        *,
+        keep_module_dtypes: bool = False,
+        float32_islands: bool = True,
+    ):
+        pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+        checked = tuple((_check_pattern(p), get_policy(policy)) for p, policy in _as_pairs(pairs))
+        object.__setattr__(self, "default", get_policy(default))
+        object.__setattr__(self, "overrides", checked)
+        object.__setattr__(self, "keep_module_dtypes", bool(keep_module_dtypes))
+        object.__setattr__(self, "float32_islands", bool(float32_islands))
+        # Kept: the map is part of every jit cache key that is looked up while it is active.
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.default, self.overrides, self.keep_module_dtypes, self.float32_islands)
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PolicyMap) and self._key() == other._key()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Hashes of classes and strings differ between processes.
+        self.__dict__.update(state)
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def __repr__(self) -> str:
+        rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
+        flags = ", keep_module_dtypes=True" if self.keep_module_dtypes else ""
+        flags += "" if self.float32_islands else ", float32_islands=False"
+        inside = f", {{{rules[2:]}}}" if rules else ""
+        return f"PolicyMap({str(self.default)!r}{inside}{flags})"
+
+    def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
+        """Index of the first rule whose pattern matches this very module, or None."""
+        text = path_text(path)
+        for index, (pattern, _) in enumerate(self.overrides):
+            if matches(pattern, text, module):
+                return index
+        return None
+
+    def resolve(
+        self,
+        path: str | Sequence[Any],
+        module: Any = None,
+        ancestors: Iterable[tuple[str | Sequence[Any], Any]] | None = None,
+    ) -> Policy:
+        """The policy that governs a module.
+
+        Args:
+          path: where the module is: `"decoder/layer_0"`, or its names in sequence.
+          module: the module itself, for patterns that are classes or predicates.
+          ancestors: `(path, module)` of the modules above, nearest first. Left out, the ancestors are
+            known by their paths alone, so that only path patterns can match them.
+        """
+        above = _paths_above(path) if ancestors is None else ancestors
+        for place, candidate in ((path, module), *above):
+            index = self.match(place, candidate)
+            if index is not None:
+                return self.overrides[index][1]
+        return self.default
+
+    def names(self, index: int, module: Any) -> bool:
+        """Whether rule `index` singles out its module rather than sweeping it up with others.
+
+        A class pattern does when it is the module's class or a base with a meaning of its own; a path
+        does when its last part is no bare `*` or `**`; a predicate always does.
+        """
+        pattern = self.overrides[index][0]
+        if isinstance(pattern, str):
+            return pattern.rsplit("/", 1)[-1] not in ("*", "**")
+        if isinstance(pattern, type):
+            # nn.Module and object match everything.
+            return pattern.__name__ not in ("Module", "Pytree", "object")
+        return True
+
+    def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
+        """The patterns that match none of the given modules.
+
+        Args:
+          modules: `(path, module)` of every module of the model.
+        """
+        places = [(path_text(path), module) for path, module in modules]
+        return tuple(
+            pattern
+            for pattern, _ in self.overrides
+            if not any(matches(pattern, path, module) for path, module in places)
+        )
+
+    def relative_to(self, path: str | Sequence[Any], policy: Policy) -> "PolicyMap":
+        """The same rules for a model that is part of a larger one, with paths counted from the part.
+
+        Args:
+          path: where the part is in the larger model.
+          policy: what governs the part itself.
+        """
+        start = path_text(path)
+        names = [name for name in start.split("/") if name]
+        overrides: list[tuple[Pattern, Policy]] = []
+        for pattern, override in self.overrides:
+            if isinstance(pattern, str):
+                parts = [part for part in pattern.split("/") if part]
+                rest = dict.fromkeys("/".join(r) for r in _rests(parts, names) if r)
+                overrides += [(glob, override) for glob in rest]
+            elif isinstance(pattern, type):
+                overrides.append((pattern, override))
+            else:
+                overrides.append((_Below(pattern, start), override))
+        return self._with(policy, overrides)
+
+    def without_output_cast(self, policy: Policy) -> "PolicyMap":
+        """The same rules, with one policy's results left in its compute dtype for code under that policy."""
+        inner = policy.with_output_dtype(policy.compute_dtype)
+
+        def replaced(p: Policy) -> Policy:
+            return inner if p == policy else p
+
+        return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
+
+    def _with(self, default: Policy, overrides: list[tuple[Pattern, Policy]]) -> "PolicyMap":
+        return PolicyMap(
+            default,
+            overrides,
+            keep_module_dtypes=self.keep_module_dtypes,
+            float32_islands=self.float32_islands,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below:
+    """A predicate that is asked about modules of a part, and answers with paths of the whole."""
+
+    predicate: Callable[[str, Any], bool]
+    start: str
+
+    def __call__(self, path: str, module: Any) -> bool:
+        return self.predicate("/".join(part for part in (self.start, path) if part), module)
+
+
+#: What `wrap` and `intercept` take.
+PolicyMapLike: TypeAlias = PolicyMap | Policy | str
+
+
+def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
+    """A `PolicyMap` as it is; a policy or its text as the default of one without overrides."""
+    return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
+
+
+def check_grad_dtypes(rules: PolicyMap) -> None:
+    """Raises for policies whose `grad_dtype` cannot be had."""
+    for policy in (rules.default, *(p for _, p in rules.overrides)):
+        grad = policy.grad_dtype
+        if grad in (None, policy.compute_dtype):
+            continue
+        if grad != np.float32:
+            raise ValueError(
+                f"The policy {str(policy)!r} asks for weight gradients in {grad.name}. Products of "
+                f"{policy.compute_dtype.name} hand on that or what they accumulate in: leave grad out, or "
+                "set it to float32."
+            )
+        if is_half(policy.param_dtype):
+            raise ValueError(
+                f"The policy {str(policy)!r} asks for float32 gradients of {policy.param_dtype.name} "
+                "parameters, and JAX gives gradients the dtype of the parameters. Keep them in float32: "
+                "params=float32."
+            )
+
+
+def path_text(path: str | Sequence[Any]) -> str:
+    """The one written form of a path: names joined by slashes, "" for the root."""
+    return path if isinstance(path, str) else "/".join(map(str, path))
+
+
+def matches(pattern: Pattern, path: str, module: Any) -> bool:
+    """Whether one pattern matches one module. Without a module only path patterns can."""
+    if isinstance(pattern, str):
+        return _glob_matches(pattern, path)
+    if module is None:
+        return False
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return bool(pattern(path, module))
+
+
+def show_pattern(pattern: Pattern) -> str:
+    """A pattern as the user wrote it."""
+    if isinstance(pattern, str):
+        return repr(pattern)
+    return getattr(pattern, "__qualname__", None) or repr(pattern)
+
+
+def unused_error(unused: Sequence[Pattern], model: str, paths: Iterable[str]) -> ValueError:
+    """The error for rules that match nothing, with the nearest real paths."""
+    known = sorted({path for path in paths if path})
+    lines = []
+    for pattern in unused:
+        line = f"The rule for {show_pattern(pattern)} matches no module of {model}."
+        if isinstance(pattern, str):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+            if near:
+                line += f" The nearest paths are {', '.join(map(repr, near))}."
+        lines.append(line)
+    return ValueError(
+        "\n".join(lines)
+        + "\nA path pattern is matched against the whole path ('**/head' finds a head at any depth); a "
+        "class is matched with isinstance."
+    )
+
+
+def _paths_above(path: str | Sequence[Any]) -> list[tuple[str, None]]:
+    names = [name for name in path_text(path).split("/") if name]
+    return [("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob_matches(glob: str, path: str) -> bool:
+    return _parts_match([p for p in glob.split("/") if p], [n for n in path.split("/") if n])
+
+
+def _parts_match(parts: list[str], names: list[str]) -> bool:
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_parts_match(parts[1:], names[skip:]) for skip in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
+
+
+def _rests(parts: list[str], names: list[str]) -> list[list[str]]:
+    """What is left of a glob to match the rest of a path that begins with `names`."""
+    if not names:
+        return [parts]
+    if not parts:
+        return []
+    if parts[0] == "**":
+        return [parts, *(rest for skip in range(len(names)) for rest in _rests(parts[1:], names[skip:]))]
+    return _rests(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
+
+
+def _as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    try:
+        return [(pattern, policy) for pattern, policy in pairs]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "The overrides of a PolicyMap are a mapping {pattern: policy} or a sequence of "
+            f"(pattern, policy) pairs; got {pairs!r}."
+        ) from error
+
+
+def _check_pattern(pattern: Any) -> Pattern:
+    if isinstance(pattern, type | str):
+        return pattern
+    if callable(pattern):
+        try:
+            inspect.signature(pattern).bind("path", None)
+        except TypeError as error:
+            name = show_pattern(cast(Pattern, pattern))
+            raise TypeError(f"The predicate {name} of a PolicyMap must take (path, module).") from error
+        except ValueError:
+            pass  # A builtin without a signature: it is called and seen.
+        return cast(Pattern, pattern)
+    raise TypeError(
+        "A pattern of a PolicyMap is a path glob, a module class or a predicate (path, module) -> "
+        f"bool; got {pattern!r} of type {type(pattern).__name__}."
+    )

@@ -1,0 +1,70 @@
+"""The ambient policy: which rules are active in this thread, and on whose behalf code runs.
+
+`jax.make_user_context` makes it part of the `jax.jit` cache key, so that a function traced outside a
+policy is traced again inside it (Haiku's and Flax's own interceptors are invisible to the cache).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import PolicyMap, path_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Paths of the modules met, and indices of the rules that matched one of them.
+
+    No modules: jit caches keep the scopes they were traced under, and a module holds its parameters.
+    """
+
+    paths: set[str]
+    matched: set[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """One entry of the ambient state. Equal scopes trace equal programs.
+
+    Args:
+      rules: the innermost active rules.
+      mark_only: modules mark their operations for `autocast` instead of casting.
+      caller: the policy of the module whose code is running, None for code outside every module.
+      root_path: path of the module below which `rules` counts paths.
+      current_module: identity of the module whose code is running, to tell a call among its own methods.
+      cloned: path of the module that was cloned to be a function, and so has lost its parent.
+      seen: what the rules were asked about and what matched; shared by all scopes below one entry, to
+        find rules that matched nothing.
+    """
+
+    rules: PolicyMap
+    mark_only: bool = False
+    caller: Policy | None = None
+    root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    current_module: Any = dataclasses.field(default=None, compare=False)
+    cloned: Any = dataclasses.field(default=None, compare=False)
+    seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
+
+    def relative(self, path: tuple[str, ...]) -> str:
+        """A module's path as the rules count it."""
+        inside = path[: len(self.root_path)] == self.root_path
+        return path_text(path[len(self.root_path) :] if inside else path)
+
+
+_CONTEXT = jax.make_user_context(default_value=None)
+
+
+def current() -> Scope | None:
+    """The active scope of this thread, or None."""
+    return _CONTEXT.value
+
+
+@contextlib.contextmanager
+def entered(scope: Scope) -> Iterator[Scope]:
+    """Makes `scope` the active one for the length of a with-block."""
+    with _CONTEXT(scope):
+        yield scope

@@ -1,0 +1,1 @@
+"""How a matrix product or convolution is computed on a platform."""

@@ -1,0 +1,1 @@
+"""What a traced function computes in which precision."""

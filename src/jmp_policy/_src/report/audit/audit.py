@@ -1,0 +1,226 @@
+"""What a traced function computes in which precision: products, silent upcasts, repeated casts, half sums."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
+from jmp_policy._src.report.audit import matrix_products
+from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.function import as_function
+
+
+def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:
+    """Which precision every product of a function is computed in, and what keeps it from half precision.
+
+    The function is traced and nothing runs. Give it a training step, or a function that `jax.grad` is taken
+    of inside, to see the backward pass.
+
+    Args:
+      fn: any function that `jax.jit` could trace, or one of NNX modules.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. What is no array is static.
+      grad: audit the gradients of `fn`, a loss, in its first argument's arrays too.
+
+    Returns:
+      An `Audit`; `print` shows it, `.verdict` is its last line.
+
+    Raises:
+      TypeError: when `fn` is no function; with `grad`, when it does not return a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def mlp(w, v, x):
+      ...     return (x.astype(jnp.float16) @ w.astype(jnp.float16)) @ v
+      >>> found = audit(mlp, jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones((8, 16)))
+      >>> [(p.lhs, p.rhs, p.m, p.n, p.k) for p in found.products]
+      [('float16', 'float16', 8, 8, 16), ('float16', 'float32', 8, 8, 8)]
+    """
+    function = as_function(fn, args, kwargs, "audit")
+    if grad:
+        function = _with_gradients(function)
+    jaxpr = function.jaxpr()
+    looks = AuditVisitor([argument.path for argument in function.arguments])
+    results = walk(jaxpr, looks)
+    return looks.audit(function.name, results)
+
+
+def _with_gradients(function: Any) -> Any:
+    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
+
+    def value_and_gradients(arrays: Sequence[Any]) -> Any:
+        def loss(params: Sequence[Any]) -> Any:
+            whole = list(arrays)
+            for i, param in zip(trained, params, strict=True):
+                whole[i] = param
+            out = function.call(whole)
+            result = out[0] if function.has_state else out
+            value = result[0] if isinstance(result, tuple) else result
+            if getattr(value, "shape", None) != ():
+                raise TypeError(
+                    f"audit(..., grad=True) needs a loss, a function that returns a scalar (or a pair of "
+                    f"scalar and anything); {function.name} returns {jax.tree.map(jnp.shape, result)}."
+                )
+            return value, out
+
+        return jax.value_and_grad(loss, has_aux=True)([arrays[i] for i in trained])
+
+    return function._replace(call=value_and_gradients, has_state=False)
+
+
+class AuditVisitor:
+    """The visitor: collects what an audit holds."""
+
+    def __init__(self, arguments: Sequence[str]):
+        self._arguments = list(arguments)
+        self._ids: dict[int, int] = {}
+        self._upcasts: dict[int, Upcast] = {}
+        self._reached: dict[int, list[str]] = defaultdict(list)
+        self._products: list[dict[str, Any]] = []
+        self._casts: dict[Any, list[Any]] = defaultdict(list)
+        self._half: list[HalfOperation] = []
+        self._opaque = Counter[str]()
+        self._uncounted = False
+
+    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
+        outs = [ir.dtype_of(var) for var in eqn.outvars]
+        if all(dtype is not None and is_half(dtype) for dtype in outs):
+            return frozenset()  # What was widened is narrow again.
+        causes = frozenset().union(*(fact.provenance for fact in operands))
+        is_cause = _is_silent_upcast(eqn, site) or (_mixes(eqn) and not causes)
+        return causes | {self._id(eqn)} if is_cause else causes
+
+    def _id(self, eqn: Any) -> int:
+        return self._ids.setdefault(id(eqn), len(self._ids))
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        name = eqn.primitive.name
+        if name in matrix_products.PRODUCTS:
+            self._see_product(eqn, site, operands)
+        elif name == "convert_element_type":
+            self._see_cast(eqn, site, operands[0])
+        elif name in _KERNELS:
+            self._opaque[name] += 1
+        self._see_half(eqn, site)
+
+    def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
+        causes = operands[0].provenance | operands[1].provenance
+        if _mixes(eqn) and not causes:
+            # JAX multiplies a half value by a wider one as they are; no conversion tells of it.
+            before, after = sorted((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
+            shape = tuple(before.shape)
+            self._upcasts[self._id(eqn)] = Upcast(
+                site.path, site.line, str(before.dtype), str(after.dtype), shape, ()
+            )
+            causes = frozenset([self._id(eqn)])
+        size = matrix_products.size_of(eqn)
+        self._uncounted |= not site.counted
+        self._products.append(
+            {
+                "operation": eqn.primitive.name,
+                "path": site.path,
+                "line": site.line,
+                "backward": site.backward,
+                "lhs": str(ir.dtype_of(eqn.invars[0])),
+                "rhs": str(ir.dtype_of(eqn.invars[1])),
+                "result": str(ir.dtype_of(eqn.outvars[0])),
+                **size._asdict(),
+                "times": site.times,
+                "flops": size.flops * site.times,
+                "pad": matrix_products.padding(eqn, size),
+                # Named at the end: in a loop the cause may stand below what it reaches.
+                "cause": causes,
+            }
+        )
+        for cause in causes:
+            self._reached[cause].append(site.place)
+
+    def _see_cast(self, eqn: Any, site: Site, operand: ValueInfo) -> None:
+        (var,), (out,) = eqn.invars, eqn.outvars
+        before, after = ir.dtype_of(var), ir.dtype_of(out)
+        if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+            return
+        # What widens a computed value is fused into what reads it.
+        costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
+        if costs and before != after and size(var) > 1 and not isinstance(var, compat.Literal):
+            cost = size(var) * np.dtype(before).itemsize
+            self._casts[operand.key, str(after)].append((site, operand.origin, cost))
+        if _is_silent_upcast(eqn, site):
+            shape = tuple(ir.shape_of(var))
+            self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(before), str(after), shape, ())
+
+    def _see_half(self, eqn: Any, site: Site) -> None:
+        name = eqn.primitive.name
+        listed, why = op_lists.TABLE.get(name, ("", ""))
+        dtypes = [ir.dtype_of(var) for var in eqn.invars]
+        half = next((d for d in dtypes if d is not None and is_half(d)), None)
+        if listed != "full" or half is None or all(size(v) == 0 for v in eqn.invars):
+            return
+        self._half.append(
+            HalfOperation(name, site.path, site.line, site.backward, str(half), site.times, why)
+        )
+
+    def audit(self, function: str, results: Sequence[ValueInfo]) -> Audit:
+        total = sum(p["flops"] for p in self._products)
+        products = tuple(
+            Product(**{**p, "cause": self._places(p["cause"])}, share=p["flops"] / total if total else 0.0)
+            for p in self._products
+        )
+        upcasts = tuple(
+            dataclasses.replace(upcast, reaches=tuple(dict.fromkeys(self._reached[index])))
+            for index, upcast in self._upcasts.items()
+        )
+        return Audit(
+            function=function,
+            products=products,
+            upcasts=upcasts,
+            repeated_casts=tuple(self._repeated()),
+            half_operations=tuple(self._half),
+            opaque=dict(self._opaque),
+            flops=total,
+            uncounted=self._uncounted,
+        )
+
+    def _places(self, causes: Iterable[int]) -> str:
+        return "; ".join(dict.fromkeys(self._upcasts[c].place for c in sorted(causes) if c in self._upcasts))
+
+    def _repeated(self) -> list[RepeatedCast]:
+        found = []
+        for (_, dtype), casts in self._casts.items():
+            times = sum(site.times for site, _, _ in casts)
+            if times < 2:
+                continue
+            _, origin, cost = casts[0]
+            value = "a computed value" if origin is None else str(self._arguments[origin])
+            places = tuple(dict.fromkeys(site.place for site, _, _ in casts))
+            found.append(RepeatedCast(value, dtype, times, cost, places))
+        return sorted(found, key=lambda cast: -cast.times * cast.size)
+
+
+#: Kernels without a jaxpr, or with one that is not about whole arrays.
+_KERNELS = frozenset(
+    ["pallas_call", "ffi_call", "custom_call", "custom_partitioning", "pure_callback", "io_callback"]
+)
+
+
+def _mixes(eqn: Any) -> bool:
+    """Whether it is a product of a half value and a wider one."""
+    if eqn.primitive.name not in matrix_products.PRODUCTS:
+        return False
+    dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
+    return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)
+
+
+def _is_silent_upcast(eqn: Any, site: Site) -> bool:
+    # In a backward pass, what widens undoes a cast that somebody asked for.
+    if eqn.primitive.name != "convert_element_type" or site.backward:
+        return False
+    before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
+    widens = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
+    return widens and size(eqn.invars[0]) > 1 and source_lines.is_promotion(eqn)

@@ -1,0 +1,269 @@
+"""What an audit finds: values that are read as tables."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
+from jmp_policy._src.jaxpr.walk import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution.
+
+    Args:
+      operation: name of the primitive.
+      path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
+      line: where the user wrote it: "model.py:12 (function)".
+      backward: whether differentiation put it there.
+      lhs, rhs, result: dtypes.
+      batch, m, n, k: sizes, as `batch` products of (m, k) and (k, n). Of convolutions n counts output
+        channels, and k the numbers that make one output.
+      times: how often it runs: the length of the scans around it. Inside a `while` each trip counts once.
+      flops: of all its runs; a multiply-add counts as two.
+      share: of the whole function's `flops`.
+      pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing.
+      cause: where half precision met float32, if that is why it is not computed in half; else "".
+    """
+
+    operation: str
+    path: str
+    line: str
+    backward: bool
+    lhs: str
+    rhs: str
+    result: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    times: int
+    flops: int
+    share: float
+    pad: str
+    cause: str = ""
+
+    @property
+    def is_half(self) -> bool:
+        """Whether both operands are of 16 bits or fewer, which is what reaches the Tensor Cores."""
+        return all(_is_narrow(name) for name in (self.lhs, self.rhs))
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether rows of all matrices are multiples of 16 bytes."""
+        return not self.pad
+
+    @property
+    def place(self) -> str:
+        """The path, and the file and line: "Net/head (mlp.py:41)"."""
+        return Site(path=self.path, line=self.line).place
+
+
+@dataclasses.dataclass(frozen=True)
+class Upcast:
+    """A half value that became wider because it met a wider one, without anybody asking.
+
+    Args:
+      path, line: where.
+      narrow, wide: dtypes before and after.
+      shape: of the array.
+      reaches: products that are computed in the wider dtype for it, by place.
+    """
+
+    path: str
+    line: str
+    narrow: str
+    wide: str
+    shape: tuple[int, ...]
+    reaches: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """The path, and the file and line: "Net/head (mlp.py:41)"."""
+        return Site(path=self.path, line=self.line).place
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedCast:
+    """One value that is cast to the same dtype several times: an argument, or one that is narrowed.
+
+    Args:
+      value: the argument that it is ("params/Dense_0/kernel"), or "a computed value".
+      dtype: what it is cast to.
+      times: how often; a cast in the body of a scan counts once per trip.
+      size: bytes that one cast reads.
+      places: where the casts are.
+    """
+
+    value: str
+    dtype: str
+    times: int
+    size: int
+    places: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfOperation:
+    """An operation in half precision that the recipe wants in float32: exponentials, logarithms, sums.
+
+    Args:
+      operation: name of the primitive.
+      path, line, backward: where.
+      dtype: what it is computed in.
+      times: how often it runs.
+      why: what half precision does to it.
+    """
+
+    operation: str
+    path: str
+    line: str
+    backward: bool
+    dtype: str
+    times: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit(Report):
+    """What `audit` found. `str` is a table of the products and a verdict.
+
+    Args:
+      function: its name.
+      products: every product, in order.
+      upcasts: half values that were widened by what they met.
+      repeated_casts: values that are cast more than once.
+      half_operations: what is still in half and the recipe wants in float32.
+      opaque: kernels that nothing is known of, by name and number.
+      flops: of all products.
+      uncounted: whether products stand in a `while`, of whose trips one was counted.
+    """
+
+    function: str
+    products: tuple[Product, ...]
+    upcasts: tuple[Upcast, ...]
+    repeated_casts: tuple[RepeatedCast, ...]
+    half_operations: tuple[HalfOperation, ...]
+    opaque: dict[str, int]
+    flops: int
+    uncounted: bool
+
+    _rows = "products"
+
+    @property
+    def half_share(self) -> float:
+        """Share of `flops` in products of half operands; nan without products."""
+        return sum(p.flops for p in self.products if p.is_half) / self.flops if self.flops else float("nan")
+
+    @property
+    def tensor_core_share(self) -> float:
+        """Share of `flops` in products of half operands on aligned shapes; nan without products."""
+        reached = sum(p.flops for p in self.products if p.is_half and p.is_aligned)
+        return reached / self.flops if self.flops else float("nan")
+
+    @property
+    def wide_products(self) -> tuple[Product, ...]:
+        """Products with an operand of more than 16 bits."""
+        return tuple(p for p in self.products if not p.is_half)
+
+    @property
+    def verdict(self) -> str:
+        """One line: what share of the work reaches Tensor Cores, and what does not."""
+        if not self.products:
+            left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
+                self.half_operations
+            )
+            return f"{self.function} has no matrix products or convolutions{left}."
+        parts = [self._share_text()]
+        unaligned = [p for p in self.products if p.is_half and p.pad]
+        if unaligned:
+            largest = max(unaligned, key=lambda p: p.flops)
+            parts.append(
+                f"{percent(self.half_share - self.tensor_core_share)} in half precision on shapes to pad: "
+                f"{largest.place}, {largest.pad}"
+            )
+        if wide := self.wide_products:
+            kinds = Counter(_widest(p) for p in wide)
+            texts = [
+                f"{count} product{'s' * (count > 1)} in {dtype}: "
+                + joined(list(dict.fromkeys(p.place for p in wide if _widest(p) == dtype)))
+                for dtype, count in kinds.items()
+            ]
+            parts += texts
+        if silent := [u for u in self.upcasts if not u.reaches]:
+            parts.append(
+                f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
+            )
+        return "; ".join(parts) + "."
+
+    def _share_text(self) -> str:
+        halves = Counter[str]()
+        for p in self.products:
+            if p.is_half and p.is_aligned:
+                halves[_widest(p)] += p.flops
+        if not sum(halves.values()):
+            return "Nothing of the FLOPs in half precision on Tensor-Core shapes"
+        shares = " and ".join(
+            f"{percent(flops / self.flops)} of FLOPs in {name}" for name, flops in halves.items()
+        )
+        return f"{shares} on Tensor-Core shapes"
+
+    def _tables(self) -> Sequence[Table]:
+        columns = ("operation", "module", "line", "pass", "operands", "result", "size", "share ", "pad")
+        rows = [
+            (
+                *(p.operation, p.path, p.line, _pass(p), f"{p.lhs} x {p.rhs}", p.result),
+                *(_size(p), percent(p.share), p.pad),
+            )
+            for p in self.products
+        ]
+        tables = [Table(columns, rows, f"Products of {self.function}; size: batch x m x n x k")]
+        if self.upcasts:
+            rows = [
+                (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
+                for u in self.upcasts
+            ]
+            tables.append(Table(("module", "line", "cast", "shape", "reaches"), rows, "Silent upcasts"))
+        if self.repeated_casts:
+            rows = [
+                (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
+            ]
+            tables.append(Table(("value", "to", "times ", "size ", "where"), rows, "Casts of the same value"))
+        if self.half_operations:
+            rows = [
+                (h.operation, h.dtype, h.path, h.line, _pass(h), h.times, h.why) for h in self.half_operations
+            ]
+            columns = ("operation", "dtype", "module", "line", "pass", "times ", "why")
+            tables.append(Table(columns, rows, "Still in half precision"))
+        return tables
+
+    def _lines(self) -> Sequence[str]:
+        lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
+        if self.uncounted:
+            lines.append("Products in a while loop are counted once: nobody knows how often it runs.")
+        if self.opaque:
+            kernels = ", ".join(f"{name} ({count})" for name, count in self.opaque.items())
+            lines.append(f"Not looked into: {kernels}.")
+        return [*lines, self.verdict]
+
+
+def _is_narrow(name: str) -> bool:
+    dtype = jnp.dtype(name)
+    return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
+
+
+def _widest(product: Product) -> str:
+    return max(product.lhs, product.rhs, key=lambda name: jnp.dtype(name).itemsize)
+
+
+def _pass(row: Product | HalfOperation) -> str:
+    return "backward" if row.backward else "forward"
+
+
+def _size(product: Product) -> str:
+    sizes = [product.m, product.n, product.k]
+    times = f", {product.times} times" if product.times > 1 else ""
+    return " x ".join(map(str, [product.batch, *sizes] if product.batch > 1 else sizes)) + times

@@ -1,0 +1,79 @@
+"""Matrix products and convolutions of a jaxpr: their sizes, their cost, what Tensor Cores want of them."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_policy._src.jaxpr.ir import shape_of
+
+#: Tensor Cores are reached efficiently where rows are multiples of this many bytes.
+_ALIGNMENT = 16
+
+#: Primitives that are matrix products.
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot")
+
+
+class Size(NamedTuple):
+    """A product as `batch` matrix products of (m, k) and (k, n).
+
+    Of a convolution m counts the output's places, n its channels, and k the numbers that make one of them.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    flops: int
+
+
+def size_of(eqn: Any) -> Size:
+    """How large a product is; floating-point operations of one run, a multiply-add as two."""
+    kind = eqn.primitive.name
+    if kind == "conv_general_dilated":
+        return _of_convolution(eqn)
+    lhs, rhs = map(shape_of, eqn.invars[:2])
+    numbers, groups = eqn.params.get("dimension_numbers"), 1
+    if kind.startswith("ragged_dot"):
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers = ragged.dot_dimension_numbers
+        # Each row meets one group's matrix.
+        groups = math.prod(rhs[i] for i in ragged.rhs_group_dimensions)
+    (contract, _), (batch, _) = numbers
+    batches = math.prod(lhs[i] for i in batch)
+    k = math.prod(lhs[i] for i in contract)
+    m = math.prod(lhs) // max(batches * k, 1)
+    n = math.prod(rhs) // max(batches * k * groups, 1)
+    return Size(batches, m, n, k, 2 * batches * m * n * k)
+
+
+def _of_convolution(eqn: Any) -> Size:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    kernel, out = shape_of(eqn.invars[1]), shape_of(eqn.outvars[0])
+    k = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+    n = out[numbers.out_spec[1]]
+    m = math.prod(out) // max(n, 1)
+    # Zeros that dilation puts between inputs (the gradient of a strided convolution) are not computed with.
+    zeros = math.prod(eqn.params["lhs_dilation"] or (1,))
+    batch_groups = eqn.params["batch_group_count"]
+    return Size(groups * batch_groups, m, n // (groups * batch_groups), k, 2 * m * n * k // zeros)
+
+
+def padding(eqn: Any, size: Size) -> str:
+    """What to pad for rows of a multiple of 16 bytes: "n 1001 to 1008"; "" where all are."""
+    item = min(np.dtype(atom.aval.dtype).itemsize for atom in eqn.invars[:2])
+    step = max(_ALIGNMENT // item, 1)
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel, out = shape_of(eqn.invars[1]), shape_of(eqn.outvars[0])
+        # The gradient of a kernel swaps the batch and the channels: it sums over the batch.
+        swapped = numbers.lhs_spec[0] > numbers.lhs_spec[1]
+        inputs = out[numbers.out_spec[0]] if swapped else kernel[numbers.rhs_spec[1]]
+        groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+        what = "channels per group" if groups > 1 else "channels"
+        dims = {f"input {what}": inputs, f"output {what}": size.n}
+    else:
+        dims = {"m": size.m, "n": size.n, "k": size.k}
+    return ", ".join(
+        f"{name} {length} to {-(-length // step) * step}" for name, length in dims.items() if length % step
+    )

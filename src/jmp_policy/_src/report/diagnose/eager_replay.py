@@ -1,0 +1,249 @@
+"""Running a traced program operation by operation, to find the first one that made infinities or NaNs.
+
+A non-finite value is no fault by itself: masks are filled with -inf, and a softmax makes zeros of them. So
+the search starts from results that are not finite, and leaves constants of the program alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jmp_policy._src.core.device_dispatch import varying
+from jmp_policy._src.jaxpr import compat, ir, walk
+from jmp_policy._src.jaxpr.float32_replay import wide, widened_equation
+
+#: Calls that are looked into, and the parameter that holds what they call.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+#: Stands for where a non-finite constant of the program comes from.
+_CONSTANT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What is in an array: whether it holds NaNs or infinities, and its largest finite magnitude."""
+
+    nan: bool
+    infinite: bool
+    largest: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number is finite; so for arrays without numbers."""
+        return not (self.nan or self.infinite)
+
+
+@dataclasses.dataclass
+class ReplayedEqn:
+    """One operation that ran.
+
+    Args:
+      eqn: its equation.
+      site: where it is.
+      reads, writes: places of its operands and results in the replay's values.
+    """
+
+    eqn: Any
+    site: walk.Site
+    reads: list[int]
+    writes: list[int]
+
+
+class EagerReplay:
+    """The values of a program that ran operation by operation.
+
+    Args:
+      jaxpr: a closed jaxpr; calls and branches are followed, loops run as a whole.
+      arguments: its arguments.
+      site: where the program is called.
+      is_known: whether the arguments are arrays; in a trace nothing is measured, nor is a branch chosen.
+
+    Attributes:
+      values: every value, in the order of creation; the arguments first.
+      ranges: what is in each.
+      steps: every operation, in order.
+      results: places of the program's results.
+      origins: by place, the index of the argument that a value is, casts and reshapes aside.
+      is_stacked: whether values have the devices of a shard_map as their first axis.
+    """
+
+    def __init__(
+        self, jaxpr: Any, arguments: Sequence[Any], site: walk.Site | None = None, is_known: bool = True
+    ):
+        self.is_stacked = False
+        self._is_known = is_known
+        self.values: list[Any] = []
+        self.ranges: list[Range] = []
+        self.steps: list[ReplayedEqn] = []
+        self.origins: dict[int, int] = {}
+        self._constants: set[int] = set()
+        self._wide: dict[int, Any] = {}
+        places = [self._add(value) for value in arguments]
+        self.arguments = places
+        self.origins.update({place: i for i, place in enumerate(places)})
+        self.results = self._run(jaxpr, places, site or walk.Site())
+
+    def _add(self, value: Any, constant: bool = False) -> int:
+        self.values.append(value)
+        self.ranges.append(range_of(value) if self._is_known else Range(False, False, 0.0))
+        place = len(self.values) - 1
+        if constant:
+            self._constants.add(place)
+        return place
+
+    def _run(self, jaxpr: Any, arguments: Sequence[int], outer: walk.Site) -> list[int]:
+        opened = compat.open_jaxpr(jaxpr)
+        places = dict(zip(opened.invars, arguments, strict=True))
+        for var, value in zip(opened.constvars, compat.constants(jaxpr), strict=True):
+            places[var] = self._add(value, constant=True)
+
+        def place(atom: Any) -> int:
+            if not isinstance(atom, compat.Literal):
+                return places[atom]
+            return self._add(np.asarray(atom.val, ir.dtype_of(atom)), constant=True)
+
+        for eqn in opened.eqns:
+            reads = [place(atom) for atom in eqn.invars]
+            writes = self._equation(eqn, reads, walk.site_of(eqn, outer))
+            places.update(zip(eqn.outvars, writes, strict=True))
+        return [place(atom) for atom in opened.outvars]
+
+    def _equation(self, eqn: Any, reads: list[int], site: walk.Site) -> list[int]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return self._run(eqn.params[_CALLS[name]], reads, site)
+        if name == "cond" and self._is_known:
+            branches = eqn.params["branches"]
+            index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
+            return self._run(branches[index], reads[1:], site)
+        with compat.eqn_context(eqn):
+            outs = compat.bind_primitive(eqn.primitive, [self.values[place] for place in reads], eqn.params)
+        writes = [self._add(out) for out in outs]
+        self.steps.append(ReplayedEqn(eqn, site, reads, writes))
+        if name in MOVES and reads[0] in self.origins:
+            self.origins[writes[0]] = self.origins[reads[0]]
+        return writes
+
+    def filled(self, values: Sequence[Any]) -> "EagerReplay":
+        """The replay of a trace with what its values, and those in float32, have become; stacked."""
+        count = len(self.values)
+        self.values, self._wide = list(values[:count]), dict(enumerate(values[count:]))
+        self.ranges = [range_of(value) for value in self.values]
+        self.is_stacked, self._is_known = True, True
+        return self
+
+    def is_constant(self, place: int) -> bool:
+        """Whether a value is a constant of the program."""
+        return place in self._constants
+
+    def first_nonfinite_step(self) -> int | None:
+        """The first step that made a non-finite value which reached a non-finite result.
+
+        Returns:
+          Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
+          finite, or non-finite constants were handed on as they are.
+        """
+        blame: dict[int, int] = {}
+        for place in range(len(self.values)):
+            if not self.ranges[place].is_finite:
+                blame[place] = _CONSTANT
+        for index, place in enumerate(self.arguments):
+            if place in blame:
+                blame[place] = -2 - index
+        for index, step in enumerate(self.steps):
+            bad = [place for place in step.reads if place in blame]
+            guilty = [blame[place] for place in bad if blame[place] != _CONSTANT]
+            for place in step.writes:
+                if place not in blame:
+                    continue
+                new_nan = self.ranges[place].nan and not any(self.ranges[b].nan for b in bad)
+                if guilty:
+                    blame[place] = min(guilty)
+                elif not bad or new_nan:
+                    blame[place] = index
+        found = [blame[place] for place in self.results if blame.get(place, _CONSTANT) != _CONSTANT]
+        return min(found, default=None)
+
+    def feeding(self, results: Sequence[int]) -> set[int]:
+        """Places of the values that some of the results are computed from, those results included."""
+        needed = set(results)
+        for step in reversed(self.steps):
+            if not needed.isdisjoint(step.writes):
+                needed.update(step.reads)
+        return needed
+
+    def in_float32(self, place: int) -> Any:
+        """A value as the program would have it if it computed in float32 throughout."""
+        if not self._wide:
+            self._wide = {p: wide(self.values[p]) for p in [*self.arguments, *self._constants]}
+            for step in self.steps:
+                outs = widened_equation(step.eqn, [self._wide[p] for p in step.reads])
+                self._wide.update(zip(step.writes, outs, strict=True))
+        return self._wide[place]
+
+
+def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
+    """The replay of the program inside a shard_map, on all its devices at once."""
+    params, inside = step.eqn.params, None
+    axes = tuple(compat.manual_axes(params))
+
+    def program(*values: Any) -> list[Any]:
+        nonlocal inside
+        inside = EagerReplay(params["jaxpr"], values, step.site, is_known=False)
+        places = range(len(inside.values))
+        wide = [inside.in_float32(place) for place in places]
+        return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *wide)]
+
+    stacked = jax.shard_map(
+        program,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=P(axes),
+        check_vma=params["check_vma"],
+        axis_names=set(axes),
+    )(*arguments)
+    assert inside is not None
+    return inside.filled(stacked)
+
+
+def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
+    """One device's numbers, with an axis for the others; zeros for what is no numbers."""
+    if not jax.numpy.issubdtype(getattr(value, "dtype", np.bool_), jax.numpy.inexact):
+        value = np.zeros((), np.float32)
+    value = jax.numpy.asarray(value)[None]
+    missing = tuple(axis for axis in axes if axis not in varying(jax.typeof(value)))
+    return jax.lax.pcast(value, missing, to="varying") if varies and missing else value
+
+
+def range_of(value: Any) -> Range:
+    """What is in an array; nothing in one that holds no real or complex numbers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+        return Range(False, False, 0.0)
+    array = np.asarray(value)
+    if jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        array = array.astype(np.float64)
+    magnitude = np.abs(array)
+    finite = magnitude[np.isfinite(magnitude)]
+    return Range(
+        bool(np.isnan(magnitude).any()),
+        bool(np.isinf(magnitude).any()),
+        float(finite.max()) if finite.size else 0.0,
+    )
+
+
+#: Operations after which a parameter is still recognised.
+MOVES = frozenset(["convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy"])

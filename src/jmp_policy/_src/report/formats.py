@@ -1,0 +1,138 @@
+"""The number formats of mixed precision, and what a number becomes in each."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.report_base import Report, Table
+
+#: From wide to narrow. TensorFloat-32 is in Tensor Cores alone: float32's exponent, float16's significand.
+_FORMATS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Args:
+      name: of the dtype; "tf32" is none, but what Tensor Cores make of float32.
+      bits: of storage.
+      exponent_bits, significand_bits: the latter with the leading bit that is not stored.
+      largest: finite number.
+      smallest_normal, smallest_subnormal: numbers above zero.
+      epsilon: distance from 1 to the next larger number.
+      becomes: per number that was asked about, what it is in this format; text.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    significand_bits: int
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    epsilon: float
+    becomes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats(Report):
+    """The formats, widest first; `str` is a table.
+
+    Args:
+      formats: one row each.
+      numbers: what was asked about.
+    """
+
+    formats: tuple[Format, ...]
+    numbers: tuple[float, ...] = ()
+
+    _rows = "formats"
+
+    def _tables(self) -> Sequence[Table]:
+        columns = (
+            "format",
+            "bits ",
+            "exponent ",
+            "significand ",
+            "largest ",
+            "normal from ",
+            "zero below ",
+            "epsilon ",
+        )
+        rows = [
+            (
+                *(f.name, f.bits, f.exponent_bits, f.significand_bits, f"{f.largest:.5g}"),
+                *(f"{f.smallest_normal:.3g}", f"{f.smallest_subnormal:.3g}", f"{f.epsilon:.3g}"),
+            )
+            for f in self.formats
+        ]
+        tables = [Table(columns, rows)]
+        if self.numbers:
+            heads = tuple(f"{number!r} " for number in self.numbers)
+            tables.append(Table(("format", *heads), [(f.name, *f.becomes) for f in self.formats], "becomes"))
+        return tables
+
+
+def formats(*numbers: float) -> Formats:
+    """The formats that training uses, and what numbers become in each, rounded to nearest, ties to even.
+
+    Args:
+      numbers: any finite or infinite numbers.
+
+    Returns:
+      `Formats`; `print` shows it.
+
+    Raises:
+      TypeError: for what is no number.
+
+    Example:
+      >>> {f.name: f.becomes[0] for f in formats(70000.0).formats if f.bits == 16}
+      {'bfloat16': '70144', 'float16': 'inf'}
+    """
+    values = tuple(float(number) for number in numbers)
+    return Formats(tuple(_format(name, values) for name in _FORMATS), values)
+
+
+def _format(name: str, numbers: Sequence[float]) -> Format:
+    info = jnp.finfo("float16" if name == "tf32" else name)
+    wide = jnp.finfo("float32") if name == "tf32" else info
+    # TensorFloat-32 is stored in 32 bits; its significand is float16's.
+    least = (
+        float(wide.smallest_normal) * float(info.eps) if name == "tf32" else float(info.smallest_subnormal)
+    )
+    largest = (
+        float(wide.smallest_normal) ** -1 * 2 * (2 - float(info.eps)) if name == "tf32" else float(info.max)
+    )
+    return Format(
+        name=name,
+        bits=int(wide.bits),
+        exponent_bits=int(wide.nexp),
+        significand_bits=int(info.nmant) + 1,
+        largest=largest,
+        smallest_normal=float(wide.smallest_normal),
+        smallest_subnormal=least,
+        epsilon=float(info.eps),
+        becomes=tuple(_becomes(number, name) for number in numbers),
+    )
+
+
+def _becomes(number: float, name: str) -> str:
+    if name == "tf32":
+        return f"{_rounded_to_tf32(number):.9g}"
+    with np.errstate(over="ignore", under="ignore"):
+        return f"{float(np.asarray(number, np.float64).astype(jnp.dtype(name))):.9g}"
+
+
+def _rounded_to_tf32(number: float) -> float:
+    """A float32 with 10 bits behind the leading one, rounded to nearest, ties to even."""
+    with np.errstate(over="ignore", under="ignore"):
+        single = np.float32(number)
+    if not np.isfinite(single):
+        return float(single)
+    bits: Any = int(single.view(np.uint32))
+    bits += 0xFFF + ((bits >> 13) & 1)
+    return float(np.uint32(bits & ~0x1FFF).view(np.float32))

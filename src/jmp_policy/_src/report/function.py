@@ -1,0 +1,149 @@
+"""What a report is asked about as a function of arrays: of plain functions and those of NNX modules alike."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.policy.frameworks import imported_frameworks
+
+
+class Argument(NamedTuple):
+    """One array among the arguments.
+
+    Args:
+      path: "params/Dense_0/kernel": the argument's name and the way to the array within it.
+      position: which argument it is part of: a position, or the name of a keyword.
+      trainable: whether it is a floating array; in NNX models also, whether it belongs to a Param.
+    """
+
+    path: str
+    position: int | str
+    trainable: bool
+
+
+class Function(NamedTuple):
+    """A function of arrays alone.
+
+    Args:
+      call: takes a list like `arrays`; gives the result. Of functions of NNX modules: the result and
+        what the modules hold afterwards.
+      arrays: what the function was to be called with; may be `ShapeDtypeStruct`s.
+      arguments: what each of them is.
+      name: what to call the function in messages.
+      has_state: whether `call` gives a pair, as for NNX modules.
+      args: what it was given, an NNX module that was called itself first.
+    """
+
+    call: Callable[[Sequence[Any]], Any]
+    arrays: list[Any]
+    arguments: list[Argument]
+    name: str
+    has_state: bool
+    args: tuple[Any, ...] = ()
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """The function's result alone."""
+        out = self.call(arrays)
+        return out[0] if self.has_state else out
+
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the function; nothing is run."""
+        return jax.make_jaxpr(self.call)(self.arrays)
+
+
+def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: str) -> Function:
+    """A function and its arguments as a function of arrays; arguments that are no arrays are static.
+
+    Args:
+      fn: any function that `jax.jit` could trace, or one of NNX modules; an NNX module itself.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do where nothing is run.
+      use: the name of the report, for messages.
+
+    Raises:
+      TypeError: when `fn` is no function.
+    """
+    if is_instance_of(fn, "flax.linen", "Module"):
+        raise TypeError(
+            f"{use} takes a function, and a Linen module keeps no parameters: give it `model.apply` and the "
+            "variables, or a loss function."
+        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if is_instance_of(fn, "flax.nnx", "Module"):
+        fn, args = _call_module, (fn, *args)
+    if isinstance(fn, type) or not callable(fn):
+        hint = " Did you call it already? Give the function, and its arguments after it."
+        raise TypeError(f"{use} takes a function and its arguments, got {fn!r:.200}.{hint}")
+    names = _argument_names(fn, args)
+    for framework in imported_frameworks():
+        split = framework.split(args, kwargs)
+        if split is not None:
+            return _of_modules(fn, split, args, names, name)
+    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((tuple(args), kwargs))]
+    taken = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    arguments = [_argument(paths[i], names, leaves[i]) for i in taken]
+
+    def call(arrays: Sequence[Any]) -> Any:
+        whole = list(leaves)
+        for i, array in zip(taken, arrays, strict=True):
+            whole[i] = array
+        new_args, new_kwargs = jax.tree.unflatten(structure, whole)
+        return fn(*new_args, **new_kwargs)
+
+    return Function(call, [leaves[i] for i in taken], arguments, name, has_state=False, args=tuple(args))
+
+
+def is_floating(array: Any) -> bool:
+    """Whether an array or its type is of real floating numbers."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def _call_module(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _argument_names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    try:
+        names = list(inspect.signature(fn).bind_partial(*args).arguments)
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        names, parameters = [], {}
+    if names and parameters[names[-1]].kind is inspect.Parameter.VAR_POSITIONAL:
+        names.pop()
+    return [*names, *(str(i) for i in range(len(names), len(args)))]
+
+
+def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
+    (which, place, *rest) = path
+    position = place.idx if which.idx == 0 else place.key
+    name = names[position] if which.idx == 0 else str(position)
+    return Argument("/".join([name, *map(_key, rest)]), position, is_floating(leaf))
+
+
+def _key(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def _of_modules(
+    fn: Callable[..., Any], split: Any, args: Sequence[Any], names: list[str], name: str
+) -> Function:
+    others = [i for i, leaf in enumerate(split.others) if is_array(leaf)]
+    values, structure = jax.tree.flatten(split.state)
+    known = [Argument(path, place, kind) for path, place, kind in split.describe(names)]
+    paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(split.structure, range(len(split.others))))
+    arguments = known + [_argument(path, names, split.others[i]) for path, i in paths if i in others]
+
+    def call(arrays: Sequence[Any]) -> Any:
+        state = jax.tree.unflatten(structure, arrays[: len(values)])
+        whole = list(split.others)
+        for i, array in zip(others, arrays[len(values) :], strict=True):
+            whole[i] = array
+        return split.call(fn, state, whole)
+
+    arrays = [*values, *(split.others[i] for i in others)]
+    return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))

@@ -1,0 +1,1 @@
+"""What XLA's GPU compiler makes of a program."""

@@ -1,0 +1,201 @@
+"""Reading the text of an optimised HLO module: computations, instructions, shapes, and how often each runs.
+
+What the instructions are as kernels is in `kernels`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+#: Instructions of a scheduled computation that launch nothing. Every other one counts as one kernel, except
+#: those that run another computation (while, call, conditional), which count as what is inside.
+NO_KERNEL = frozenset(
+    [
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+        "replica-id", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
+        "collective-permute-done", "fusion-done", "send-done", "recv-done", "opt-barrier",
+    ]
+)  # fmt: skip
+CONTAINERS = frozenset(["while", "call", "conditional"])
+#: Bits per element by the names that HLO text uses, where the name itself does not say (f16, s32, f8e5m2).
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+_DIRECTORY = re.compile(r"^.*[/\\]")
+_FILE = re.compile(r'^(\d+) "(.*)"$')
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
+#: Where a user does not look for the line that matters.
+_LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation: its name, its shape as text, what it does, the names of its operands."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+    is_root: bool = False
+
+    @property
+    def op_name(self) -> str:
+        """The names that tracing gave the operation: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
+        match = _OP_NAME.search(self.line)
+        return match.group(1).partition(";")[0] if match else ""
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute, without braces or quotes; "" if it is missing."""
+        match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([\w.\-]+))", self.line)
+        return next((group for group in match.groups() if group), "") if match else ""
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that it runs or is made of."""
+        names = _CALLED.findall(self.line)
+        for group in _BRANCHES.findall(self.line):
+            names += re.findall(r"[\w.\-]+", group)
+        return names
+
+
+Computations = dict[str, list[Instruction]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often a computation runs.
+
+    Args:
+      times: in one run of the program; loops of an unknown number of trips count as one.
+      counted: whether no such loop is around it.
+    """
+
+    times: int
+    counted: bool
+
+
+def parse(text: str) -> tuple[Computations, str]:
+    """The computations of an HLO module by name, and the entry's name."""
+    computations: Computations = {}
+    current: list[Instruction] = []
+    entry = ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = computations[match.group(2)] = []
+            entry = match.group(2) if match.group(1) else entry
+        elif match := _INSTRUCTION.match(line):
+            shape, rest = _split_shape(match.group(3))
+            opcode, _, tail = rest.partition("(")
+            operands = re.findall(r"%([\w.\-]+)", tail[: tail.find(")")])
+            name = match.group(2)
+            current.append(Instruction(name, shape, opcode, tuple(operands), line, bool(match.group(1))))
+    return computations, entry
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtype, as HLO names it, and the dimensions of every array of a shape."""
+    return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, dims in _ARRAY.findall(shape)]
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array's or a tuple's shape as HLO writes it."""
+    total = 0
+    for name, dims in arrays(shape):
+        digits = re.search(r"\d+", name)
+        bits = _BITS.get(name, int(digits.group()) if digits else 0)
+        total += math.prod(dims) * bits // 8
+    return total
+
+
+def executed(computations: Computations, entry: str) -> dict[str, Runs]:
+    """The entry and what it runs through while, call and conditional, and how often."""
+    runs = {entry: Runs(1, True)}
+    for name, called, trips in _calls(computations, entry):
+        outer = runs[name]
+        times, counted = outer.times * (trips or 1), outer.counted and trips is not None
+        before = runs.get(called, Runs(0, True))
+        runs[called] = Runs(before.times + times, before.counted and counted)
+    return runs
+
+
+def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
+    """(caller, called, trips) for every call, outer ones first."""
+    waiting = [entry]
+    for name in waiting:
+        for instruction in computations[name]:
+            if instruction.opcode not in CONTAINERS:
+                continue
+            trips: int | None = 1
+            if instruction.opcode == "while":
+                known = _TRIPS.search(instruction.line)
+                trips = int(known.group(1)) if known else None
+            for called in instruction.called:
+                if called in computations:
+                    yield name, called, trips
+                    if called not in waiting:
+                        waiting.append(called)
+
+
+class Sources:
+    """Finds the source line of an instruction, by the tables that stand before the computations."""
+
+    def __init__(self, text: str):
+        head = text[: text.find("\nENTRY ")]
+        self._files = _table(head, "FileNames", _FILE)
+        self._locations = _table(head, "FileLocations", _LOCATION)
+        self._frames = _table(head, "StackFrames", _FRAME)
+
+    def line(self, instruction: Instruction) -> str:
+        """Where the user wrote it: "mlp.py:41"; the library's own line where no other is known; or ""."""
+        frame = instruction.attribute("stack_frame_id")
+        places = list(self._places(frame))
+        users = [place for place in places if not _LIBRARY.search(place[0])]
+        for file, line in users or places:
+            return _DIRECTORY.sub("", file) + f":{line}"
+        return ""
+
+    def _places(self, frame: str) -> Iterator[tuple[str, str]]:
+        seen = set()
+        while frame in self._frames and frame not in seen:
+            seen.add(frame)
+            location, parent = self._frames[frame]
+            if location in self._locations:
+                file, line = self._locations[location]
+                yield self._files.get(file, ("",))[0], line
+            # Written one too high, so that 0 can be no frame.
+            frame = str(int(parent) - 1)
+
+
+def _table(head: str, title: str, pattern: re.Pattern[str]) -> Mapping[str, tuple[str, ...]]:
+    _, found, rest = head.partition(f"\n{title}\n")
+    rows = {}
+    for line in rest.splitlines() if found else ():
+        match = pattern.match(line)
+        if match is None:
+            break
+        rows[match.group(1)] = match.groups()[1:]
+    return rows
+
+
+def _split_shape(text: str) -> tuple[str, str]:
+    """`f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` to its shape and the rest."""
+    if not text.startswith("("):
+        shape, _, rest = text.partition(" ")
+        return shape, rest
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return text[: at + 1], text[at + 2 :]
+    raise ValueError(f"unbalanced shape in {text!r}")

@@ -1,0 +1,268 @@
+"""Matrix products and convolutions in the text of a GPU program: their sizes, precision, and Tensor Cores."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jmp_policy._src.report.gpu.hlo import Computations, Instruction, arrays
+from jmp_policy._src.report.gpu.targets import Target
+
+_DTYPES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
+    "c128": "complex128", "s8": "int8", "u8": "uint8", "s4": "int4", "s32": "int32", "pred": "bool",
+}  # fmt: skip
+
+#: Kinds of arithmetic, slower ones first; what is not listed is slower still.
+_FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8")
+
+#: What a value may pass through between a pad and the product that it was padded for.
+_FORWARDING = frozenset(["bitcast", "copy", "convert", "transpose", "reshape"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of matrices, or of a batch of them; a convolution counts as the product that it amounts to.
+
+    Args:
+      operands: dtypes of both.
+      result, accumulation: dtypes.
+      arithmetic: how fast it is: "float16", "tf32", "float32", ... on Tensor Cores or not.
+      tensor_cores: whether Tensor Cores do it.
+      batch, m, n, k: sizes; split-K makes k smaller and the batch larger.
+      alignment: "aligned" when m, n and k are multiples of 16 bytes; "padded" when the compiler made them so;
+        or "unaligned".
+      op_name: what tracing called it.
+    """
+
+    operands: tuple[str, str]
+    result: str
+    accumulation: str
+    arithmetic: str
+    tensor_cores: bool
+    batch: int
+    m: int
+    n: int
+    k: int
+    alignment: str
+    op_name: str
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+def dtype_name(hlo: str) -> str:
+    """The name of a dtype that HLO text names: "float16" of "f16"."""
+    return _DTYPES.get(hlo, hlo.replace("f8", "float8_", 1) if hlo.startswith("f8") else hlo)
+
+
+def backend_config(instruction: Instruction) -> Mapping[str, Any]:
+    """What the compiler wrote down for the code that runs the instruction."""
+    _, found, rest = instruction.line.partition("backend_config={")
+    if not found:
+        return {}
+    try:
+        return json.JSONDecoder().raw_decode("{" + rest)[0]
+    except ValueError:
+        return {}
+
+
+def products_of(
+    instruction: Instruction, computations: Computations, scope: Mapping[str, Instruction], target: Target
+) -> list[Product]:
+    """The products that a kernel computes; hardly ever more than one.
+
+    Args:
+      instruction: the kernel.
+      computations: of the module.
+      scope: the instructions beside it by name.
+      target: the card.
+    """
+    library = instruction.attribute("custom_call_target")
+    if "conv" in library and "cudnn" in library:
+        return [_convolution(instruction, scope, target)]
+    if "matmul" in library or library.startswith("__cublas$"):
+        return [_library_product(instruction, computations, scope, target)]
+    if instruction.opcode == "dot":
+        return [_dot(instruction, computations, scope, None, target, on_cores=False)]
+    if instruction.opcode != "fusion":
+        return []
+    kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
+    # The other fusions compute a product element by element, on the ordinary units.
+    on_cores = any(word in kind for word in ("triton", "cudnn", "cutlass", "gemm"))
+    found = []
+    for name in instruction.called:
+        inner = {i.name: i for i in computations.get(name, ())}
+        for part in inner.values():
+            outside = (instruction, scope)
+            if part.opcode == "dot":
+                found.append(_dot(part, computations, inner, outside, target, on_cores))
+            elif part.opcode == "fusion":
+                found += products_of(part, computations, inner, target)
+    return found
+
+
+def _dot(
+    dot: Instruction,
+    computations: Computations,
+    scope: Mapping[str, Instruction],
+    outside: tuple[Instruction, Mapping[str, Instruction]] | None,
+    target: Target,
+    on_cores: bool,
+) -> Product:
+    axes = {
+        name: [int(d) for d in dot.attribute(name).split(",") if d.strip()]
+        for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
+    }
+    sizes = _sizes(_shapes(dot, scope), *axes.values())
+    precision = dot.attribute("operand_precision").lower()
+    padded = any(_comes_padded(name, computations, scope, outside) for name in dot.operands[:2])
+    # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
+    exact = any(word.strip() not in ("", "default") for word in precision.split(","))
+    return _product(dot, scope, sizes, dot.attribute("algorithm"), exact, padded, target, on_cores)
+
+
+def _library_product(
+    call: Instruction, computations: Computations, scope: Mapping[str, Instruction], target: Target
+) -> Product:
+    config = backend_config(call).get("gemm_backend_config", {})
+    numbers = config.get("dot_dimension_numbers", {})
+    axes = [
+        [int(d) for d in numbers.get(f"{side}_{kind}_dimensions", ())]
+        for kind in ("contracting", "batch")
+        for side in ("lhs", "rhs")
+    ]
+    precision = config.get("precision_config", {})
+    padded = any(_comes_padded(name, computations, scope, None) for name in call.operands[:2])
+    exact = "HIGHEST" in precision.get("operand_precision", ())
+    sizes = _sizes(_shapes(call, scope), *axes)
+    return _product(call, scope, sizes, precision.get("algorithm", ""), exact, padded, target, True)
+
+
+def _convolution(call: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
+    library = call.attribute("custom_call_target")
+    (_, first), (_, second) = _shapes(call, scope)
+    result = arrays(call.shape)[0][1]
+    kernel, output = second, result
+    if "BackwardInput" in library:
+        output = first
+    elif "BackwardFilter" in library:
+        kernel, output = result, second
+    labels = call.attribute("dim_labels").partition("_")[2].partition("-")[0]
+    channels = kernel[labels.index("o")] if "o" in labels else 1
+    # As the product of patches, one row per position, with the kernel, one column per channel.
+    positions, patch = math.prod(output) // channels, math.prod(kernel) // channels
+    m, n, k = positions, channels, patch
+    if "BackwardInput" in library:
+        m, n, k = positions, patch, channels
+    elif "BackwardFilter" in library:
+        m, n, k = patch, channels, positions
+    made = _product(call, scope, (1, m, n, k), "", False, False, target, True)
+    inputs = (
+        math.prod(kernel)
+        // channels
+        // math.prod(size for size, label in zip(kernel, labels, strict=True) if label not in "oi")
+    )
+    aligned = _is_aligned(made.operands[0], (channels, inputs))
+    return dataclasses.replace(made, alignment="aligned" if aligned else "unaligned")
+
+
+def _product(
+    instruction: Instruction,
+    scope: Mapping[str, Instruction],
+    sizes: tuple[int, int, int, int],
+    algorithm: str,
+    exact: bool,
+    padded: bool,
+    target: Target,
+    on_cores: bool,
+) -> Product:
+    first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
+    arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
+    aligned = _is_aligned(first, sizes[1:])
+    return Product(
+        operands=(first, second),
+        result=dtype_name(arrays(instruction.shape)[0][0]),
+        accumulation=_accumulation(arithmetic, algorithm.lower()),
+        arithmetic=arithmetic,
+        tensor_cores=on_cores and arithmetic in target.on_tensor_cores,
+        batch=sizes[0], m=sizes[1], n=sizes[2], k=sizes[3],
+        alignment="padded" if padded else "aligned" if aligned else "unaligned",
+        op_name=instruction.op_name,
+    )  # fmt: skip
+
+
+def _shapes(instruction: Instruction, scope: Mapping[str, Instruction]) -> list[tuple[str, tuple[int, ...]]]:
+    return [arrays(scope[name].shape)[0] for name in instruction.operands[:2]]
+
+
+def _sizes(
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    contracted: Sequence[int],
+    other_contracted: Sequence[int],
+    batched: Sequence[int],
+    other_batched: Sequence[int],
+) -> tuple[int, int, int, int]:
+    (_, first), (_, second) = shapes
+    batch = math.prod(first[d] for d in batched)
+    k = math.prod(first[d] for d in contracted)
+    m = math.prod(size for d, size in enumerate(first) if d not in (*contracted, *batched))
+    n = math.prod(size for d, size in enumerate(second) if d not in (*other_contracted, *other_batched))
+    return batch, m, n, k
+
+
+def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Target) -> str:
+    """The kind of arithmetic, which says how fast it is; mixed operands go at the slower one's rate."""
+    for word in ("tf32", "bf16_bf16", "f32_f32"):
+        if word in algorithm:
+            return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
+    kinds = ["float8" if dtype.startswith("float8") else dtype for dtype in (first, second)]
+    slowest = min(kinds, key=lambda kind: _FASTER.index(kind) if kind in _FASTER else 0)
+    if slowest == "float32" and not exact and "tf32" in target.on_tensor_cores:
+        # What JAX's default precision means on such cards.
+        return "tf32"
+    return slowest
+
+
+def _accumulation(arithmetic: str, algorithm: str) -> str:
+    if "f16_f16_f16" in algorithm and "bf16" not in algorithm:
+        return "float16"
+    if arithmetic in ("int8", "uint8", "int4", "int32"):
+        return "int32"
+    # XLA asks cuBLAS, cuDNN and Triton alike for float32 sums of anything shorter.
+    return arithmetic if arithmetic in ("float64", "complex64", "complex128") else "float32"
+
+
+def _is_aligned(dtype: str, sizes: Sequence[int]) -> bool:
+    bits = {"float16": 16, "bfloat16": 16, "float64": 64, "complex64": 64, "complex128": 128}
+    size = 8 if dtype.startswith(("float8", "int8", "uint8")) else bits.get(dtype, 32)
+    return all(count * size % 128 == 0 for count in sizes)
+
+
+def _comes_padded(
+    name: str,
+    computations: Computations,
+    scope: Mapping[str, Instruction],
+    outside: tuple[Instruction, Mapping[str, Instruction]] | None,
+) -> bool:
+    """Whether the compiler padded a value: a `pad` that no operation of the program's own asked for."""
+    while name in scope:
+        source = scope[name]
+        if source.opcode == "pad":
+            return not source.op_name.endswith("/pad")
+        if source.opcode == "parameter" and outside is not None:
+            fusion, scope = outside
+            index = int(source.line.partition("parameter(")[2].partition(")")[0])
+            name, outside = fusion.operands[index], None
+        elif source.opcode == "fusion" and len(source.called) == 1:
+            inner = computations.get(source.called[0], [])
+            root = next((i for i in inner if i.is_root), None)
+            return root is not None and root.opcode == "pad" and not root.op_name.endswith("/pad")
+        elif source.opcode in _FORWARDING and source.operands:
+            name = source.operands[0]
+        else:
+            return False
+    return False

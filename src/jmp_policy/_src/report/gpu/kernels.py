@@ -1,0 +1,306 @@
+"""What the instructions of an optimised GPU program are as kernels: products, fusions, copies, collectives.
+
+Bytes are those of operands and results. Where a kernel takes a slice of an array or writes one in place, as
+in the body of a scan over stacked layers, the slice counts and not the array.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from jmp_policy._src.policy.regions import is_marker
+from jmp_policy._src.report.gpu.hlo import (
+    CONTAINERS,
+    NO_KERNEL,
+    Computations,
+    Instruction,
+    Runs,
+    Sources,
+    arrays,
+    executed,
+    parse,
+    shape_bytes,
+)
+from jmp_policy._src.report.gpu.hlo_products import Product, backend_config, dtype_name, products_of
+from jmp_policy._src.report.gpu.targets import Target
+
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+_SLICING = frozenset(["dynamic-slice", "slice", "gather"])
+_FORWARDING = frozenset(["bitcast", "reshape"])
+_FUSIONS = frozenset(["fusion", "fusion-start"])
+_TRANSFORM = re.compile(r"(\w+)\(([^()]*)\)")
+#: Parts of an operation's name that are JAX's own.
+_MACHINERY = frozenset(
+    [
+        "call_exported", "while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation",
+        "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "pjit", "shard_map",
+        "eval_jaxpr",
+    ]
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel, or what a collective sends.
+
+    Args:
+      name: the compiler's.
+      kind: "cublaslt", "cublas", "cudnn", "triton", "fusion", "reduction", "copy", "collective" or
+        "custom call"; of other instructions, their opcode.
+      path: the module that it belongs to, by the names of the scopes around its operation: "Net/Dense_0".
+      backward: whether differentiation put it there.
+      line: where its operation is in the source: "mlp.py:41".
+      times: how often one run of the program runs it.
+      counted: whether that is all; not so within a loop whose trips nobody knows.
+      bytes_read, bytes_written: by one run of it.
+      flops: of matrix products and convolutions, by one run of it; 0 for all other kernels.
+      operands: dtypes of a product's operands, "float16 x float16"; of a collective, what it sends.
+      result, accumulation: dtypes of a product.
+      arithmetic: of a product, how fast it is: "float16", "tf32", "float32", ...
+      tensor_cores: whether Tensor Cores compute it.
+      size: of a product: "512x256x1024", rows by columns by what is summed; "4*512x256x1024" of a batch, or
+        where the sum is split in four.
+      alignment: of a product: "aligned", "padded" by the compiler, or "unaligned", to 16 bytes.
+      collective: "all-reduce", ... or "".
+      group: how many devices a collective joins.
+    """
+
+    name: str
+    kind: str
+    path: str = ""
+    backward: bool = False
+    line: str = ""
+    times: int = 1
+    counted: bool = True
+    bytes_read: int = 0
+    bytes_written: int = 0
+    flops: int = 0
+    operands: str = ""
+    result: str = ""
+    accumulation: str = ""
+    arithmetic: str = ""
+    tensor_cores: bool = False
+    size: str = ""
+    alignment: str = ""
+    collective: str = ""
+    group: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Read and written by one run."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def place(self) -> str:
+        """As messages name it: "Net/head (mlp.py:41)"."""
+        return (
+            f"{self.path} ({self.line})" if self.path and self.line else self.path or self.line or self.name
+        )
+
+
+def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
+    """The kernels of an optimised HLO module, in the order of their computations.
+
+    Args:
+      text: the module.
+      target: the card that it was compiled for.
+    """
+    computations, entry = parse(text)
+    sources = Sources(text)
+    found = []
+    for name, runs in executed(computations, entry).items():
+        scope = {i.name: i for i in computations[name]}
+        for instruction in computations[name]:
+            if instruction.opcode not in NO_KERNEL and instruction.opcode not in CONTAINERS:
+                found.append(_kernel(instruction, runs, computations, scope, sources, target))
+    return tuple(found)
+
+
+def partitions(text: str) -> int:
+    """How many devices an HLO module is for."""
+    match = re.search(r"\bnum_partitions=(\d+)", text.partition("\n")[0])
+    return int(match.group(1)) if match else 1
+
+
+def module_path(op_name: str) -> tuple[str, bool]:
+    """The module path in an operation's name, and whether it belongs to a backward pass.
+
+    "jit(step)/transpose(jvp(Net))/Dense_0/dot_general" is of "Net/Dense_0", and backward.
+    """
+    backward = "transpose(" in op_name
+    while match := _TRANSFORM.search(op_name):
+        kept = "" if match.group(1) in ("jit", "pjit") else match.group(2)
+        op_name = op_name[: match.start()] + kept + op_name[match.end() :]
+    parts = [
+        part
+        for part in op_name.split("/")[:-1]
+        if part
+        and part not in _MACHINERY
+        and not is_marker(part)
+        # Branches of conditions, and what `einsum` calls itself.
+        and not re.search(r"^branch_\d+_fun|->", part)
+    ]
+    return "/".join(parts), backward
+
+
+def _kernel(
+    instruction: Instruction,
+    runs: Runs,
+    computations: Computations,
+    scope: Mapping[str, Instruction],
+    sources: Sources,
+    target: Target,
+) -> Kernel:
+    collective = _collective(instruction, computations)
+    products = [] if collective else products_of(instruction, computations, scope, target)
+    largest = max(products, key=lambda p: p.flops, default=None)
+    path, backward = module_path((largest and largest.op_name) or instruction.op_name)
+    kernel = Kernel(
+        name=instruction.name,
+        kind="collective" if collective else _kind(instruction),
+        path=path,
+        backward=backward,
+        line=sources.line(instruction),
+        times=runs.times,
+        counted=runs.counted,
+        bytes_read=_read(instruction, computations, scope),
+        bytes_written=_written(instruction, computations),
+    )
+    if collective:
+        return _as_collective(kernel, collective, instruction, scope)
+    return kernel if largest is None else _as_product(kernel, largest, sum(p.flops for p in products))
+
+
+def _as_product(kernel: Kernel, product: Product, flops: int) -> Kernel:
+    sizes = f"{product.m}x{product.n}x{product.k}"
+    return dataclasses.replace(
+        kernel,
+        flops=flops,
+        operands=" x ".join(product.operands),
+        result=product.result,
+        accumulation=product.accumulation,
+        arithmetic=product.arithmetic,
+        tensor_cores=product.tensor_cores,
+        size=sizes if product.batch == 1 else f"{product.batch}*{sizes}",
+        alignment=product.alignment,
+    )
+
+
+def _as_collective(
+    kernel: Kernel, collective: str, instruction: Instruction, scope: Mapping[str, Instruction]
+) -> Kernel:
+    sent = [scope[name].shape for name in instruction.operands if name in scope]
+    dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in arrays(shape))
+    size = sum(map(shape_bytes, sent))
+    return dataclasses.replace(
+        kernel,
+        bytes_read=size,
+        bytes_written=size,
+        operands=", ".join(dtypes),
+        collective=collective,
+        group=_group(instruction),
+    )
+
+
+def _kind(instruction: Instruction) -> str:
+    library = instruction.attribute("custom_call_target")
+    if instruction.opcode == "custom-call":
+        words = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
+        return next((kind for word, kind in words.items() if word in library), "custom call")
+    if instruction.opcode in _FUSIONS:
+        kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
+        for word in ("triton", "cudnn"):
+            if word in kind:
+                return word
+        return "reduction" if instruction.attribute("kind") == "kInput" else "fusion"
+    return {"copy-start": "copy", "reduce": "reduction"}.get(instruction.opcode, instruction.opcode)
+
+
+def _collective(instruction: Instruction, computations: Computations) -> str:
+    opcode = instruction.opcode
+    if opcode == "async-start":
+        inner = [i for name in instruction.called for i in computations.get(name, ())]
+        opcode = next((i.opcode for i in inner if i.is_root), "")
+    opcode = opcode.removesuffix("-start")
+    return opcode if opcode in _COLLECTIVES else ""
+
+
+def _group(instruction: Instruction) -> int:
+    """How many devices are in a group: of `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
+    text = instruction.line.partition("replica_groups=")[2]
+    if text.startswith("mesh["):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", text[: text.find("]")]))
+        names = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", text[text.find("]") :].partition("}")[0])
+        return math.prod(int(part or sizes.get(name, 1)) for name, part in names)
+    if match := re.match(r"\[\d+,(\d+)\]", text):
+        return int(match.group(1))
+    match = re.match(r"\{\{([\d,]+)\}", text)
+    return len(match.group(1).split(",")) if match else 1
+
+
+def _read(instruction: Instruction, computations: Computations, scope: Mapping[str, Instruction]) -> int:
+    inner = _fused(instruction, computations)
+    total = 0
+    for position, name in enumerate(instruction.operands):
+        whole = shape_bytes(scope[name].shape) if name in scope else 0
+        users = _users(inner, position) if inner else [(instruction, position)]
+        total += min(whole, sum(_taken(user, place, whole, inner or scope) for user, place in users))
+    return total
+
+
+def _taken(user: Instruction, place: int, whole: int, scope: Mapping[str, Instruction]) -> int:
+    """Bytes that an instruction needs of the operand in that place."""
+    if user.opcode in _SLICING and place == 0:
+        return shape_bytes(user.shape)
+    if user.opcode == "dynamic-update-slice" and place == 0:
+        # Written in place.
+        return 0
+    return whole
+
+
+def _written(instruction: Instruction, computations: Computations) -> int:
+    if instruction.opcode == "custom-call" and instruction.shape.startswith("("):
+        # The result; what follows is scratch memory.
+        dtype, dims = arrays(instruction.shape)[0]
+        return shape_bytes(f"{dtype}[{','.join(map(str, dims))}]")
+    inner = _fused(instruction, computations)
+    root = next((i for i in inner.values() if i.is_root), None)
+    if root is None:
+        return shape_bytes(instruction.shape)
+    outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(_output(output, inner) for output in outputs)
+
+
+def _output(output: Instruction, scope: Mapping[str, Instruction]) -> int:
+    source = output
+    while source.opcode in _FORWARDING and source.operands[0] in scope:
+        source = scope[source.operands[0]]
+    if source.opcode == "dynamic-update-slice" and source.operands[1] in scope:
+        return shape_bytes(scope[source.operands[1]].shape)
+    return shape_bytes(output.shape)
+
+
+def _fused(instruction: Instruction, computations: Computations) -> dict[str, Instruction]:
+    if instruction.opcode not in _FUSIONS:
+        return {}
+    return {i.name: i for name in instruction.called for i in computations.get(name, ())}
+
+
+def _users(inner: Mapping[str, Instruction], position: int) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a fusion that use its operand, and in which place of theirs."""
+    waiting = [
+        i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line
+    ]
+    for name in waiting:
+        for user in inner.values():
+            for place, operand in enumerate(user.operands):
+                if operand != name:
+                    continue
+                if user.opcode in _FORWARDING:
+                    waiting.append(user.name)
+                else:
+                    yield user, place

@@ -1,0 +1,219 @@
+"""The report on a compiled GPU program: what it shows, and its verdict."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
+from jmp_policy._src.report.gpu.kernels import Kernel
+from jmp_policy._src.report.gpu.roofline import Estimate, kernel_seconds, plot_roofline
+from jmp_policy._src.report.gpu.targets import TARGETS, target_of_device
+
+HALVES = ("float16", "bfloat16")
+#: Runs of which the median is the measured time.
+RUNS = 10
+#: Modules of which the table has rows of their own; of more, those whose names differ in numbers share one.
+_MOST_MODULES = 16
+_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweringReport(Report):
+    """A program as XLA's GPU compiler makes it.
+
+    Args:
+      function: its name.
+      target: the card: "H100", or what the GPU of this machine calls itself.
+      devices: how many it runs on; everything else is per device.
+      kernels: all of them.
+      argument_bytes, output_bytes, temp_bytes: memory.
+      estimates: of the time of one run, per precision; "roofline" estimates, no measurements.
+      measured_seconds: of one run, on a real GPU; None where nothing ran.
+      notes: what could not be estimated, and why.
+      verdict: the report in a line.
+    """
+
+    function: str
+    target: str
+    devices: int
+    kernels: tuple[Kernel, ...]
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    estimates: tuple[Estimate, ...]
+    measured_seconds: float | None
+    notes: tuple[str, ...]
+    verdict: str
+
+    _rows = "kernels"
+
+    @property
+    def matrix_kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of matrix products and convolutions."""
+        return tuple(kernel for kernel in self.kernels if kernel.flops)
+
+    @property
+    def collectives(self) -> tuple[Kernel, ...]:
+        """What the devices send each other: `operands` are its dtypes, `bytes_read` its size."""
+        return tuple(kernel for kernel in self.kernels if kernel.collective)
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels launched by one run."""
+        return sum(kernel.times for kernel in self.kernels)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that all kernels of one run read."""
+        return sum(kernel.times * kernel.bytes_read for kernel in self.kernels)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that all kernels of one run write."""
+        return sum(kernel.times * kernel.bytes_written for kernel in self.kernels)
+
+    def plot(self) -> Any:
+        """The roofline of the card with the program's matrix kernels under it.
+
+        Returns:
+          A matplotlib `Figure`.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+          ValueError: when the rates of the card are not known.
+        """
+        target = target_of_device(self.target)
+        if target is None:
+            raise ValueError(f"The rates of {self.target!r} are not known. Known: {', '.join(TARGETS)}.")
+        title = f"{self.function} on {self.target}: estimated, not measured"
+        return plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
+
+    def _tables(self) -> list[Table]:
+        tables = [_products_table(self)]
+        if self.collectives:
+            tables.append(_collectives_table(self.collectives))
+        if self.estimates:
+            tables.append(_estimates_table(self.estimates))
+        return tables
+
+    def _lines(self) -> list[str]:
+        uncounted = sum(not kernel.counted for kernel in self.kernels)
+        loops = f", {uncounted} of them in loops of unknown length, counted once" if uncounted else ""
+        count = self.kernel_count
+        per_device = f" on each of {self.devices} devices" if self.devices > 1 else ""
+        lines = [
+            f"{count} kernel{'s' * (count != 1)}{per_device}{loops}: {bytes_text(self.bytes_read)} read, "
+            f"{bytes_text(self.bytes_written)} written.",
+            f"Memory: arguments {bytes_text(self.argument_bytes)}, results {bytes_text(self.output_bytes)}, "
+            f"temporary {bytes_text(self.temp_bytes)}.",
+        ]
+        if calls := dict.fromkeys(kernel.name for kernel in self.kernels if kernel.kind == "custom call"):
+            lines.append(f"The estimates know the traffic but not the arithmetic of {joined(list(calls))}.")
+        if self.measured_seconds is not None:
+            lines.append(f"Measured: {_seconds_text(self.measured_seconds)} (median of {RUNS} runs).")
+        return [*lines, *self.notes, self.verdict]
+
+
+def _products_table(report: LoweringReport) -> Table:
+    """One row per kind of product: those of one module that differ in nothing stand together."""
+    target = target_of_device(report.target)
+    names = {kernel.path or kernel.place for kernel in report.matrix_kernels}
+    runs: Counter[tuple[str, ...]] = Counter()
+    seconds: dict[tuple[str, ...], float] = {}
+    for kernel in report.matrix_kernels:
+        name = kernel.path or kernel.place
+        row = (
+            _NUMBER.sub("*", name) if len(names) > _MOST_MODULES else name,
+            "backward" if kernel.backward else "forward",
+            kernel.kind,
+            kernel.size,
+            " x ".join(dict.fromkeys(kernel.operands.split(" x "))),
+            kernel.accumulation,
+            kernel.arithmetic if kernel.tensor_cores else "no",
+            kernel.alignment,
+        )
+        runs[row] += kernel.times
+        if target is not None:
+            seconds[row] = seconds.get(row, 0.0) + kernel.times * kernel_seconds(kernel, target)[0]
+    columns = [
+        "module",
+        "pass",
+        "by",
+        "size ",
+        "operands",
+        "sums",
+        "Tensor Cores",
+        "alignment",
+        "runs ",
+        "us ",
+    ]
+    rows = [[*row, count, f"{1e6 * seconds[row]:.3g}" if seconds else ""] for row, count in runs.items()]
+    if all(row[7] == "aligned" for row in rows):
+        columns.pop(7)
+        rows = [row[:7] + row[8:] for row in rows]
+    return Table(
+        columns, rows, f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
+    )
+
+
+def _collectives_table(collectives: Sequence[Kernel]) -> Table:
+    rows = [
+        [k.collective, k.operands, bytes_text(k.bytes_read), k.group, k.times, k.place] for k in collectives
+    ]
+    return Table(["collective", "dtypes", "size ", "devices ", "runs ", "where"], rows, "Collectives")
+
+
+def _estimates_table(found: Sequence[Estimate]) -> Table:
+    rows = [
+        [e.precision, e.program, _seconds_text(e.seconds), f"{e.speedup:.2f}x", e.bound_by] for e in found
+    ]
+    title = "Estimated time of one run (roofline, not measured; a lower bound)"
+    return Table(["products in", "program", "time ", "over float32 ", "bound by"], rows, title)
+
+
+def _seconds_text(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate]) -> str:
+    """The report in a line: what is not as it should be with its module, and the estimated speed."""
+    products = [kernel for kernel in kernels if kernel.flops]
+    if not products:
+        return "No matrix kernels."
+    on = Counter(kernel.arithmetic for kernel in products if kernel.tensor_cores)
+    counts = ", ".join(f"{count} in {arithmetic}" for arithmetic, count in on.most_common())
+    how = f" ({counts})" if len(on) > 1 else f" in {next(iter(on))}" if on else ""
+    parts = [f"{on.total()} of {len(products)} matrix kernels on Tensor Cores{how}"]
+    halves = any(half in on for half in HALVES)
+    groups = {
+        "not on Tensor Cores": [kernel for kernel in products if not kernel.tensor_cores],
+        "left in float32": [k for k in products if halves and k.tensor_cores and k.arithmetic == "tf32"],
+        "unaligned": [k for k in products if k.alignment == "unaligned" and k.tensor_cores],
+        "padded": [k for k in products if k.alignment == "padded"],
+    }
+    for what, some in groups.items():
+        if some:
+            parts.append(f"{what}: {joined(list(dict.fromkeys(kernel.place for kernel in some)))}")
+    return "; ".join([*parts, *_estimated(found)]) + "."
+
+
+def _estimated(found: Sequence[Estimate]) -> list[str]:
+    """The speed of the program as it is, or else of the best one under autocast, in words."""
+    by_precision = {estimate.precision: estimate for estimate in found}
+    halves = [by_precision[half] for half in HALVES if half in by_precision]
+    given = [estimate for estimate in halves if estimate.program == "as given"] or halves
+    if not given or "float32" not in by_precision:
+        return []
+    best = max(given, key=lambda estimate: estimate.speedup)
+    text = f"estimated {best.speedup:.2f}x the speed of float32"
+    if "tf32" in by_precision:
+        # What float32 programs run as there, unless jax_default_matmul_precision says otherwise.
+        text += f" and {best.speedup / by_precision['tf32'].speedup:.2f}x of tf32, JAX's default,"
+    under = "" if best.program == "as given" else f" {best.program}"
+    bound = "" if best.bound_by == "compute" else f", bound by {best.bound_by}"
+    return [f"{text} in {best.precision}{under}{bound}"]

@@ -1,0 +1,224 @@
+"""What XLA's GPU compiler makes of a program: its kernels, their precision, and an estimate of their time."""
+
+import dataclasses
+import functools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compiled, compiled_here, exported
+from jmp_policy._src.report.gpu.kernels import kernels_of, partitions
+from jmp_policy._src.report.gpu.lowered import HALVES, RUNS, LoweringReport, verdict_of
+from jmp_policy._src.report.gpu.roofline import estimates
+from jmp_policy._src.report.gpu.targets import TARGETS, Target, find_target, target_of_device
+
+Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
+
+
+def lowering_report(
+    fn: Callable[..., Any], *args: Any, target: str | None = "H100", **kwargs: Any
+) -> LoweringReport:
+    """The kernels that XLA's GPU compiler makes of a function, with or without a GPU.
+
+    Compiles for a card that need not be there, in a process of its own: the extra `gpu-lowering` brings the
+    compiler, and nothing runs. Look at it before a job is sent to a cluster, and in tests: a product that is
+    not on Tensor Cores in the dtype that was meant stands in the table with its module.
+
+    Which library computes a product is settled on the card, by timing; here the compiler's first choice
+    stands. The times are estimates: the rate of the card's units or of its memory, whichever takes longer,
+    kernel by kernel, and the launches.
+
+    Args:
+      fn: any function that `jax.jit` could trace, or one of NNX modules; a whole training step for the
+        backward pass and the optimizer.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do for a named target. What is no array is
+        static. With `NamedSharding`s on a mesh of several devices (virtual ones of the CPU will do) the
+        program is that of one of these devices, with its collectives.
+      target: V100, T4, A100, L4, H100, H200 or B200; None for the GPU of this machine, where the program is
+        also run, on the given arrays, and timed.
+
+    Returns:
+      A `LoweringReport`; `print` shows it, `.plot()` draws the roofline.
+
+    Raises:
+      LoweringUnavailableError: when the compiler is not installed in the version of JAX.
+      ValueError: for an unknown target; for None on a machine without a GPU; for a program that calls back to
+        the host.
+      RuntimeError: when the program does not compile, with the compiler's last lines.
+    """
+    card = find_target(target) if target is not None else _device()
+    function = as_function(fn, args, kwargs, "lowering_report")
+    jaxpr = function.jaxpr()
+    programs = _programs(function, jaxpr)
+    if target is None:
+        answers, measured = _compile_here(programs, function)
+        devices = partitions(answers[""].text)
+    else:
+        _check_exportable(jaxpr, function.name)
+        answers, devices = _compile_elsewhere(programs, function, card, _donated(fn, args, kwargs, function))
+        measured = None
+    return _report(function.name, card, devices, programs, answers, measured)
+
+
+def _report(
+    name: str,
+    card: Target,
+    devices: int,
+    programs: Programs,
+    answers: Mapping[str, Compiled],
+    measured: float | None,
+) -> LoweringReport:
+    given = answers[""]
+    if given.error:
+        raise RuntimeError(f"XLA's GPU compiler does not take {name} for {card.name}:\n{given.error}")
+    kernels = kernels_of(given.text, card)
+    known = {p: (programs[p][0], kernels_of(a.text, card)) for p, a in answers.items() if p and not a.error}
+    found = estimates(known, card)
+    return LoweringReport(
+        function=name,
+        target=card.name,
+        devices=devices,
+        kernels=kernels,
+        argument_bytes=given.argument_bytes,
+        output_bytes=given.output_bytes,
+        temp_bytes=given.temp_bytes,
+        estimates=found,
+        measured_seconds=measured,
+        notes=tuple(
+            f"Not estimated in {precision}: {answer.error.splitlines()[-1]:.200}"
+            for precision, answer in answers.items()
+            if answer.error
+        ),
+        verdict=verdict_of(kernels, found),
+    )
+
+
+def _programs(function: Function, jaxpr: Any) -> Programs:
+    """What to compile, by precision: the function as it is under "", and in each precision of an estimate."""
+    held = _product_dtypes(jaxpr)
+    halves = [half for half in HALVES if half in held]
+    is_float8 = any(dtype.startswith("float8") for dtype in held)
+    is_wide = not halves and not is_float8
+    float32 = function.call if is_wide else replay_in_float32(function.call)
+    programs: Programs = {
+        "": ("as given", function.call),
+        "float32": ("as given" if is_wide else "in float32", float32),
+    }
+    for half in HALVES:
+        if half in halves:
+            programs[half] = ("as given", function.call)
+        else:
+            programs[half] = ("under autocast", autocast(float32, half))
+    if is_float8:
+        programs["float8"] = ("as given", function.call)
+    return programs
+
+
+def _product_dtypes(jaxpr: Any) -> set[str]:
+    found = set()
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            found |= {str(ir.dtype_of(atom)) for atom in eqn.invars}
+        for inner in ir.subjaxprs(eqn):
+            found |= _product_dtypes(inner)
+    return found
+
+
+def _check_exportable(jaxpr: Any, name: str) -> None:
+    calls = {p for p in ir.primitives(jaxpr) if p.endswith("_callback") or p == "debug_print"}
+    if calls:
+        raise ValueError(
+            f"{name} calls back to Python on the host ({', '.join(sorted(calls))}; jax.debug.print does so), "
+            "which a program for a GPU elsewhere cannot. Take the call out, or use target=None on a GPU."
+        )
+
+
+def _variants(programs: Programs) -> dict[str, Callable[[Sequence[Any]], Any]]:
+    """What is to be compiled besides the program as it is, by precision."""
+    return {p: call for p, (program, call) in programs.items() if program != "as given"}
+
+
+def _attempt(make: Callable[[], Any]) -> Any:
+    """What a variant is made into, or a `Compiled` that says why not: an estimate less is a note."""
+    try:
+        with warnings.catch_warnings():
+            # Autocast's advice is on a program that the caller did not ask for.
+            warnings.simplefilter("ignore")
+            return make()
+    except Exception as error:
+        return Compiled(error=f"{type(error).__name__}: {error}")
+
+
+def _compile_elsewhere(
+    programs: Programs, function: Function, card: Target, donated: Sequence[int]
+) -> tuple[dict[str, Compiled], int]:
+    written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated)}
+    answers: dict[str, Compiled] = {}
+    for precision, call in _variants(programs).items():
+        made = _attempt(functools.partial(exported, call, function.arrays, donated))
+        (answers if isinstance(made, Compiled) else written)[precision] = made
+    answers.update(zip(written, compiled(list(written.values()), card.config()), strict=True))
+    return _shared(programs, answers), written[""].devices
+
+
+def _compile_here(programs: Programs, function: Function) -> tuple[dict[str, Compiled], float | None]:
+    executable, given = compiled_here(function.call, function.arrays)
+    answers = {"": given}
+    for precision, call in _variants(programs).items():
+        made = _attempt(functools.partial(compiled_here, call, function.arrays))
+        answers[precision] = made if isinstance(made, Compiled) else made[1]
+    concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays)
+    return _shared(programs, answers), _measured(executable, function.arrays) if concrete else None
+
+
+def _shared(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
+    """One answer per program, where the same program stands for several precisions."""
+    return {p: answers[""] if program == "as given" else answers[p] for p, (program, _) in programs.items()}
+
+
+def _measured(executable: Any, arrays: Sequence[Any]) -> float:
+    arrays = jax.device_put(list(arrays))
+    jax.block_until_ready(executable(arrays))
+    seconds = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready(executable(arrays))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _device() -> Target:
+    """The GPU of this machine; one that is not in the table has no rates."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        raise ValueError(
+            "target=None reports on the GPU of this machine, and JAX has none here (its backend is "
+            f"{backend!r}). Name a card to compile for: {', '.join(TARGETS)}."
+        )
+    device = jax.devices()[0]
+    if (known := target_of_device(device.device_kind)) is not None:
+        return dataclasses.replace(known, name=device.device_kind)
+    major, minor = map(int, str(device.compute_capability).split("."))
+    older = [t for t in TARGETS.values() if t.capability <= (major, minor)]
+    like = older[-1] if older else TARGETS["V100"]
+    return dataclasses.replace(like, name=device.device_kind, capability=(major, minor), rates={})
+
+
+def _donated(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], function: Function
+) -> tuple[int, ...]:
+    """Positions of the arrays that a jitted function may overwrite."""
+    if function.has_state or not hasattr(fn, "trace"):
+        return ()
+    infos = jax.tree.leaves(fn.trace(*args, **kwargs).args_info)  # type: ignore[attr-defined]
+    if len(infos) != len(function.arrays):
+        return ()
+    return tuple(i for i, info in enumerate(infos) if info.donated)

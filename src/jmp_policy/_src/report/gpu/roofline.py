@@ -1,0 +1,149 @@
+"""How long a step would take if every kernel ran at the rate of the card's units or of its memory.
+
+S. Williams, A. Waterman, D. Patterson, Roofline: An Insightful Visual Performance Model (2009), by kernel,
+plus the time to launch each. Real kernels stay below those rates, so that the times are lower bounds.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jmp_policy._src.report.gpu.kernels import Kernel
+from jmp_policy._src.report.gpu.targets import LAUNCH_SECONDS, Target
+
+#: What collectives send over a link, in parts of their operand, by how many devices take part; for rings.
+_SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+}
+
+#: Colours that the colour-blind tell apart (M. Okabe, K. Ito, 2008).
+_COLOURS = {
+    "float32": "#000000", "tf32": "#E69F00", "float16": "#0072B2", "bfloat16": "#009E73", "float8": "#CC79A7",
+    "int8": "#56B4E9", "float64": "#999999",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The estimated time of one step in one precision.
+
+    Args:
+      precision: "float32" on the ordinary units, "tf32", "float16" or "bfloat16".
+      program: "as given", "in float32" or "under autocast": what was compiled.
+      seconds: the estimate.
+      speedup: the time in float32 over this one.
+      bound_by: what most of the time goes to: "compute", "memory", "launches" or "communication".
+    """
+
+    precision: str
+    program: str
+    seconds: float
+    speedup: float
+    bound_by: str
+
+
+def estimates(programs: Mapping[str, tuple[str, Sequence[Kernel]]], target: Target) -> tuple[Estimate, ...]:
+    """One estimate per precision.
+
+    Args:
+      programs: what was compiled and its kernels, by precision; "float32" stands for TF32 too.
+      target: the card.
+    """
+    if not target.rates:
+        return ()
+    found = []
+    for precision, (program, kernels) in programs.items():
+        exact = precision == "float32"
+        found.append((precision, program, _parts(kernels, target, exact)))
+        if exact and "tf32" in target.on_tensor_cores:
+            found.append(("tf32", program, _parts(kernels, target, exact=False)))
+    totals = {precision: parts.total() for precision, _, parts in found}
+    base = totals.get("float32", 0.0)
+    return tuple(
+        Estimate(precision, program, total, base / total if total else 1.0, max(parts, key=parts.__getitem__))
+        for precision, program, parts in found
+        if (total := totals[precision])
+    )
+
+
+def kernel_seconds(kernel: Kernel, target: Target, exact: bool = False) -> tuple[float, str]:
+    """The time of one run of a kernel without its launch, and what bounds it.
+
+    Args:
+      kernel: any.
+      target: the card.
+      exact: float32 products on the ordinary units, and not as TF32.
+    """
+    memory = kernel.bytes / target.bandwidth
+    if kernel.collective:
+        share = _SENT.get(kernel.collective, lambda n: 1)(kernel.group)
+        return max(kernel.bytes_read * share / target.link, memory), "communication"
+    arithmetic = kernel.arithmetic if kernel.tensor_cores or kernel.arithmetic == "float64" else "float32"
+    if exact and arithmetic == "tf32":
+        arithmetic = "float32"
+    compute = kernel.flops / target.rate(arithmetic)
+    return (compute, "compute") if compute > memory else (memory, "memory")
+
+
+def _parts(kernels: Iterable[Kernel], target: Target, exact: bool) -> Counter[str]:
+    parts: Any = Counter()
+    for kernel in kernels:
+        seconds, bound = kernel_seconds(kernel, target, exact)
+        parts[bound] += kernel.times * seconds
+        parts["launches"] += kernel.times * LAUNCH_SECONDS
+    return parts
+
+
+def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot: Any) -> Any:
+    """The matrix kernels under the roofs of the card: operations per byte against operations per second.
+
+    Kernels stand where their estimated time puts them, which is on a roof: the picture shows on which, and
+    how far the memory keeps them below the height of the arithmetic.
+    """
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    products = [kernel for kernel in kernels if kernel.flops and kernel.bytes]
+    used = dict.fromkeys(map(_roof, products))
+    knees = [target.rate(roof) / target.bandwidth for roof in ("float32", "float16", *used)]
+    reached = [kernel.flops / kernel.bytes for kernel in products]
+    ends = min(*reached, *knees) / 4, 4 * max(*reached, *knees)
+    slope = [ends[0], max(knees)]
+    label = f"memory: {target.bandwidth / 1e12:.3g} TB/s"
+    axes.plot(slope, [x * target.bandwidth for x in slope], color="#999999", lw=1.5, label=label)
+    for rate, names in _roofs(target, used).items():
+        axes.plot(
+            [rate / target.bandwidth, ends[1]], [rate, rate], color=_COLOURS.get(names[0], "#666666"), lw=1.5,
+            label=f"{', '.join(names)}: {rate / 1e12:.4g} TFLOP/s",
+        )  # fmt: skip
+    for arithmetic in used:
+        some = [kernel for kernel in products if _roof(kernel) == arithmetic]
+        rates = [kernel.flops / kernel_seconds(kernel, target)[0] for kernel in some]
+        axes.scatter(
+            [kernel.flops / kernel.bytes for kernel in some], rates, s=36, alpha=0.8,
+            color=_COLOURS.get(arithmetic, "#666666"), edgecolors="white", linewidths=0.6, zorder=3,
+            label=f"{len(some)} matrix kernels in {arithmetic}",
+        )  # fmt: skip
+    axes.set(
+        xscale="log", yscale="log", xlim=ends, title=title,
+        xlabel="operations per byte of memory traffic (FLOP/B)", ylabel="operations per second (FLOP/s)",
+    )  # fmt: skip
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def _roofs(target: Target, used: Iterable[str]) -> dict[float, list[str]]:
+    """The kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
+    roofs: dict[float, list[str]] = {}
+    for arithmetic in dict.fromkeys(("float32", "tf32", "float16", "bfloat16", *used)):
+        if arithmetic in target.rates:
+            roofs.setdefault(target.rate(arithmetic), []).append(arithmetic)
+    return roofs
+
+
+def _roof(kernel: Kernel) -> str:
+    return kernel.arithmetic if kernel.tensor_cores or kernel.arithmetic == "float64" else "float32"

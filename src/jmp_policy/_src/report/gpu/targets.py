@@ -1,0 +1,166 @@
+"""The cards that `lowering_report` compiles for: what XLA's compiler asks about them, and how fast they are.
+
+Rates are NVIDIA's own, from the data sheets, for dense matrices: those "with sparsity" are twice as high.
+What the compiler is told is what these cards tell it themselves (openxla/xla, `target_config/specs`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jmp_policy._src.core.suggest import did_you_mean
+
+#: Seconds between the end of one small kernel and the start of the next. Launches from a stream take 2 to 5
+#: microseconds; XLA records most of a step as a CUDA graph, where 1.5 to 2.5 are usual.
+LAUNCH_SECONDS = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A card.
+
+    Args:
+      name: what users call it.
+      description: what it calls itself.
+      capability: compute capability, major and minor.
+      cores: streaming multiprocessors.
+      bandwidth: of its memory, bytes per second.
+      link: bytes per second to the other cards of its machine, in one direction.
+      memory, l2: sizes in bytes.
+      clock_ghz: highest clock.
+      shared_per_core, shared_per_block: bytes of shared memory of a multiprocessor, and the most that a block
+        can ask for.
+      threads_per_core: most threads at a time on a multiprocessor.
+      units_per_core: float32 units of a multiprocessor.
+      rates: operations per second by arithmetic: "float64", "float32" on the ordinary units; "tf32",
+        "float16", "bfloat16", "float8", "int8" where there is something faster than those.
+      on_tensor_cores: the kinds of arithmetic that Tensor Cores do.
+    """
+
+    name: str
+    description: str
+    capability: tuple[int, int]
+    cores: int
+    bandwidth: float
+    link: float
+    memory: int
+    l2: int
+    clock_ghz: float
+    shared_per_core: int
+    shared_per_block: int
+    threads_per_core: int
+    units_per_core: int
+    rates: Mapping[str, float]
+    on_tensor_cores: frozenset[str]
+
+    def rate(self, arithmetic: str) -> float:
+        """Operations per second; what the card has no faster units for runs at the rate of float32."""
+        return self.rates.get(arithmetic, self.rates["float32"])
+
+    def config(self) -> str:
+        """The card as XLA's `GpuTargetConfig`, in protobuf's text format."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_per_core} threads_per_core_limit: {self.threads_per_core}
+  core_count: {self.cores} fpus_per_core: {self.units_per_core}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.l2} clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory} shared_memory_per_block_optin: {self.shared_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 patch: 1 }}
+device_description_str: "{self.description}"
+"""
+
+
+_VOLTA = frozenset({"float16"})
+_TURING = _VOLTA | {"int8"}
+_AMPERE = _TURING | {"bfloat16", "tf32", "float64"}
+_ADA = (_AMPERE - {"float64"}) | {"float8"}
+_HOPPER = _AMPERE | {"float8"}
+
+
+def _rates(**tera: float) -> dict[str, float]:
+    return {arithmetic: rate * 1e12 for arithmetic, rate in tera.items()}
+
+
+_HOPPER_RATES = _rates(
+    float64=66.9, float32=66.9, tf32=494.7, float16=989.4, bfloat16=989.4, float8=1978.9, int8=1978.9
+)
+
+#: The cards by name.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "V100", "Tesla V100-SXM2-16GB", (7, 0), cores=80, bandwidth=898.048e9, link=150e9,
+            memory=16_935_682_048, l2=6_291_456, clock_ghz=1.53, shared_per_core=98_304,
+            shared_per_block=98_304, threads_per_core=2048, units_per_core=64, on_tensor_cores=_VOLTA,
+            rates=_rates(float64=7.8, float32=15.7, float16=125.0, int8=62.8),
+        ),
+        Target(
+            "T4", "Tesla T4", (7, 5), cores=40, bandwidth=320.064e9, link=16e9,
+            memory=15_843_721_216, l2=4_194_304, clock_ghz=1.59, shared_per_core=65_536,
+            shared_per_block=65_536, threads_per_core=1024, units_per_core=64, on_tensor_cores=_TURING,
+            rates=_rates(float64=0.25, float32=8.1, float16=65.0, int8=130.0),
+        ),
+        Target(
+            "A100", "NVIDIA A100-SXM4-80GB", (8, 0), cores=108, bandwidth=2039.04e9, link=300e9,
+            memory=85_100_068_864, l2=41_943_040, clock_ghz=1.41, shared_per_core=167_936,
+            shared_per_block=166_912, threads_per_core=2048, units_per_core=64, on_tensor_cores=_AMPERE,
+            rates=_rates(float64=19.5, float32=19.5, tf32=156.0, float16=312.0, bfloat16=312.0, int8=624.0),
+        ),
+        Target(
+            "L4", "NVIDIA L4", (8, 9), cores=58, bandwidth=300.096e9, link=32e9,
+            memory=23_669_309_440, l2=50_331_648, clock_ghz=2.04, shared_per_core=102_400,
+            shared_per_block=101_376, threads_per_core=1536, units_per_core=128, on_tensor_cores=_ADA,
+            rates=_rates(
+                float64=0.47, float32=30.3, tf32=60.0, float16=121.0, bfloat16=121.0, float8=242.0, int8=242.0
+            ),
+        ),
+        Target(
+            "H100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, bandwidth=3352e9, link=450e9,
+            memory=84_942_979_072, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
+            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
+            rates=_HOPPER_RATES,
+        ),
+        Target(
+            "H200", "NVIDIA H200 141GB HBM3e", (9, 0), cores=132, bandwidth=4800e9, link=450e9,
+            memory=151_397_597_184, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
+            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
+            rates=_HOPPER_RATES,
+        ),
+        Target(
+            "B200", "NVIDIA B200", (10, 0), cores=148, bandwidth=7672.32e9, link=900e9,
+            memory=191_514_411_008, l2=132_644_864, clock_ghz=1.965, shared_per_core=233_472,
+            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
+            rates=_rates(
+                float64=37.0, float32=75.0, tf32=1100.0, float16=2250.0, bfloat16=2250.0, float8=4500.0,
+                int8=4500.0,
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+def find_target(name: str) -> Target:
+    """The card of that name, in capitals or not.
+
+    Raises:
+      ValueError: when there is none.
+    """
+    known = {key.lower(): target for key, target in TARGETS.items()}
+    if isinstance(name, str) and name.lower() in known:
+        return known[name.lower()]
+    hint = did_you_mean(name.upper(), TARGETS) if isinstance(name, str) else ""
+    raise ValueError(
+        f"Unknown target {name!r}.{hint} Known: {', '.join(TARGETS)}; None for the GPU of this machine."
+    )
+
+
+def target_of_device(kind: str) -> Target | None:
+    """The card that a device's kind ("NVIDIA H100 80GB HBM3") names, if it is a known one."""
+    words = kind.upper().replace("-", " ").split()
+    return next((target for name, target in TARGETS.items() if name in words), None)

@@ -1,0 +1,196 @@
+"""The accounting of the recipe for mixed precision, of a traced program alone.
+
+A half copy of each parameter that is cast, a gradient for each parameter, and the activations: what the
+forward pass computes and the backward pass reads. As compilers do, only what is dear to compute is taken to
+be kept: products, reductions, random numbers. What follows from them element by element is computed again
+where it is read, and a value takes the widest form in which the backward pass reads it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.walk import is_backward
+
+
+def analytic_memory_model(jaxpr: Any, roles: Sequence[str], donated: Sequence[int]) -> Counter[str]:
+    """Bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
+
+    Args:
+      jaxpr: a closed jaxpr.
+      roles: the category of each of its arguments.
+      donated: which of them results may overwrite.
+    """
+    return _Recipe(jaxpr, roles, donated).bytes
+
+
+def axes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape whose axes may have been put in another order."""
+    return tuple(sorted(size for size in shape if size != 1))
+
+
+class _Made(NamedTuple):
+    """A value that is dear to compute.
+
+    Args:
+      key: another one for each.
+      elements: how many it has.
+      width: bytes of each.
+    """
+
+    key: int
+    elements: int
+    width: int
+
+
+class _Value(NamedTuple):
+    """What is known of a value.
+
+    Args:
+      made: what the forward pass has to keep for it to be computed again.
+      backward: whether the backward pass computed it.
+      argument: index of the argument that it is, casts aside.
+    """
+
+    made: frozenset[_Made] = frozenset()
+    backward: bool = False
+    argument: int | None = None
+
+
+#: Operations that compute nothing of an operand's elements.
+_VIEWS = frozenset(
+    [
+        "convert_element_type", "reduce_precision", "reshape", "broadcast_in_dim", "transpose", "squeeze",
+        "expand_dims", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "name", "pvary",
+    ]
+)  # fmt: skip
+
+#: Operations that may have operands and results of one shape, and yet are not element by element.
+_DEAR = frozenset(
+    [
+        "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "triangular_solve",
+        "cholesky", "lu", "qr", "eigh", "svd", "fft", "sort", "cumsum", "cumprod", "cummax", "cummin",
+        "cumlogsumexp", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min",
+        "scatter-max", "dynamic_update_slice", "select_and_scatter_add", "reduce_window", "reduce_window_sum",
+        "reduce_window_max", "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "psum",
+        "all_gather", "all_to_all", "ppermute", "pallas_call", "custom_partitioning", "ffi_call",
+        "pure_callback", "io_callback",
+    ]
+)  # fmt: skip
+
+
+class _Recipe:
+    """One accounting."""
+
+    def __init__(self, jaxpr: Any, roles: Sequence[str], donated: Sequence[int]):
+        opened = compat.open_jaxpr(jaxpr)
+        self._roles = roles
+        self._elements = [math.prod(_shape(var)) for var in opened.invars]
+        self._keys = 0
+        self._has_gradients = False
+        self._kept: dict[_Made, int] = {}
+        self._copies: dict[tuple[int, str], int] = {}
+        values = [_Value(argument=i) for i in range(len(opened.invars))]
+        results = self._inside(jaxpr, values, backward=False)
+        found = Counter[str]()
+        for var, role in zip(opened.invars, roles, strict=True):
+            found[role] += _size(var)
+        found["half copies"] = sum(self._copies.values())
+        found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
+        if self._has_gradients:
+            found["gradients"] = found["parameters"]
+        found["results"] = self._results(opened, results, donated)
+        self.bytes = found
+
+    def _results(self, opened: Any, results: Sequence[_Value], donated: Sequence[int]) -> int:
+        """Bytes of the results that are no gradients and take no argument's place."""
+        types = [(_shape(var), ir.dtype_of(var)) for var in opened.invars]
+        weights = {axes(shape) for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
+        places = Counter(types[i] for i in donated)
+        size = 0
+        for atom, result in zip(opened.outvars, results, strict=True):
+            kind = (_shape(atom), ir.dtype_of(atom))
+            if places[kind]:
+                places[kind] -= 1
+            elif not (result.backward and axes(kind[0]) in weights):
+                size += _size(atom)
+        return size
+
+    def _inside(self, jaxpr: Any, values: Sequence[_Value], backward: bool) -> list[_Value]:
+        opened = compat.open_jaxpr(jaxpr)
+        known = dict(zip(opened.invars, values, strict=True))
+        known.update(dict.fromkeys(opened.constvars, _Value()))
+
+        def value(atom: Any) -> _Value:
+            return _Value() if isinstance(atom, compat.Literal) else known[atom]
+
+        for eqn in opened.eqns:
+            operands = [value(atom) for atom in eqn.invars]
+            results = self._equation(eqn, operands, backward or is_backward(eqn))
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [value(atom) for atom in opened.outvars]
+
+    def _equation(self, eqn: Any, operands: Sequence[_Value], backward: bool) -> list[_Value]:
+        inner = [compat.open_jaxpr(jaxpr) for jaxpr in ir.subjaxprs(eqn)]
+        name = eqn.primitive.name
+        for called in inner if name not in ("scan", "while", "cond", *_DEAR) else ():
+            if len(called.invars) == len(operands) and len(called.outvars) == len(eqn.outvars):
+                return self._inside(called, operands, backward)
+        if backward:
+            self._has_gradients = True
+            for atom, operand in zip(eqn.invars, operands, strict=True):
+                for made in operand.made:
+                    self._kept[made] = max(self._kept.get(made, 0), _width(atom))
+        if name == "scan" and not backward:
+            return self._scan(eqn, operands)
+        for jaxpr in inner:
+            self._inside(jaxpr, [_Value()] * len(jaxpr.invars), backward)
+        if backward:
+            return [_Value(backward=True)] * len(eqn.outvars)
+        if name in _VIEWS and len(operands) == 1:
+            return [self._cast(eqn, operands[0])]
+        if not inner and name not in _DEAR and _is_elementwise(eqn):
+            return [_Value(frozenset().union(*(v.made for v in operands)))] * len(eqn.outvars)
+        return [self._made(var) for var in eqn.outvars]
+
+    def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
+        """A loop keeps what it gives: all but the layers' parameters, which may come out cast."""
+        consts, carries = compat.scan_sizes(eqn.params)
+        values = [value._replace(made=frozenset()) for value in operands]
+        values[consts : consts + carries] = [_Value()] * carries
+        results = self._inside(eqn.params["jaxpr"], values, backward=False)
+        return [
+            result if result.argument is not None else self._made(var)
+            for result, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _cast(self, eqn: Any, operand: _Value) -> _Value:
+        dtype = ir.dtype_of(eqn.outvars[0])
+        if operand.argument is not None and is_half(dtype) and self._roles[operand.argument] == "parameters":
+            self._copies[operand.argument, str(dtype)] = self._elements[operand.argument] * dtype.itemsize
+        return operand
+
+    def _made(self, var: Any) -> _Value:
+        self._keys += 1
+        return _Value(frozenset([_Made(self._keys, math.prod(_shape(var)), _width(var))]))
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    shapes = {_shape(atom) for atom in (*eqn.invars, *eqn.outvars) if math.prod(_shape(atom)) != 1}
+    return len(shapes) <= 1
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _width(atom: Any) -> int:
+    """Bytes of an element; 0 for tokens and keys of random numbers."""
+    return getattr(ir.dtype_of(atom), "itemsize", 0) if hasattr(atom.aval, "shape") else 0
+
+
+def _size(atom: Any) -> int:
+    return math.prod(_shape(atom)) * _width(atom)

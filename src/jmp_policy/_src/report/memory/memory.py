@@ -1,0 +1,377 @@
+"""Where the memory of a training step goes, in float32 and under a policy, against what the recipe expects.
+
+What is measured is XLA's own buffer assignment of the compiled program. What is expected is the accounting of
+the guides to mixed precision: a half copy of each parameter on top, two bytes less for each activation.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import promote_dtype as wide_dtype
+from jmp_policy._src.core.imported import imported_attr
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.memory import buffers
+from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind of memory.
+
+    Args:
+      category: "parameters", "half copies", "optimizer state", "gradients", "activations", "inputs",
+        "results" or "temporaries".
+      float32: what XLA allots to it in the program computed in float32.
+      policy: what XLA allots to it in the program as it is.
+      expected_float32, expected_policy: what the recipe's accounting says, of the traced programs alone.
+    """
+
+    category: str
+    float32: int
+    policy: int
+    expected_float32: int
+    expected_policy: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport(Report):
+    """What `memory_report` gives. Numbers are bytes on one device.
+
+    Args:
+      function: the name of the function.
+      precision: the half types in the program; "float32" if there are none.
+      backend: what it was compiled for.
+      rows: one per kind of memory.
+      float32, policy: XLA's totals: arguments, results that overwrite none of them, and temporary memory.
+      parameters: number of parameters.
+      has_buffers: whether XLA said which array lies where; else its temporary memory is all "temporaries".
+    """
+
+    function: str
+    precision: str
+    backend: str
+    rows: tuple[MemoryRow, ...]
+    float32: int
+    policy: int
+    parameters: int
+    has_buffers: bool
+
+    _rows = "rows"
+
+    def row(self, category: str) -> MemoryRow:
+        """The row of one kind of memory.
+
+        Raises:
+          KeyError: for a word that is none of them.
+        """
+        for row in self.rows:
+            if row.category == category:
+                return row
+        raise KeyError(f"No memory is called {category!r}: {', '.join(row.category for row in self.rows)}.")
+
+    @property
+    def accounted(self) -> tuple[float, float]:
+        """The recipe's total over XLA's, in float32 and under the policy."""
+        expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
+        return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
+
+    @property
+    def verdict(self) -> str:
+        """What half precision does to the memory, in one sentence."""
+        if self.precision == "float32":
+            return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
+        share = percent(self.policy / max(self.float32, 1))
+        found = f"{self.precision} takes {share} of float32's memory"
+        activations, copies = self.row("activations"), self.row("half copies").policy
+        changes = []
+        if activations.float32:
+            changes.append(f"activations {_change(activations.policy, activations.float32)}")
+        if self.parameters and copies:
+            changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
+        return f"{found}: {', '.join(changes)}." if changes else f"{found}."
+
+    def _tables(self) -> Sequence[Table]:
+        names = ("memory", "float32 ", f"{self.precision} ", "change ", "recipe, float32 ", "recipe ")
+        rows = [_shown(row) for row in self.rows if any(dataclasses.astuple(row)[1:])]
+        sums = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
+        rows.append(_shown(MemoryRow("total", self.float32, self.policy, *sums)))
+        return [Table(names, rows, f"Memory of {self.function} on {self.backend}")]
+
+    def _lines(self) -> Sequence[str]:
+        wide, half = (percent(share) for share in self.accounted)
+        lines = [f"The recipe's accounting gives {wide} of what XLA allots in float32, {half} as it is."]
+        if not self.has_buffers:
+            lines.append(
+                "The compiler does not say what lies in its temporary memory: only its size is known."
+            )
+        if self.backend == "cpu" and self.precision != "float32":
+            lines.append(
+                "Processors have no half products: XLA keeps float32 copies of their operands, which a GPU "
+                "or TPU doesn't. Ask on the device that will train."
+            )
+        return [*lines, self.verdict]
+
+    def plot(self) -> Any:
+        """Stacked bars: what XLA allots and what the recipe expects, in float32 and under the policy.
+
+        Returns:
+          The Matplotlib figure.
+
+        Raises:
+          ImportError: when Matplotlib is not installed.
+        """
+        pyplot = plotting("MemoryReport.plot")
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        bars = ["float32", "policy", "expected_float32", "expected_policy"]
+        names = ["XLA,\nfloat32", f"XLA,\n{self.precision}", "recipe,\nfloat32", f"recipe,\n{self.precision}"]
+        below = np.zeros(len(bars))
+        for row, color in zip(self.rows, _COLORS, strict=True):
+            heights = np.array([getattr(row, bar) for bar in bars]) / 1e6
+            if heights.any():
+                axes.bar(names, heights, bottom=below, color=color, label=row.category)
+            below += heights
+        axes.set_ylabel("memory on one device (MB)")
+        axes.set_title(f"{self.function} on {self.backend}")
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
+        return figure
+
+
+_CATEGORIES = (
+    "parameters", "half copies", "optimizer state", "gradients", "activations", "inputs", "results",
+    "temporaries",
+)  # fmt: skip
+
+#: Okabe and Ito's, which the colour-blind can tell apart.
+_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999", "#CC79A7", "#F0E442")
+
+_PROGRAMS = ("float32", "policy")
+
+
+def _change(now: int, before: int) -> str:
+    return f"{100 * (now / before - 1):+.0f} %" if before else ""
+
+
+def _shown(row: MemoryRow) -> list[str]:
+    found = [bytes_text(row.float32), bytes_text(row.policy), _change(row.policy, row.float32)]
+    return [row.category, *found, bytes_text(row.expected_float32), bytes_text(row.expected_policy)]
+
+
+def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryReport:
+    """What takes how much memory in a training step, as it is and computed in float32.
+
+    Both programs are compiled for the default backend, and nothing runs. XLA's buffer assignment says what is
+    in memory when most of it is in use; beside it stands what the recipe for mixed precision expects.
+    Arguments and results that share memory (`donate_argnums` of a jitted `fn`) are counted once.
+
+    Optimizer state is what an argument, field or key called `opt_state` or a state of optax holds. Parameters
+    are the `Param`s of NNX modules; else the floating arrays below the name `params`; else those of the first
+    argument whose types are all among the results, or of the first that has any.
+
+    Args:
+      fn: a training step, a loss, or any function that `jax.jit` could trace, also one of NNX modules.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. What is no array is static.
+
+    Returns:
+      A `MemoryReport`; `print` shows it, `.plot()` draws it, `.verdict` is its last line.
+
+    Raises:
+      TypeError: when `fn` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(params, x):
+      ...     return jnp.tanh(x.astype(jnp.float16) @ params.astype(jnp.float16)).mean()
+      >>> found = memory_report(jax.value_and_grad(loss), jnp.ones((64, 32)), jnp.ones((512, 64)))
+      >>> found.row("parameters").policy, found.row("half copies").expected_policy
+      (8192, 4096)
+    """
+    function = as_function(fn, args, kwargs, "memory_report")
+    roles = _roles(function, function.args, kwargs)
+    types = [_type(array) for array in function.arrays]
+
+    def as_given(*arrays: Any) -> Any:
+        return function.call(arrays)
+
+    policy = _measured(as_given, types, roles)
+    halves = sorted(_half_types(policy.jaxpr))
+    wide = policy
+    if halves:
+        wide_types = [t.update(dtype=wide_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
+        wide = _measured(replay_in_float32(as_given), wide_types, roles)
+    rows = [
+        MemoryRow(name, wide.found[name], policy.found[name], wide.expected[name], policy.expected[name])
+        for name in _CATEGORIES
+    ]
+    return MemoryReport(
+        function=function.name,
+        precision=", ".join(halves) or "float32",
+        backend=jax.default_backend(),
+        rows=tuple(rows),
+        float32=wide.total,
+        policy=policy.total,
+        parameters=sum(math.prod(t.shape) for t, r in zip(types, roles, strict=True) if r == "parameters"),
+        has_buffers=policy.has_buffers and wide.has_buffers,
+    )
+
+
+def _type(array: Any) -> Any:
+    sharding = getattr(array, "sharding", None) if getattr(array, "committed", True) else None
+    weak = bool(getattr(array, "weak_type", False))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=weak)
+
+
+def _half_types(jaxpr: Any) -> set[str]:
+    """Names of the half types in a jaxpr and in those inside it."""
+    opened, found = compat.open_jaxpr(jaxpr), set()
+    for eqn in opened.eqns:
+        found |= {str(ir.dtype_of(a)) for a in (*eqn.invars, *eqn.outvars) if is_half(ir.dtype_of(a))}
+        found = found.union(*map(_half_types, ir.subjaxprs(eqn)))
+    return found | {str(ir.dtype_of(a)) for a in opened.invars if is_half(ir.dtype_of(a))}
+
+
+def _roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The category of each array among the arguments."""
+    places = [argument.path.split("/") for argument in function.arguments]
+    state = ["opt_state" in place for place in places]
+    if function.has_state:
+        nodes = [_holds_nodes(args[p] if isinstance(p, int) else kwargs[p]) for _, p, _ in function.arguments]
+        trains = [a.trainable and held for a, held in zip(function.arguments, nodes, strict=True)]
+    else:
+        # States of optimizers may go by another name.
+        tree = (tuple(args), kwargs)
+        marked = jax.tree.map(
+            lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state
+        )
+        marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
+        below = [mark for leaf, mark in marks if is_array(leaf)]
+        state = [named or mark for named, mark in zip(state, below, strict=True)]
+        fits = [a.trainable and not held for a, held in zip(function.arguments, state, strict=True)]
+        named = [fit and "params" in place for fit, place in zip(fits, places, strict=True)]
+        trains = named if any(named) else _first_trained(function, fits)
+    return [
+        "optimizer state" if held else "parameters" if trained else "inputs"
+        for held, trained in zip(state, trains, strict=True)
+    ]
+
+
+def _holds_nodes(argument: Any) -> bool:
+    """Whether an argument is a module of NNX or has one inside."""
+    kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
+    leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
+    return any(isinstance(leaf, kinds) for leaf in leaves)
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node of the arguments is a state of an optax transformation, ours included."""
+    return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
+
+
+def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
+    """The arrays of the first argument that comes out again, as gradients or updated; else of the first."""
+    results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
+    made = Counter((tuple(t.shape), t.dtype) for t in results)
+    groups: dict[int | str, Counter[Any]] = {}
+    for argument, array, fit in zip(function.arguments, function.arrays, fits, strict=True):
+        if fit:
+            groups.setdefault(argument.position, Counter())[tuple(array.shape), array.dtype] += 1
+    chosen = next((place for place, types in groups.items() if types <= made), next(iter(groups), None))
+    return [fit and a.position == chosen for a, fit in zip(function.arguments, fits, strict=True)]
+
+
+class _Measured(NamedTuple):
+    """A program's memory by category: found in its compiled form, expected of its traced one."""
+
+    jaxpr: Any
+    found: Counter[str]
+    expected: Counter[str]
+    total: int
+    has_buffers: bool
+
+
+def _measured(call: Callable[..., Any], types: Sequence[Any], roles: Sequence[str]) -> _Measured:
+    jaxpr = jax.make_jaxpr(call)(*types)
+    donated = _donated(jaxpr)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jax.jit(call, donate_argnums=donated, keep_unused=True).lower(*types)
+    compiled = lowered.compile()
+    held, stats = buffers.allocations(compiled), compiled.memory_analysis()
+    assert stats is not None
+    weights = [t for t, role in zip(types, roles, strict=True) if role == "parameters"]
+    shapes = {axes(shape) for t in weights for shape in _shapes(t)}
+    expected = analytic_memory_model(jaxpr, roles, donated)
+    differentiated = expected["gradients"] > 0
+    found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return _Measured(jaxpr, found, expected, total - stats.alias_size_in_bytes, bool(held))
+
+
+def _donated(jaxpr: Any) -> tuple[int, ...]:
+    """Which arguments a jitted function in a program may overwrite."""
+    opened = compat.open_jaxpr(jaxpr)
+    given = set()
+    for eqn in opened.eqns:
+        flags = eqn.params.get("donated_invars", ())
+        given |= {var for var, flag in zip(eqn.invars, flags, strict=False) if flag}
+    return tuple(i for i, var in enumerate(opened.invars) if var in given)
+
+
+def _shapes(array: Any) -> list[Any]:
+    sharding = array.sharding
+    return [array.shape] if sharding is None else [array.shape, sharding.shard_shape(array.shape)]
+
+
+def _found(
+    held: Sequence[buffers.Allocation], roles: Sequence[str], shapes: set[Any], differentiated: bool
+) -> Counter[str]:
+    # Constants that a function closes over may be passed as its first arguments.
+    extra = len({a.parameter for a in held if a.parameter is not None}) - len(roles)
+    found: Counter[str] = Counter()
+    for allocation in held:
+        if allocation.parameter is not None:
+            i = allocation.parameter - extra
+            found[roles[i] if i >= 0 else "inputs"] += allocation.size
+            continue
+        rest = allocation.size
+        for buffer in allocation.buffers:
+            kind = _kind(buffer, shapes, differentiated)
+            if allocation.is_result and kind != "gradients":
+                kind = "results"
+            size = min(buffer.size, rest)
+            found[kind] += size
+            rest -= size
+        found["results" if allocation.is_result else "temporaries"] += rest
+    return found
+
+
+def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str:
+    of_parameter = bool(buffer.shape) and axes(buffer.shape) in shapes
+    if "transpose(" in buffer.op_name:
+        return "gradients" if of_parameter else "temporaries"
+    if of_parameter and buffer.op_name.endswith("convert_element_type"):
+        return "half copies"
+    return "activations" if differentiated and "jvp(" in buffer.op_name else "temporaries"
+
+
+def _found_of_types(stats: Any, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
+    """The categories where only totals are known."""
+    found: Counter[str] = Counter()
+    for array, role in zip(types, roles, strict=True):
+        found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize
+    found["inputs"] += stats.argument_size_in_bytes - found.total()
+    found["results"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    found["temporaries"] = stats.temp_size_in_bytes
+    return found

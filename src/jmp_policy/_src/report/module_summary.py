@@ -1,0 +1,300 @@
+"""Which policy governs which module, and what that makes of the values between them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_policy._src.autocast.api import autocast_policy
+from jmp_policy._src.autocast.explanation import explain
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
+from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.rules import PolicyMap, show_pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """One module under a policy.
+
+    Args:
+      path: as rules match it: "decoder/layer_0"; "" for the model itself.
+      type: name of its class.
+      rule: what governs it: the pattern of a rule, "default", or "float32 island" for a normalisation layer.
+      param_dtype, compute_dtype, output_dtype: of its policy; the first of its own parameters where it has
+        some. "-" for the scopes of functions, whose arguments and results stay as they are.
+      parameters: number of its own; those of modules below it are theirs.
+      bytes: what its own parameters take, as they are stored.
+      receives, returns: dtypes of the floating arrays that it is called with and gives back. Of a function's
+        scope, those of its first and last operation.
+      calls: how often it is called.
+      note: what to know of it, or "".
+      grad_dtype: in which its weight gradients leave half-precision products; None as the product gives them.
+    """
+
+    path: str
+    type: str
+    rule: str
+    param_dtype: str
+    compute_dtype: str
+    output_dtype: str
+    parameters: int
+    bytes: int
+    receives: tuple[str, ...]
+    returns: tuple[str, ...]
+    calls: int
+    note: str = ""
+    grad_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary(Report):
+    """What a policy means for a model. `str` is a table of its modules, with totals.
+
+    Args:
+      model: name of its class.
+      policy: as text.
+      modules: in the order in which they are called first; those of NNX as their attributes are.
+      parameters: number of all parameters.
+      bytes: what they take as they are stored.
+      compute_bytes: what they take in the dtypes in which they are used.
+      no_rule: paths of modules that are under the default while there are rules.
+      pointless_casts: casts there and back, by place: nothing reads the value in between.
+    """
+
+    model: str
+    policy: str
+    modules: tuple[ModuleRow, ...]
+    parameters: int
+    bytes: int
+    compute_bytes: int
+    no_rule: tuple[str, ...] = ()
+    pointless_casts: tuple[str, ...] = ()
+
+    _rows = "modules"
+
+    def __getitem__(self, path: str) -> ModuleRow:
+        """The row of a module by its path."""
+        for row in self.modules:
+            if row.path == path:
+                return row
+        raise KeyError(
+            f"There is no module {path!r}; there are {joined([r.path for r in self.modules], 20)}."
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Totals, and what to look at."""
+        count = f"{len(self.modules)} module{'s' * (len(self.modules) != 1)}"
+        text = (
+            f"{count}, {count_text(self.parameters)} parameters: "
+            f"{bytes_text(self.bytes)} stored, {bytes_text(self.compute_bytes)} as used."
+        )
+        if all(row.param_dtype == "-" for row in self.modules):
+            text = f"{count}: named scopes of a function, which has no parameters of its own."
+        if self.no_rule:
+            text += f" No rule reaches {joined(self.no_rule, 5, repr)}: the default governs."
+        if self.pointless_casts:
+            text += f" Casts that buy nothing: {joined(self.pointless_casts)}."
+        return text
+
+    def _tables(self) -> Sequence[Table]:
+        columns = ("module", "type", "rule", "p/c/o", "parameters ", "bytes ", "receives")
+        rows = [
+            (
+                *(row.path or "(model)", row.type, row.rule, _policy_text(row), count_text(row.parameters)),
+                *(bytes_text(row.bytes), _short(row.receives), _short(row.returns), row.note),
+            )
+            for row in self.modules
+        ]
+        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {self._short_policy()}")]
+
+    def _short_policy(self) -> str:
+        return self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+
+    def _lines(self) -> Sequence[str]:
+        return [self.verdict]
+
+
+def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summary:
+    """One row per module: which rule governs it, and the dtypes of its parameters, computation and output.
+
+    The model is traced, and nothing runs: inputs may be `jax.ShapeDtypeStruct`s.
+
+    Args:
+      model: a Linen or NNX module, bare or wrapped; or any function, whose named scopes are its rows.
+      policy: a `PolicyMap`, a policy or its text. None for a wrapped Linen module: the policy that it has.
+      inputs, kwargs: what the model is called with. What is no array is static.
+
+    Returns:
+      A `Summary`; `print` shows it.
+
+    Raises:
+      TypeError, ValueError: for something that is no model or policy, and for rules that match nothing.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm()])
+      >>> found = summary(model, "mixed_float16", jnp.ones((1, 3)))
+      >>> [(row.type, row.rule, row.returns) for row in found.modules[1:]]
+      [('Dense', 'default', ('float16',)), ('LayerNorm', 'float32 island', ('float16',))]
+    """
+    if isinstance(model, type):
+        raise TypeError(f"summary takes a module, not its class: summary({model.__name__}(...), ...).")
+    framework = framework_of(model)
+    if framework is not None:
+        return framework.summary(model, policy, inputs, kwargs)
+    if not callable(model):
+        raise TypeError(f"summary takes a module or a function, got {model!r:.200}.")
+    return _of_function(model, policy, inputs, kwargs)
+
+
+def row(
+    path: str,
+    module: Any,
+    rule: str,
+    precision: ModulePrecision,
+    own: Sequence[Any],
+    calls: Sequence[Any],
+    note: str = "",
+) -> ModuleRow:
+    """The row of a module.
+
+    Args:
+      path, rule, note: as in the row.
+      module: of the class that it is shown with.
+      precision: what the policy means for it.
+      own: its own parameters, arrays or their types.
+      calls: what was written down of its calls.
+    """
+    policy = precision.policy
+    stored = {leaf.dtype.name for leaf in own}
+    return ModuleRow(
+        path=path,
+        type=module.__name__,
+        rule=rule,
+        param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
+        compute_dtype="float32" if precision.island else policy.compute_dtype.name,
+        output_dtype=policy.output_dtype.name,
+        parameters=sum(leaf.size for leaf in own),
+        bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in own),
+        receives=tuple(dict.fromkeys(dtype for call in calls for dtype in call.receives)),
+        returns=tuple(dict.fromkeys(dtype for call in calls for dtype in call.returns)),
+        calls=len(calls),
+        note=note,
+        grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
+    )
+
+
+def rule_text(rules: PolicyMap, index: int | None, precision: ModulePrecision) -> str:
+    """How a row names the rule that governs its module."""
+    if precision.island:
+        return "float32 island"
+    return "default" if index is None else show_pattern(rules.overrides[index][0])
+
+
+def made(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
+    """The summary of rows, with what the trace shows."""
+    return Summary(
+        model=name,
+        policy=str(rules.default) if not rules.overrides else repr(rules),
+        modules=tuple(rows),
+        parameters=sum(r.parameters for r in rows),
+        bytes=sum(r.bytes for r in rows),
+        compute_bytes=sum(r.parameters * jnp.dtype(r.compute_dtype).itemsize for r in rows),
+        no_rule=tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else (),
+        pointless_casts=tuple(pointless_casts(jaxpr)),
+    )
+
+
+def pointless_casts(jaxpr: Any) -> list[str]:
+    """Casts of values to a dtype and back that nothing reads in between, by place."""
+    looks = _RoundTrips()
+    for fact in walk(jaxpr, looks):
+        looks.read(fact)
+    return looks.found()
+
+
+class _RoundTrips:
+    """A visitor that follows casts to where they are undone."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[Any, Any, Site]] = {}
+        self._reads: dict[int, int] = {}
+        self._undone: list[tuple[int, str]] = []
+
+    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
+        return frozenset()
+
+    def read(self, fact: ValueInfo) -> None:
+        self._reads[fact.key] = self._reads.get(fact.key, 0) + 1
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        for operand in operands:
+            self.read(operand)
+        if eqn.primitive.name != "convert_element_type" or size(eqn.invars[0]) < 2:
+            return
+        before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
+        if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+            return
+        made_from = self._casts.get(operands[0].key)
+        if made_from is not None and made_from[0] == after:
+            start, end = made_from[2].place, site.place
+            where = start if start == end else f"{start} and back in {end}"
+            self._undone.append((operands[0].key, f"{after} to {before} in {where}"))
+        self._casts[results[0].key] = (before, after, site)
+
+    def found(self) -> list[str]:
+        return list(dict.fromkeys(text for key, text in self._undone if self._reads[key] == 1))
+
+
+def _of_function(
+    fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Summary:
+    """The rows of a function's named scopes, as autocast treats it."""
+    rules = autocast_policy(policy)
+    operations = explain(fn, policy)(*inputs, **kwargs).operations
+    paths: dict[str, list[Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, []).append(operation)
+    rows = []
+    for path, inside in paths.items():
+        names = path.split("/") if path else []
+        above = ("/".join(names[:depth]) for depth in range(len(names), -1, -1))
+        index = next((i for i in map(rules.match, above) if i is not None), None)
+        chosen = rules.overrides[index][1] if index is not None else rules.default
+        rows.append(
+            ModuleRow(
+                path=path,
+                type="scope" if path else getattr(fn, "__name__", "function"),
+                rule="default" if index is None else show_pattern(rules.overrides[index][0]),
+                # Autocast leaves arguments and results as they are.
+                param_dtype="-",
+                compute_dtype=chosen.compute_dtype.name,
+                output_dtype="-",
+                parameters=0,
+                bytes=0,
+                receives=tuple(filter(None, inside[0].operands.split(", "))),
+                returns=tuple(filter(None, inside[-1].chosen.split(", "))),
+                calls=1,
+                note=f"{len(inside)} operations",
+            )
+        )
+    name = getattr(fn, "__name__", "function")
+    missed = tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else ()
+    return Summary(name, str(policy), tuple(rows), 0, 0, 0, no_rule=missed)
+
+
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(_SHORT.get(name, name) for name in names)
+
+
+def _policy_text(row: ModuleRow) -> str:
+    text = "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
+    return text if row.grad_dtype is None else f"{text} g={_SHORT.get(row.grad_dtype, row.grad_dtype)}"

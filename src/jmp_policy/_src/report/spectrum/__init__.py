@@ -1,0 +1,1 @@
+"""Magnitudes of gradients and activations, counted by their exponents."""

@@ -1,0 +1,184 @@
+"""Counting numbers by their exponent, inside `jax.jit`: what a histogram of log2|x| is made of.
+
+One vector of counts per tensor holds everything, so that those of several steps, devices and trips of a loop
+add up.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.core.device_dispatch import by_devices
+
+#: Exponents that are told apart: those of float32, subnormal numbers included.
+LOWEST, HIGHEST = -149, 127
+_EXPONENTS = HIGHEST - LOWEST + 1
+
+#: What becomes zero, subnormal or infinite in float16 and bfloat16, rounding to nearest, ties to even: zero
+#: up to the first, subnormal below the second, infinite from the third on.
+_LIMITS = {
+    "float16": (2.0**-25, 2.0**-14 * (1 - 2.0**-11), 65520.0),
+    "bfloat16": (2.0**-134, 2.0**-126 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-9)),
+}
+
+#: Length of a vector of counts: zero, one for each exponent, infinite, NaN, and three for each half type.
+SIZE = 1 + _EXPONENTS + 2 + 3 * len(_LIMITS)
+
+
+#: How many values are counted at a time.
+_CHUNK = 2**16
+
+
+class Lost(NamedTuple):
+    """How many values a half type would not hold as they are.
+
+    Args:
+      zero: finite values other than zero that become zero.
+      subnormal: values that become subnormal: fewer digits, and slow or flushed on some hardware.
+      infinite: finite values that become infinite.
+    """
+
+    zero: float
+    subnormal: float
+    infinite: float
+
+
+class Counts(NamedTuple):
+    """A vector of counts, taken apart.
+
+    Args:
+      zeros, infinite, nan: how many values are so.
+      exponents: how many values x have floor(log2|x|) = LOWEST + index.
+      float16, bfloat16: how many values, times the loss scale, these types would lose.
+    """
+
+    zeros: float
+    exponents: np.ndarray
+    infinite: float
+    nan: float
+    float16: Lost
+    bfloat16: Lost
+
+    @property
+    def size(self) -> float:
+        """How many values were counted."""
+        return self.zeros + float(self.exponents.sum()) + self.infinite + self.nan
+
+
+def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
+    """Counts the values of an array by exponent.
+
+    Args:
+      x: an array of any floating dtype, any shape; what it holds is multiplied by the loss scale.
+      inverse_scale: 1 / loss scale; exponents are those of `x * inverse_scale`.
+
+    Returns:
+      float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
+    """
+    return _choose(x, jnp.asarray(inverse_scale, jnp.float32))
+
+
+def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Counts of one chunk after the other.
+
+    All at once, the places of all values take 16 times the bytes of a float16 array, and four times as long.
+    """
+    flat, whole = x.ravel(), x.size // _CHUNK
+    if not whole:
+        return _at_once(x, factor)
+
+    def add(counts: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        chunk = lax.dynamic_slice_in_dim(flat, i * _CHUNK, _CHUNK)
+        return counts + _at_once(chunk, factor), None
+
+    counts, _ = lax.scan(add, jnp.zeros(SIZE, jnp.float32), jnp.arange(whole))
+    return counts + _at_once(flat[whole * _CHUNK :], factor)
+
+
+def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
+    scaled = _magnitudes(_in_one_place(x)).ravel()
+    index = _index(scaled, factor)
+    by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    # By bits: backends flush subnormal operands of comparisons to zero.
+    bits = lax.bitcast_convert_type(scaled, jnp.int32)
+    finite = bits < _bits(jnp.inf)
+    lost = []
+    for zero, subnormal, infinite in _LIMITS.values():
+        lost += [
+            (bits > 0) & (bits <= _bits(zero)),
+            (bits > _bits(zero)) & (bits < _bits(subnormal)),
+            finite & (bits >= _bits(infinite)),
+        ]
+    sums = jnp.stack([mask.sum(dtype=jnp.int32) for mask in lost])
+    return jnp.concatenate([by_exponent, sums]).astype(jnp.float32)
+
+
+def _in_one_place(x: jax.Array) -> jax.Array:
+    """An array that no explicit sharding splits: its places in a vector of counts have none."""
+    spec = getattr(jax.typeof(x).sharding, "spec", ())
+    if all(part is None for part in spec):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, jax.P()))
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    """|x| as float32; what is beyond float32's range is its nearest number, and neither zero nor infinite."""
+    magnitude = jnp.abs(x)
+    single = magnitude.astype(jnp.float32)
+    if x.dtype != jnp.float64:
+        return single
+    least = lax.bitcast_convert_type(jnp.int32(1), jnp.float32)
+    single = jnp.where((magnitude > 0) & (magnitude < 2.0**-149), least, single)
+    return jnp.where(jnp.isfinite(magnitude) & jnp.isinf(single), jnp.finfo(jnp.float32).max, single)
+
+
+#: Slices of sharded arrays would be gathered from their devices.
+_choose = by_devices("count_exponents", _in_chunks, _at_once, (SIZE,), jnp.float32)
+
+
+def take_apart(vector: np.ndarray) -> Counts:
+    """The counts in a vector made by `count`, or in a sum of such."""
+    vector = np.asarray(vector, np.float64)
+    by_exponent, lost = vector[: 1 + _EXPONENTS + 2], vector[1 + _EXPONENTS + 2 :]
+    return Counts(
+        zeros=float(by_exponent[0]),
+        exponents=by_exponent[1 : 1 + _EXPONENTS],
+        infinite=float(by_exponent[-2]),
+        nan=float(by_exponent[-1]),
+        float16=Lost(*map(float, lost[:3])),
+        bfloat16=Lost(*map(float, lost[3:])),
+    )
+
+
+def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
+    """Places in a vector of counts of non-negative float32 numbers times a normal one.
+
+    Their exponents are added and their mantissas multiplied, since backends flush subnormal operands and
+    products to zero. What is beyond float32's exponents is counted with the last of them.
+    """
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    # A subnormal number is a whole multiple of the smallest.
+    is_subnormal = bits < _bits(2.0**-126)
+    exponent, mantissa = _parts(jnp.where(is_subnormal, bits.astype(jnp.float32), magnitude))
+    shift, part = _parts(factor)
+    exponent += shift + _parts(mantissa * part)[0] + jnp.where(is_subnormal, LOWEST, 0)
+    index = jnp.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
+    infinite = 1 + _EXPONENTS
+    index = jnp.where(
+        bits >= _bits(jnp.inf), jnp.where(bits == _bits(jnp.inf), infinite, infinite + 1), index
+    )
+    return jnp.where(bits == 0, 0, index)
+
+
+def _parts(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Exponent, and mantissa in [1, 2), of positive normal numbers."""
+    bits = lax.bitcast_convert_type(number, jnp.int32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | _bits(1.0), jnp.float32)
+    return (bits >> 23) - 127, mantissa
+
+
+def _bits(number: float) -> np.int32:
+    return np.float32(number).view(np.int32)

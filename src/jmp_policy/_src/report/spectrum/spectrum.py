@@ -1,0 +1,321 @@
+"""Where gradients vanish: counting magnitudes in a backward pass."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
+from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.report.function import Function, as_function, is_floating
+from jmp_policy._src.report.loss_scale import as_loss_scale
+from jmp_policy._src.report.spectrum import histogram, tapping
+from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
+
+
+def gradient_spectrum(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    scale: Any = 1.0,
+    has_aux: bool = False,
+    activations: bool = True,
+    margin: int = 2,
+    **kwargs: Any,
+) -> GradientSpectrum:
+    """Runs one backward pass and counts the magnitudes of gradients and activations.
+
+    Give it the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
+    scale it is trained with, to see what it does lose. Runs on the device, under one jit.
+
+    Args:
+      loss_fn: a loss function `(params, *args) -> scalar`; of NNX modules `(model, *args) -> scalar`.
+      params: a pytree of arrays, or an NNX model.
+      args, kwargs: the rest of its arguments.
+      scale: what the loss is multiplied by: a number, a loss scale, or an optimizer state that holds one.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      activations: whether to watch the results of Flax modules, and of `jmp_policy.tap`, too.
+      margin: exponents below overflow at which the safe constant scale stays.
+
+    Returns:
+      A `GradientSpectrum`; `print` shows it, `.plot()` draws it.
+
+    Raises:
+      TypeError, ValueError: for a loss that is no scalar, parameters without floating arrays, and losses
+        that taps on activations cannot follow.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> spectrum = gradient_spectrum(lambda w: (w * 2.0**-30).sum(), jnp.ones(4))
+      >>> spectrum.overall().float16.zero, spectrum.overall().recovered(15)
+      (1.0, 1.0)
+
+    References:
+      NVIDIA, "Training With Mixed Precision", SDK guide, section 3.1 (the histogram).
+    """
+    function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
+    loss_scale = as_loss_scale(scale)
+    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
+    if not trained:
+        raise ValueError(f"gradient_spectrum found no floating arrays in the parameters of {function.name}.")
+
+    def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        whole = list(arrays)
+        for i, param in zip(trained, params, strict=True):
+            whole[i] = param
+        return function.result(whole)
+
+    params = [function.arrays[i] for i in trained]
+    names = _tap_names(function) if activations else []
+    state = SpectrumState.zeros(_trained_paths(function), names)
+    counted = spectrum_value_and_grad(loss_of, has_aux=has_aux)
+
+    def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
+        return counted(scale, state, params, arrays)[1]
+
+    try:
+        state = jax.jit(run)(loss_scale, state, params, function.arrays)
+    except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
+        if not names:
+            raise
+        raise TypeError(
+            f"{function.name} differentiates in a way that taps on activations cannot follow (jax.jvp, or a "
+            "custom_vjp around modules). gradient_spectrum(..., activations=False) counts weights alone."
+        ) from error
+    return state.report(function.name, margin=margin)
+
+
+def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`scaled_value_and_grad` that counts gradients and activations in passing; for a jitted training step.
+
+    Compile one step with it and one without, and take it every so many steps: what isn't there costs nothing.
+
+    Args:
+      loss_fn: a loss function `(params, *args) -> scalar`, or `(loss, aux)` with `has_aux`.
+      has_aux: as for `jax.value_and_grad`.
+
+    Returns:
+      A function `(scale_or_opt_state, state, params, *args) -> ((value, grads), state)`, where `state` is a
+      `SpectrumState`; the gradients are scaled, as those of `scaled_value_and_grad`.
+
+    Raises:
+      TypeError: when `loss_fn` returns no scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def loss_fn(w): return (w**2).sum()
+      >>> state = SpectrumState.create(jnp.ones(3))
+      >>> (value, grads), state = spectrum_value_and_grad(loss_fn)(8.0, state, jnp.ones(3))
+      >>> state.report().overall().exponents
+      {1: 3}
+    """
+
+    @functools.wraps(loss_fn)
+    def counted(
+        scale_or_opt_state: Any, state: "SpectrumState", params: PyTree, *args: Any, **kwargs: Any
+    ) -> Any:
+        _check(state, params)
+        scale = as_loss_scale(scale_or_opt_state)
+        half = _is_float16_loss(loss_fn, has_aux, params, args, kwargs)
+        # What the backward pass starts with: a float16 loss takes no more, the rest is multiplied in later.
+        seed = jnp.minimum(scale.loss_scale, 2.0**15) if half else scale.loss_scale
+
+        def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
+            taps = tapping.Taps(histogram.count, sinks, 1.0 / seed)
+            with _watching(taps) if sinks else contextlib.nullcontext():
+                loss, aux = split_loss(loss_fn(params, *args, **kwargs), has_aux)
+            return scale_loss(scale, loss), (loss, aux)
+
+        sinks = {name: jnp.zeros((2, histogram.SIZE), jnp.float32) for name in state.activations}
+        gradient = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True, allow_int=True)
+        (_, (loss, aux)), (grads, seen) = gradient(params, sinks)
+        grads = restore_scale(scale, loss, grads)
+        state = state.update(grads, scale, activations=seen)
+        return ((loss, aux) if has_aux else loss, grads), state
+
+    return counted
+
+
+@pytree_dataclass
+class SpectrumState:
+    """Counts of gradients' magnitudes that add up over steps, inside `jax.jit`.
+
+    Args:
+      names: of the parameters, in the order of their tree; static.
+      gradients: per parameter a vector of counts; float32.
+      largest: per parameter the largest finite magnitude, loss scale taken off; float32 scalar.
+      activations: by tap, counts forward and backward; float32 [2, counts].
+      loss_scale: of the last step that was counted; float32 scalar.
+      calls: how often `update` was called; int32 scalar, saturating.
+      steps: how many of these calls were counted; int32 scalar, saturating.
+    """
+
+    names: tuple[str, ...] = static()
+    gradients: tuple[jax.Array, ...]
+    largest: tuple[jax.Array, ...]
+    activations: dict[str, jax.Array]
+    loss_scale: jax.Array
+    calls: jax.Array
+    steps: jax.Array
+
+    @classmethod
+    def create(
+        cls, params: PyTree, loss_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+    ) -> "SpectrumState":
+        """Nothing counted yet.
+
+        Args:
+          params: the parameters, whose gradients are to be counted; an NNX model for those of its Params.
+          loss_fn, args, kwargs: for activations too: the loss function, which is traced, and its arguments
+            after `params`.
+        """
+        given = (_nothing, (params,), {}) if loss_fn is None else (loss_fn, (params, *args), kwargs)
+        function = as_function(*given, "SpectrumState.create")
+        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _tap_names(function))
+
+    @classmethod
+    def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
+        """Nothing counted yet, for parameters and taps of these names."""
+
+        def empty(*shape: int) -> jax.Array:
+            return jnp.zeros((*shape, histogram.SIZE), jnp.float32)
+
+        return cls(
+            names=tuple(paths),
+            gradients=tuple(empty() for _ in paths),
+            largest=tuple(jnp.zeros((), jnp.float32) for _ in paths),
+            activations={name: empty(2) for name in taps},
+            loss_scale=jnp.ones((), jnp.float32),
+            calls=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        self, grads: PyTree, scale: Any = 1.0, *, activations: dict[str, Any] | None = None, every: int = 1
+    ) -> "SpectrumState":
+        """The state with the gradients of one step counted.
+
+        Args:
+          grads: gradients as `scaled_value_and_grad` gives them: multiplied by the loss scale.
+          scale: what they were multiplied by: a number, a loss scale, or an optimizer state that holds one.
+          activations: counts of taps, as `spectrum_value_and_grad` has them.
+          every: count one call of so many, the first included. The counting then is in a branch, which costs
+            little time in other steps but keeps the gradients in memory; a second step, compiled without, has
+            no such cost.
+
+        Raises:
+          ValueError: when the gradients are of other parameters than the state was made for.
+        """
+        if every != 1:
+            due = self.calls % every == 0
+            counted = lax.cond(due, lambda: self._counted(grads, scale, activations), lambda: self)
+        else:
+            counted = self._counted(grads, scale, activations)
+        return replace(counted, calls=_increment(self.calls))
+
+    def _counted(self, grads: PyTree, scale: Any, activations: dict[str, Any] | None) -> "SpectrumState":
+        loss_scale = jnp.asarray(as_loss_scale(scale).loss_scale, jnp.float32)
+        leaves = [leaf for _, leaf in _floating(grads)]
+        if len(leaves) != len(self.gradients):
+            raise ValueError(
+                f"The gradients have {len(leaves)} floating arrays and the spectrum was made for "
+                f"{len(self.gradients)} parameters. Make it with SpectrumState.create(params)."
+            )
+        gradients, largest = [], []
+        for counts, most, grad in zip(self.gradients, self.largest, leaves, strict=True):
+            gradients.append(counts + histogram.count(grad, 1.0 / loss_scale))
+            magnitude = jnp.abs(grad.astype(jnp.float32)) / loss_scale
+            finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0.0)
+            largest.append(jnp.maximum(most, jnp.max(finite, initial=0.0)))
+        new = activations or {}
+        taps = {name: counts + new.get(name, 0.0) for name, counts in self.activations.items()}
+        return SpectrumState(
+            names=self.names,
+            gradients=tuple(gradients),
+            largest=tuple(largest),
+            activations=taps,
+            loss_scale=loss_scale,
+            calls=self.calls,
+            steps=_increment(self.steps),
+        )
+
+    def report(self, name: str = "the loss", margin: int = 2) -> GradientSpectrum:
+        """What was counted so far, on the host.
+
+        Args:
+          name: what the report calls the function.
+          margin: exponents below overflow at which the safe constant scale stays.
+        """
+        state = jax.device_get(self)
+        rows = [
+            magnitudes(path, "weight gradient", histogram.take_apart(counts), float(largest))
+            for path, counts, largest in zip(state.names, state.gradients, state.largest, strict=True)
+        ]
+        for path, counts in state.activations.items():
+            rows.append(magnitudes(path, "activation gradient", histogram.take_apart(counts[1]), None))
+        for path, counts in state.activations.items():
+            rows.append(magnitudes(path, "activation", histogram.take_apart(counts[0]), None))
+        return GradientSpectrum(name, float(state.loss_scale), tuple(rows), int(state.steps), margin)
+
+
+def _floating(tree: PyTree) -> list[tuple[Any, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x)]
+
+
+def _path(path: Sequence[Any]) -> str:
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _increment(count: jax.Array) -> jax.Array:
+    return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
+
+
+@contextlib.contextmanager
+def _watching(taps: tapping.Taps) -> Iterator[tapping.Taps]:
+    """Taps count, and the modules of Linen have them; those of NNX have them wherever they are named."""
+    with contextlib.ExitStack() as stack:
+        for framework in imported_frameworks():
+            stack.enter_context(framework.tapped())
+        yield stack.enter_context(tapping.looking(taps))
+
+
+def _tap_names(function: Function) -> list[str]:
+    taps = tapping.Taps(histogram.count)
+    with _watching(taps):
+        jax.eval_shape(function.call, function.arrays)
+    return list(taps.met)
+
+
+def _trained_paths(function: Function) -> list[str]:
+    """Paths of the parameters, without the argument's name."""
+    paths = [a.path for a in function.arguments if a.position == 0 and a.trainable]
+    return [path.partition("/")[2] or path for path in paths]
+
+
+def _nothing(params: Any) -> None:
+    """Stands for a loss function where only the parameters matter."""
+
+
+def _check(state: Any, params: PyTree) -> None:
+    if not isinstance(state, SpectrumState):
+        raise TypeError(
+            "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); it "
+            f"got {type(state).__name__}."
+        )
+    if is_instance_of(params, "flax.nnx", "Pytree"):
+        raise TypeError("For a function of NNX modules use jmp_policy.nnx.spectrum_value_and_grad.")
+
+
+def _is_float16_loss(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> bool:
+    out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
+    return getattr(out, "dtype", None) == jnp.float16

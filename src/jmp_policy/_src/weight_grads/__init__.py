@@ -1,0 +1,1 @@
+"""Weight gradients in float32 from products in half precision (`Policy.grad_dtype`)."""

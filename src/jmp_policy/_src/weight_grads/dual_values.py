@@ -1,0 +1,328 @@
+"""A program in which parameters are cast at their use, run so that their gradients are float32.
+
+Values are those of the program as it was traced. Beside the half value of a weight, through reshapes, slices,
+masks and look-ups, into loops and calls, goes the same of the float32 parameter. Nobody reads that one (the
+compiler drops it), but the gradient takes its way: so what is summed, over a batch, the rows of a look-up,
+the steps of a loop or the devices of a mesh, is summed in float32. Products get derivatives of their own
+(`products`). Where a weight meets an activation, what comes of it is an activation.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax import lax
+
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.jaxpr import binding, compat, evaluator, ir, op_lists, rebuild_control_flow, source_lines
+from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.weight_grads.param_casts import Mark, param_cast_kind
+from jmp_policy._src.weight_grads.products import joined, product
+
+#: "own": a parameter, or what was made of parameters alone. "argument": the same of a function's argument,
+#: of which nobody knows whether it is a parameter. "rows": looked up in one. "copies": of one.
+Kind: TypeAlias = Mark | Literal["rows", "copies"]
+
+_WHOLE = ("own", "argument")
+
+#: Of one array that may be a weight, and of others that are none.
+_MOVES = frozenset(
+    [
+        *(name for name in op_lists.MOVES if name not in ("name", "stop_gradient")),
+        *("gather", "dynamic_slice", "sharding_constraint", "layout_constraint", "mesh_cast", "reshard"),
+        *("all_gather", "all_gather_invariant"),
+    ]
+)
+
+_PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"])
+
+#: Name of autocast's products with a float32 result.
+WIDENED = "product_with_float32_result"
+
+#: Jits with at most so many operations are inlined.
+_INLINED = 24
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class DualWeight:
+    """A value made of parameters, as the program has it.
+
+    Args:
+      value: half (or float32, where the program casts back), without a gradient.
+      fp32: the same in float32, from float32 parameters: the way of the gradient.
+      kind: rows and copies are activations where they meet a weight in a product.
+    """
+
+    value: Any
+    fp32: Any
+    kind: Kind = dataclasses.field(default="own", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Activation:
+    """A value that a weight had a part in, and that is no weight itself."""
+
+    value: Any
+
+
+def read(value: Any) -> Any:
+    """A value as the program has it, with its gradient."""
+    if isinstance(value, DualWeight):
+        return joined(value.value, value.fp32)
+    return value.value if isinstance(value, Activation) else value
+
+
+class Run:
+    """One run of a program.
+
+    Attributes:
+      missed: where a weight gradient stays half, and why.
+    """
+
+    def __init__(self) -> None:
+        self.missed: dict[str, str] = {}
+        self._holds: dict[int, bool] = {}
+
+    def evaluate(self, jaxpr: Any, values: Sequence[Any], opens_scope: bool = False) -> list[Any]:
+        """The results of a jaxpr for arrays, weights and activations, each of which is one of them.
+
+        Args:
+          jaxpr: closed or not.
+          values: its arguments.
+          opens_scope: whether the first named scope of all its operations is left out.
+        """
+
+        def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            kind = param_cast_kind(eqn)
+            with compat.eqn_context(eqn, compat.stack_within(eqn, int(opens_scope), -1 if kind else None)):
+                return [_cast(eqn, operands[0], kind)] if kind else self._one(eqn, operands)
+
+        return evaluator.evaluate(jaxpr, values, step)
+
+    def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """A jaxpr as a function of arrays, weights and activations to arrays."""
+
+        def call(*values: Any) -> list[Any]:
+            with binding.program(is_body=True):
+                return list(map(read, self.evaluate(jaxpr, values)))
+
+        return call
+
+    def note(self, eqn: Any, why: str) -> None:
+        """Writes down a weight gradient that stays half."""
+        self.missed.setdefault(source_lines.source_line(eqn) or "somewhere", why)
+
+    def _one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        weights = [value for value in operands if isinstance(value, DualWeight)]
+        name = eqn.primitive.name
+        if name in _CALLS and (weights or self._holds_marks(eqn)):
+            return _CALLS[name](self, eqn, operands)
+        if not weights:
+            outs = binding.bind(eqn, *map(read, operands))
+            is_active = self._holds_marks(eqn) or any(isinstance(value, Activation) for value in operands)
+            return list(map(Activation, outs)) if is_active else outs
+        if name in _PRODUCTS:
+            return [_product(eqn, operands)]
+        if name == "stop_gradient":
+            return binding.bind(eqn, *map(_value, operands))
+        if name == "name":
+            return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
+        if name == "optimization_barrier":
+            return _barrier(eqn, operands)
+        if name == "convert_element_type" and is_floating(eqn.params["new_dtype"]):
+            return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
+        if name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
+            return _moved(eqn, operands)
+        if _makes_weights(eqn, operands, weights):
+            return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
+        if name in op_lists.BROADCASTING:
+            operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
+        return list(map(Activation, binding.bind(eqn, *map(read, operands))))
+
+    def _holds_marks(self, eqn: Any) -> bool:
+        return any(map(self._is_marked_inside, ir.subjaxprs(eqn)))
+
+    def _is_marked_inside(self, jaxpr: Any) -> bool:
+        eqns = compat.open_jaxpr(jaxpr).eqns
+        if id(jaxpr) not in self._holds:
+            self._holds[id(jaxpr)] = any(param_cast_kind(eqn) or self._holds_marks(eqn) for eqn in eqns)
+        return self._holds[id(jaxpr)]
+
+
+def _cast(eqn: Any, value: Any, kind: Kind) -> DualWeight:
+    """The cast of a parameter."""
+    wide = read(value)
+    value = binding.bind(eqn, lax.stop_gradient(wide))[0]
+    return DualWeight(value, lax.convert_element_type(wide, FLOAT32), kind)
+
+
+def _kind_of(kinds: set[Kind]) -> Kind:
+    """What weights of these kinds make together."""
+    return "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
+
+
+def _value(value: Any) -> Any:
+    """A value without its gradient, where it is a weight."""
+    return value.value if isinstance(value, DualWeight) else read(value)
+
+
+def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> bool:
+    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
+    if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
+        return False
+    if any(isinstance(value, Activation) for value in operands):
+        return False
+    if all(weight.kind in _WHOLE for weight in weights):
+        return True
+    # Rows that meet others are activations: their gradients are as large.
+    others = (atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not weights[0])
+    return all(ir.shape_of(atom) == () for atom in others)
+
+
+def _dual(eqn: Any, operands: Sequence[Any], kind: Kind) -> list[Any]:
+    """An operation done as it was traced, without a gradient, and in float32 for the gradient."""
+    values = binding.bind(eqn, *(lax.stop_gradient(_value(value)) for value in operands))
+    float32_values = binding.bind(eqn, *map(_fp32_of, operands))
+    return [DualWeight(value, wide, kind) for value, wide in zip(values, float32_values, strict=True)]
+
+
+def _fp32_of(value: Any) -> Any:
+    if isinstance(value, DualWeight):
+        return value.fp32
+    return lax.convert_element_type(value, FLOAT32) if is_floating(getattr(value, "dtype", None)) else value
+
+
+def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    kind: Kind = operands[0].kind
+    if eqn.primitive.name == "gather":
+        kind = "rows"
+    elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+        kind = "copies"
+    values = binding.bind(eqn, *map(_value, operands))
+    float32_values = binding.bind(eqn, operands[0].fp32, *map(read, operands[1:]))
+    return [DualWeight(value, wide, kind) for value, wide in zip(values, float32_values, strict=True)]
+
+
+def _barrier(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Several arrays, each on its own."""
+    outs = binding.bind(eqn, *map(_value, operands))
+    return [
+        dataclasses.replace(value, value=out) if isinstance(value, DualWeight | Activation) else out
+        for out, value in zip(outs, operands, strict=True)
+    ]
+
+
+def _broadcast(value: Any, like: Any) -> Any:
+    """An operand of an operation that copies smaller ones: copied before, so that its gradient is summed."""
+    if not isinstance(value, DualWeight) or value.value.shape == ir.shape_of(like):
+        return value
+    whole, wide = (ir.broadcast_like(x, like) for x in (value.value, value.fp32))
+    return DualWeight(whole, wide, value.kind)
+
+
+def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
+    """A product: of weights alone it is one (LoRA's `a @ b`), otherwise an activation."""
+    floats = [v for v, a in zip(operands, eqn.invars, strict=True) if is_floating(ir.dtype_of(a))]
+    if any(v.value.dtype == FLOAT32 for v in floats if isinstance(v, DualWeight)):
+        return Activation(binding.bind(eqn, *map(read, operands))[0])  # Cast back by the program.
+    kinds = {v.kind for v in floats if isinstance(v, DualWeight)}
+    has_whole = bool(kinds.intersection(_WHOLE))
+    is_factor = [isinstance(v, DualWeight) and (v.kind in _WHOLE or not has_whole) for v in operands]
+    values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
+    wide = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
+    if sum(is_factor) < len(floats) or "argument" in kinds:
+        return Activation(product(eqn, values, wide, cotangent=cotangent))
+    # Its cotangent is summed already, and may be beyond half.
+    return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, wide, result=FLOAT32))
+
+
+def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    if any(eqn.params.get("donated_invars", ())) or ir.has_shardings(eqn.params):
+        return _closed(run, eqn, operands)
+    if len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _INLINED:
+        return run.evaluate(eqn.params["jaxpr"], operands)
+    call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
+    outs = call(*operands)
+    run.missed.update(missed)
+    return list(map(Activation, outs))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
+    """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr, traced once."""
+    run = Run()
+    function = run.function(jaxpr)
+    function.__name__ = name
+    return jax.jit(function), run.missed
+
+
+def _inlined(parameter: str) -> Callable[..., Sequence[Any]]:
+    return lambda run, eqn, operands: run.evaluate(eqn.params[parameter], operands)
+
+
+def _checkpoint(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    leaves, structure = jax.tree.flatten(list(operands))
+    function = run.function(eqn.params["jaxpr"])
+    flat = lambda *leaves: function(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+    return list(map(Activation, rebuild_control_flow.checkpoint(eqn, flat, leaves, binding.bind)))
+
+
+def _shard_map(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    return list(
+        map(Activation, rebuild_control_flow.shard_map(eqn, run.function(eqn.params["jaxpr"]), operands))
+    )
+
+
+def _scan(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    consts, carries = compat.scan_sizes(eqn.params)
+    stop = consts + carries
+    function = run.function(eqn.params["jaxpr"])
+
+    def body(*values: Any) -> list[Any]:
+        return function(*values[:consts], *map(Activation, values[consts:stop]), *values[stop:])
+
+    operands = [*operands[:consts], *map(read, operands[consts:stop]), *operands[stop:]]
+    return list(map(Activation, rebuild_control_flow.scan(eqn, body, operands)))
+
+
+def _cond(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    if eqn.params.get("branches_platforms") is not None:
+        return _closed(run, eqn, operands)
+    functions = list(map(run.function, eqn.params["branches"]))
+    return list(map(Activation, rebuild_control_flow.cond(functions, [read(operands[0]), *operands[1:]])))
+
+
+def _custom_jvp(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    inner = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
+    if compat.name_of(eqn) != WIDENED or len(inner) != 1:
+        return _closed(run, eqn, operands)
+    # Of autocast: a float32 result whose derivatives are half products.
+    return [_product(inner[0], operands, inner[0].invars[0].aval.dtype)]
+
+
+def _closed(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """A call that brings its own derivative, has none, or cannot be made again."""
+    name = eqn.primitive.name
+    why = "which is bound to its shardings or donations" if name == "jit" else "whose derivative is given"
+    if name != "while":
+        run.note(eqn, f"the weight goes into a {name}, {why}")
+    return list(map(Activation, binding.bind(eqn, *map(read, operands))))
+
+
+_CALLS: dict[str, Callable[[Run, Any, Sequence[Any]], Sequence[Any]]] = {
+    "jit": _jit,
+    "closed_call": _inlined("call_jaxpr"),
+    "core_call": _inlined("call_jaxpr"),
+    "remat2": _checkpoint,
+    "checkpoint": _checkpoint,
+    "shard_map": _shard_map,
+    "scan": _scan,
+    "cond": _cond,
+    "while": _closed,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _closed,
+}

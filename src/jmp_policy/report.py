@@ -1,0 +1,28 @@
+"""Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
+
+from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.report.audit.audit import audit as audit
+from jmp_policy._src.report.audit.findings import Audit as Audit
+from jmp_policy._src.report.audit.findings import HalfOperation as HalfOperation
+from jmp_policy._src.report.audit.findings import Product as Product
+from jmp_policy._src.report.audit.findings import RepeatedCast as RepeatedCast
+from jmp_policy._src.report.audit.findings import Upcast as Upcast
+from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
+from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
+from jmp_policy._src.report.formats import Format as Format
+from jmp_policy._src.report.formats import Formats as Formats
+from jmp_policy._src.report.formats import formats as formats
+from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport
+from jmp_policy._src.report.gpu.lowering import lowering_report as lowering_report
+from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
+from jmp_policy._src.report.memory.memory import memory_report as memory_report
+from jmp_policy._src.report.module_summary import Summary as Summary
+from jmp_policy._src.report.module_summary import summary as summary
+from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
+from jmp_policy._src.report.spectrum.magnitudes import Magnitudes as Magnitudes
+from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
+from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum
+from jmp_policy._src.report.spectrum.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
+
+_publish(__name__, globals())
