@@ -52,6 +52,17 @@ def holds_jaxpr(eqn: Any) -> bool:
     return any(True for _ in subjaxprs(eqn))
 
 
+def default_branch(eqn: Any) -> Any:
+    """Returns the branch of a `lax.platform_dependent` that runs where no platform is named.
+
+    None for every other operation, and where each branch names its platforms.
+    """
+    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if platforms is None or None not in platforms:
+        return None
+    return eqn.params["branches"][platforms.index(None)]
+
+
 def primitives(jaxpr: Any) -> Iterator[str]:
     """Names of all primitives in a jaxpr, those of jaxprs inside it included."""
     for eqn in open_jaxpr(jaxpr).eqns:
