@@ -57,7 +57,7 @@ class Explanation(Report, Sequence[Operation]):
         return self.operations[index]
 
     def of(self, *names: str) -> list[Operation]:
-        """The operations of these primitives."""
+        """Returns the operations of these primitives."""
         return [row for row in self.operations if row.operation in names]
 
     def _tables(self) -> Sequence[Table]:
@@ -70,7 +70,7 @@ class Explanation(Report, Sequence[Operation]):
 
 
 def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Explanation]:
-    """What `autocast` would do with a function: a function of the same arguments, which runs nothing.
+    """Returns a function that shows what `autocast` would do with another one, and runs nothing.
 
     Args:
       fn, policy, options: as `autocast` takes them.

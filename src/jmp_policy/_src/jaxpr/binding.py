@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, op_lists
+from jmp_policy._src.jaxpr.op_table import Trait, having
 
 #: How often each operation was bound in this program so far; None in bodies, which are differentiated whole.
 _BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound", default=None)
@@ -21,7 +22,7 @@ _OFTEN = 2
 
 @contextlib.contextmanager
 def program(is_body: bool) -> Iterator[None]:
-    """A with-block that binds the operations of a whole program, or of the body of a loop or call."""
+    """Binds the operations of a whole program, or of the body of a loop or call, in a with-block."""
     token = _BOUND.set(None if is_body else collections.Counter())
     try:
         yield
@@ -32,7 +33,7 @@ def program(is_body: bool) -> Iterator[None]:
 def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other values, with some parameters changed; results as a list."""
     primitive, params, counts = eqn.primitive, {**eqn.params, **changed}, _BOUND.get()
-    simple = primitive.name in _SIMPLE and "axis_index_groups" not in params
+    simple = primitive.name in _SIMPLE
     if counts is not None and simple and any(isinstance(value, Tracer) for value in values):
         key = (primitive, eqn.ctx, tuple(params.items()))
         try:
@@ -45,17 +46,12 @@ def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
 
 
 #: Without jaxprs or collectives.
-_SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - {
-    "all_gather",
-    "all_to_all",
-    "ppermute",
-    "pvary",
-}
+_SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - having(Trait.COLLECTIVE)
 
 
 @functools.lru_cache(maxsize=4096)
 def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """A primitive as an inlined jit, of which JAX keeps the derivative, as jax.numpy has its functions.
+    """Returns a primitive as an inlined jit, of which JAX keeps the derivative, as it does for jax.numpy's.
 
     Bound one by one, 60 additions are linearised 60 times, which made tracing the gradient of a Transformer
     1.28 times as long as without autocast.
@@ -70,7 +66,7 @@ def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]
 
 
 def converted(value: Any, dtype: Any) -> Any:
-    """A cast of an array."""
+    """Casts an array."""
     keeps = _BOUND.get() is not None and isinstance(value, Tracer)
     return _converted(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
 

@@ -36,6 +36,14 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def platforms_of_branches(eqn: Any) -> Sequence[Any] | None:
+    """Returns the platforms of each branch of a `lax.platform_dependent`; None for other operations.
+
+    A branch for every other platform has None.
+    """
+    return eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+
+
 def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
     """The functions of a custom_jvp (function, rule) or custom_vjp (function, forward, backward) equation.
 

@@ -19,14 +19,14 @@ _INSIDE = jax.make_user_context(default_value=False)
 
 
 def starts(rules: PolicyMap | Policy) -> bool:
-    """Whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
+    """Returns whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
     return not _INSIDE.value and (
         any_wants_fp32_weight_grads(rules) if isinstance(rules, PolicyMap) else wants_fp32_weight_grads(rules)
     )
 
 
 def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
-    """The function, with float32 gradients of every parameter that it casts by `cast_weight`.
+    """Returns the function, with float32 gradients of every parameter that it casts by `cast_weight`.
 
     Where nothing is traced nobody differentiates, and the function runs as it is.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.report.audit import matrix_products
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
@@ -92,7 +93,7 @@ class AuditVisitor:
         outs = [ir.dtype_of(var) for var in eqn.outvars]
         if all(dtype is not None and is_half(dtype) for dtype in outs):
             return frozenset()  # What was widened is narrow again.
-        causes = frozenset().union(*(fact.provenance for fact in operands))
+        causes = frozenset().union(*(info.provenance for info in operands))
         is_cause = _is_silent_upcast(eqn, site) or (_mixes(eqn) and not causes)
         return causes | {self._id(eqn)} if is_cause else causes
 
@@ -101,7 +102,7 @@ class AuditVisitor:
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         name = eqn.primitive.name
-        if name in matrix_products.PRODUCTS:
+        if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
         elif name == "convert_element_type":
             self._see_cast(eqn, site, operands[0])
@@ -203,15 +204,15 @@ class AuditVisitor:
         return sorted(found, key=lambda cast: -cast.times * cast.size)
 
 
+_PRODUCTS = having(Trait.PRODUCT)
+
 #: Kernels without a jaxpr, or with one that is not about whole arrays.
-_KERNELS = frozenset(
-    ["pallas_call", "ffi_call", "custom_call", "custom_partitioning", "pure_callback", "io_callback"]
-)
+_KERNELS = having(Trait.KERNEL)
 
 
 def _mixes(eqn: Any) -> bool:
     """Whether it is a product of a half value and a wider one."""
-    if eqn.primitive.name not in matrix_products.PRODUCTS:
+    if eqn.primitive.name not in _PRODUCTS:
         return False
     dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
     return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)

@@ -10,9 +10,6 @@ from jmp_policy._src.jaxpr.ir import shape_of
 #: Tensor Cores are reached efficiently where rows are multiples of this many bytes.
 _ALIGNMENT = 16
 
-#: Primitives that are matrix products.
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot")
-
 
 class Size(NamedTuple):
     """A product as `batch` matrix products of (m, k) and (k, n).
