@@ -98,6 +98,11 @@ def promote_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float32) if has_fewer_bits else np.dtype(dtype)
 
 
+def array_type_text(x: Any) -> str:
+    """Formats dtype and shape of an array as messages show them: "float32[2,3]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
 def is_dtype_or_none(value: Any) -> bool:
     """Returns whether the value of a field called `dtype` is one that a policy may replace."""
     if value is None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.dtypes import array_type_text
 from jmp_policy._src.core.finite_reduction import all_finite_arrays
 from jmp_policy._src.core.types import PyTree
 
@@ -112,5 +113,5 @@ def _select_leaf(pred: Any, a: Any, b: Any, path: str) -> Any:
 
 def _describe(x: Any) -> str:
     if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        return array_type_text(x)
     return f"{type(x).__name__} {x!r}"

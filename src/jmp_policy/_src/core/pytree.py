@@ -45,12 +45,18 @@ def replace(obj: T, **changes: Any) -> T:
     return new
 
 
+def set_fields(obj: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass, for its `__init__`."""
+    for name, value in fields.items():
+        object.__setattr__(obj, name, value)
+
+
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
 def pytree_dataclass(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree, and registers it with `flax.serialization`.
 
-    Fields are leaves unless declared with `static()`. A class that writes its own `__init__` sets
-    its fields through `object.__setattr__`.
+    Fields are leaves unless declared with `static()`. A class that defines `__init__` sets its fields with
+    `set_fields`.
     """
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
     leaves, config = leaf_fields(cls), static_fields(cls)
