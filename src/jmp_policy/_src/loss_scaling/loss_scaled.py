@@ -17,7 +17,7 @@ from jax import lax
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
-from jmp_policy._src.loss_scaling.losses import count, losses_of
+from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
 from jmp_policy._src.loss_scaling.state import LossScaledState
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, unalias
@@ -115,7 +115,7 @@ def loss_scaled(
         # growth_factor times larger, and the gradient would come out halved.
         grads = losses.unscale(state.loss_scale, updates)
         each_finite = losses.test(grads)
-        finite = losses.usable(each_finite)
+        finite = losses.takes_step(each_finite)
         if "grad" in extra_args:
             line_grads = losses.unscale(state.loss_scale, extra_args["grad"])
             extra_args["grad"] = losses.total(line_grads, each_finite)
@@ -127,8 +127,8 @@ def loss_scaled(
             inner_state=_state_unless_skipped(finite, inner_state, state.inner_state, count_mode),
             loss_scale=losses.adjust(state.loss_scale, grads, each_finite, overflowed),
             grads_finite=finite,
-            skipped=count(skipped, state.skipped),
-            consecutive_skips=count(skipped, state.consecutive_skips, jnp.int32(0)),
+            skipped=count_if(skipped, state.skipped),
+            consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=optax.safe_increment(state.steps),
             gradients=losses.magnitudes(grads, state.loss_scale) if groups else None,
         )

@@ -40,7 +40,7 @@ class OneLoss(NamedTuple):
         """Returns whether all gradients are finite; boolean scalar."""
         return all_finite(grads, self.axis_name)
 
-    def usable(self, finite: jax.Array) -> jax.Array:
+    def takes_step(self, finite: jax.Array) -> jax.Array:
         """Returns whether the step is taken; boolean scalar."""
         return finite
 
@@ -50,7 +50,7 @@ class OneLoss(NamedTuple):
 
     def adjust(self, scale: LossScale, grads: PyTree, finite: jax.Array, overflowed: Any) -> LossScale:
         """Returns the loss scale of the next step."""
-        clean = finite if overflowed is None else finite & ~anywhere(overflowed, self.axis_name)
+        clean = finite if overflowed is None else finite & ~on_any_device(overflowed, self.axis_name)
         return _adjust(scale, clean, grads)
 
     def magnitudes(self, grads: PyTree, scale: LossScale) -> Any:
@@ -104,7 +104,7 @@ class SeveralLosses(NamedTuple):
         agreed = lax.pmin(jnp.stack(list(finite.values())).astype(jnp.int32), self.axis_name) > 0
         return {name: agreed[i] for i, name in enumerate(finite)}
 
-    def usable(self, finite: dict[str, jax.Array]) -> jax.Array:
+    def takes_step(self, finite: dict[str, jax.Array]) -> jax.Array:
         """Returns whether the step is taken; boolean scalar."""
         flags = jnp.stack(list(finite.values()))
         return flags.all() if self.on_nonfinite == "skip_step" else flags.any()
@@ -122,14 +122,15 @@ class SeveralLosses(NamedTuple):
         """Returns the loss scales of the next step, each adjusted by the gradients of its loss."""
         left_out = self._left_out(overflowed)
         clean = {
-            n: f & ~anywhere(left_out[n], self.axis_name) if n in left_out else f for n, f in finite.items()
+            n: f & ~on_any_device(left_out[n], self.axis_name) if n in left_out else f
+            for n, f in finite.items()
         }
         return LossScales(
             scales={name: _adjust(scales[name], clean[name], grads[name]) for name in finite},
             grads_finite=finite,
-            nonfinite_steps={n: count(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
+            nonfinite_steps={n: count_if(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
             consecutive_nonfinite={
-                n: count(~f, scales.consecutive_nonfinite[n], jnp.int32(0)) for n, f in finite.items()
+                n: count_if(~f, scales.consecutive_nonfinite[n], jnp.int32(0)) for n, f in finite.items()
             },
         )
 
@@ -194,7 +195,7 @@ def _check_loss_scale(loss_scale: Any, where: str = "") -> None:
         )
 
 
-def anywhere(overflowed: Any, axis_name: Any) -> jax.Array:
+def on_any_device(overflowed: Any, axis_name: Any) -> jax.Array:
     """Returns whether `overflowed` holds on any device of the mapped axis; boolean scalar."""
     if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
         raise TypeError(
@@ -206,7 +207,7 @@ def anywhere(overflowed: Any, axis_name: Any) -> jax.Array:
     return lax.pmax(jnp.asarray(overflowed, jnp.int32), axis_name) > 0
 
 
-def count(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
+def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
     """Adds one to a count where something happened, and elsewhere returns it unchanged, or `otherwise`."""
     return jnp.where(happened, optax.safe_increment(so_far), so_far if otherwise is None else otherwise)
 

@@ -43,7 +43,7 @@ class Window:
 
 
 class MicrobatchResult(NamedTuple):
-    """Result of one micro-batch, or of all: loss, auxiliary output, gradients, state to carry on."""
+    """Result of one micro-batch, or of all: loss, auxiliary output, gradients, state for the next one."""
 
     loss: Any
     aux: Any
@@ -70,8 +70,8 @@ def accumulate(
         total, count = psum over devices                 # _sum_over_devices
         return total / count
 
-    So that the all-reduce is the only one, parameters are typed as varying over devices (`_pvary`): JAX would
-    otherwise insert one per micro-batch, in the transpose of the parameters' use.
+    So that the all-reduce is the only one, parameters are typed as varying over devices (`_pvary`). For
+    parameters that are the same on all devices, `shard_map` would add up the gradients of every micro-batch.
     """
     n, axes = window.n, window.axes
     devices = lax.axis_size(axes) if axes else 1
@@ -134,7 +134,7 @@ def _loop(
 def _dropped_unless_finite(
     result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
 ) -> tuple[MicrobatchResult, jax.Array]:
-    """Returns a micro-batch's result if it is finite, else zeros and the state before it; and which it is."""
+    """Returns a micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
     kept = _agree(all_finite((result.grads, result.loss)), axes)
     numbers = (result.grads, result.loss)
     grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))

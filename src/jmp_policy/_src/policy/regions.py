@@ -166,28 +166,28 @@ class Regions:
             return region
         key = (region, name_stack)
         if key not in self._known:
-            self._known[key] = functools.reduce(self._inside, scopes(name_stack), region)
+            self._known[key] = functools.reduce(self._enter_scope, scopes(name_stack), region)
         return self._known[key]
 
-    def _inside(self, region: Region, scope: str) -> Region:
+    def _enter_scope(self, region: Region, scope: str) -> Region:
         marker = _MARKER.fullmatch(scope)
         if marker:
-            return self._set(region, marker.group(1), f"region({marker.group(1)!r})")
+            return self._with_precision(region, marker.group(1), f"region({marker.group(1)!r})")
         if not self._rules:
             # Without rules the path decides nothing, and equal parts of a model share one plan.
             return region
-        return functools.reduce(self._below, scope.split("/"), region)
+        return functools.reduce(self._enter_name, scope.split("/"), region)
 
-    def _below(self, region: Region, name: str) -> Region:
+    def _enter_name(self, region: Region, name: str) -> Region:
         region = region._replace(path=(*region.path, name))
         path = "/".join(region.path)
         self.paths.add(path)
         hits = [(word, shown) for glob, word, shown in self._rules if matches(glob, path, None)]
         self.matched.update(shown for _, shown in hits)
-        return self._set(region, *hits[0]) if hits else region
+        return self._with_precision(region, *hits[0]) if hits else region
 
     @staticmethod
-    def _set(region: Region, word: str, why: str) -> Region:
+    def _with_precision(region: Region, word: str, why: str) -> Region:
         if word == "off":
             return region._replace(half=None, lower=False, why=why)
         if word == "lower":
