@@ -1,4 +1,4 @@
-"""Policies for Flax NNX modules: `wrap`, and what a training step with modules needs."""
+"""Puts Flax NNX modules under policies: `wrap`, and functions for training steps that take modules."""
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.flax.nnx.accumulate import accumulate_gradients as accumulate_gradients

@@ -1,4 +1,4 @@
-"""Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
+"""Reports what runs in which precision, where gradients vanish, and what the compilers make of a program."""
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.report.audit.audit import audit as audit

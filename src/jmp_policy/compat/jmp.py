@@ -1,12 +1,12 @@
-"""The public names of DeepMind's `jmp`: a program written for it runs after one changed import.
+"""Offers the public names of DeepMind's `jmp`: a program written for it runs after one changed import.
 
 ::
 
     import jmp_policy.compat.jmp as jmp  # was: import jmp
 
-Policies are this library's own: `wrap` and `autocast` take them. A program that moves on to `loss_scaled` and
-`scaled_value_and_grad` takes this library's loss scales with it, which always hand on float32; the ones here
-keep jmp's fields, and JAX's promotion.
+Policies are those of this library: `wrap` and `autocast` take them. A program that moves on to `loss_scaled`
+and `scaled_value_and_grad` should use this library's loss scales with them, which always return float32; the
+ones here keep jmp's fields, and JAX's promotion.
 
 What jmp 0.0.4 does not do on today's JAX, and this module does:
 

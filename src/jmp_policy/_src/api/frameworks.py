@@ -1,4 +1,4 @@
-"""Which module frameworks there are, and where their implementations lie."""
+"""Registers the module frameworks: Flax Linen and Flax NNX."""
 
 from jmp_policy._src.policy.frameworks import Framework, register_framework
 
@@ -16,6 +16,6 @@ def _nnx() -> Framework:
 
 
 def register_frameworks() -> None:
-    """Registers Linen and NNX; neither is imported before one of its modules is met."""
+    """Registers Linen and NNX, whose implementations are imported when one of their modules is first seen."""
     register_framework("flax.linen", "Module", _linen)
     register_framework("flax.nnx", "Module", _nnx)

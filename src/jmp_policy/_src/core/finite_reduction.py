@@ -1,11 +1,12 @@
-"""Testing many arrays for finiteness with few reductions.
+"""Tests many arrays for infinities and NaN with few reductions.
 
-One small reduction per parameter is what a test costs that is written down plainly: 98 more kernels, +27 %,
-in the train step of a 4-layer encoder of BERT's width compiled for an H100. Here arrays of one shape are
-joined by an elementwise "and" before anything is reduced, and the results of all shapes end to end before the
-last reduction: 15 kernels, and the decision is the same, bit for bit.
+Written down plainly, the test costs one small reduction per parameter: 98 more kernels, +27 %, in the train
+step of a 4-layer encoder of BERT's width compiled for an H100. Here arrays of one shape are joined by an
+elementwise "and" before anything is reduced, and the results of all shapes are concatenated before the last
+reduction: 15 kernels, and the same answer.
 
-Joining arrays whose shardings differ would move them between devices; on several, each is tested for itself.
+Joining arrays whose shardings differ would move them between devices: on several devices each array is tested
+separately.
 """
 
 import collections
@@ -18,24 +19,24 @@ from jax import lax
 
 from jmp_policy._src.core.device_dispatch import by_devices
 
-#: So few elements are not worth a reduction of their own.
+#: Arrays of at most this many elements are not worth a separate reduction.
 FEW = 2**13
-#: So many elements per row make the results of the rows small beside the array.
+#: From this many elements per row on, the results of the rows are small beside the array.
 LONG_ROW = 32
 
 
 def all_finite_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all elements of all arrays are finite; boolean scalar. At least one array."""
+    """Returns whether all elements of all arrays (at least one) are finite; boolean scalar."""
     return _choose(*arrays)
 
 
 def _separately(*arrays: jax.Array) -> jax.Array:
-    """One reduction per array: nothing is moved, whatever the shardings."""
+    """Reduces each array separately, so that nothing moves between devices, whatever the shardings."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
 
 
 def _jointly(*arrays: jax.Array) -> jax.Array:
-    """Arrays of one shape together, each shape reduced to rows, all rows in one last reduction."""
+    """Joins arrays of one shape, reduces each shape to rows, and all rows in one last reduction."""
     by_shape = collections.defaultdict(list)
     for x in arrays:
         by_shape[x.shape].append(jnp.isfinite(x))
@@ -45,7 +46,7 @@ def _jointly(*arrays: jax.Array) -> jax.Array:
 
 
 def _rows(finite: jax.Array) -> jax.Array:
-    """A short vector that is True everywhere where the array is."""
+    """Reduces a boolean array to a short vector that is all True exactly where the array is."""
     if finite.size <= FEW:
         return finite.ravel()
     if finite.shape[-1] < LONG_ROW:

@@ -54,7 +54,9 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
-    return module_summary.made(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
+    return module_summary.make_summary(
+        type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
+    )
 
 
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
@@ -82,7 +84,9 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
         made = [c for c, _ in by_path[path]]
         rule = module_summary.rule_text(rules, index, precision)
         cls = bare_class(call.module)
-        rows.append(module_summary.row("/".join(path), cls, rule, precision, own.get(path, ()), made, note))
+        rows.append(
+            module_summary.make_row("/".join(path), cls, rule, precision, own.get(path, ()), made, note)
+        )
     return rows
 
 

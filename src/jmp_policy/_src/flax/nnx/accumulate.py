@@ -10,13 +10,13 @@ from flax import nnx
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import (
-    MicrobatchResult,
     OnNonfinite,
     as_arrays,
     make_window,
     run_window,
 )
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 

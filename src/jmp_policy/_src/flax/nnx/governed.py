@@ -171,7 +171,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         precision.policy,
         policy_changes=spec.policy_changes,
         may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
-        alone=in_loop,
+        may_return_carry_only=in_loop,
         is_leaf=graph_nodes.is_node,
     )
 

@@ -40,7 +40,7 @@ def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, An
         for place in plan.places
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return module_summary.made(precision_plan.name_of(model), rules, rows, jaxpr)
+    return module_summary.make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
 
 
 def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any], calls: Sequence[Any]) -> Any:
@@ -52,7 +52,7 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     holder = modules[above[1]] if len(above) > 1 else None
     notes = _overruled(place, holder), _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
-    return module_summary.row(
+    return module_summary.make_row(
         path_text(place.path), type(module), rule, place.precision, _own(module), calls, note
     )
 
