@@ -166,7 +166,7 @@ class Planner:
             used = [of.get(var) for var in eqn.outvars]
             if all(wish is None for wish in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            inside = self.regions.enter(region, compat.scopes(eqn))
             for atom, wish in zip(eqn.invars, self.rule(eqn).wish(self, eqn, used, inside), strict=True):
                 # An index, a key: used, and nothing to choose.
                 add(atom, wish if ir.is_float32(atom) else True)
@@ -194,7 +194,7 @@ class Planner:
         steps = []
         for eqn in opened.eqns:
             values = [value_of(atom) for atom in eqn.invars]
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            inside = self.regions.enter(region, compat.scopes(eqn))
             wanted = [wishes.get(var) for var in eqn.outvars]
             step = self.rule(eqn).plan(self, eqn, values, wanted, inside)
             step.region = inside

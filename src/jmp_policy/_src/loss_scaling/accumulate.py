@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_policy._src.core.cast import strip_weak_type
-from jmp_policy._src.core.device_dispatch import varying
 from jmp_policy._src.core.dtypes import is_floating, parse_dtype, promote_dtype
-from jmp_policy._src.core.finiteness import all_finite, select_tree
 from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.microbatches import Batch, is_key
 from jmp_policy._src.loss_scaling.state import find_loss_scale

@@ -115,11 +115,6 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
     return in_full
 
 
-def scopes(name_stack: Any) -> list[str]:
-    """The names of a name stack that a scope put there, outermost first; transforms are left out."""
-    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
-
-
 def is_marker(scope: str) -> bool:
     """Whether a scope of a name stack is a marker, and no name of the user's."""
     return _MARKER.fullmatch(scope) is not None
@@ -137,7 +132,7 @@ def _word(given: "str | Policy | DTypeLike") -> str:
 
 
 class Regions:
-    """Reads name stacks: the outermost region, and what markers and rules make of each operation's scopes.
+    """Reads the names of scopes: the outermost region, and what markers and rules make of other scopes.
 
     Args:
       half: half dtype outside of markers and rules.
@@ -159,13 +154,13 @@ class Regions:
         self.paths: set[str] = set()
         self.matched: set[str] = set()
 
-    def enter(self, region: Region, name_stack: Any) -> Region:
-        """The region of an operation whose name stack continues that of the code around it."""
-        if not name_stack.stack:
+    def enter(self, region: Region, scopes: Sequence[str]) -> Region:
+        """Returns the region of an operation that is in these scopes, inside the code of another region."""
+        if not scopes:
             return region
-        key = (region, name_stack)
+        key = (region, *scopes)
         if key not in self._known:
-            self._known[key] = functools.reduce(self._inside, scopes(name_stack), region)
+            self._known[key] = functools.reduce(self._inside, scopes, region)
         return self._known[key]
 
     def _inside(self, region: Region, scope: str) -> Region:

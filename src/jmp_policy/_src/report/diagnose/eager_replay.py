@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jmp_policy._src.core.device_dispatch import varying
 from jmp_policy._src.jaxpr import compat, ir, walk
+from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import wide, widened_equation
 
 #: Calls that are looked into, and the parameter that holds what they call.

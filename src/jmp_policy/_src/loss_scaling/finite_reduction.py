@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.core.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
 #: So few elements are not worth a reduction of their own.
 FEW = 2**13
