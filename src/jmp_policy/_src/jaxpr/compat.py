@@ -54,7 +54,7 @@ def require(found: bool, what: str, package: ModuleType = jax, read_in: str = RE
 
 
 @functools.cache
-def _checked(check: Callable[[], Any], what: str) -> Any:
+def checked(check: Callable[[], Any], what: str) -> Any:
     """What a check gives; it runs once, as what it tests can't change while the program runs.
 
     Args:
@@ -98,7 +98,7 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     Private: `num_consts` and `num_carry` (0.10.2), the lengths of the trees in `ft_in` (0.12.0). JAX has no
     public way to tell a scan's operands apart.
     """
-    _checked(_probe_scan, "a scan's numbers of constants and carries from `num_consts` or `ft_in`")
+    checked(_probe_scan, "a scan's numbers of constants and carries from `num_consts` or `ft_in`")
     return _scan_sizes(params)
 
 
@@ -142,7 +142,7 @@ def residual_places(eqn: Any) -> Sequence[int | None]:
     To be asked after its forward function has run. Private: the third result of `out_trees`. JAX has no
     public way to ask which residuals it leaves out of the forward function's results.
     """
-    _checked(_probe_custom_vjp, "which residuals of a custom_vjp are its arguments from `out_trees`")
+    checked(_probe_custom_vjp, "which residuals of a custom_vjp are its arguments from `out_trees`")
     return eqn.params["out_trees"]()[2]
 
 
@@ -196,7 +196,7 @@ def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]
 def _stack_entries() -> tuple[type, type]:
     """Returns the classes of a name stack's scopes and transforms, found in a program that has both."""
     what = "the scopes and transforms around an operation from the entries of its name stack"
-    return _checked(_probe_name_stack, what)
+    return checked(_probe_name_stack, what)
 
 
 def _probe_name_stack() -> tuple[type, type] | None:
