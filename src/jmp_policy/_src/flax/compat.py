@@ -2,7 +2,7 @@
 
 Private is what Flax documents nowhere: attributes with a leading underscore, marks that it puts on methods,
 the functions its own transforms are made of. Each function says what it uses, and which public way was
-missing. All of it was read in Flax 0.12.8 and 0.12.12. What could change without an error is checked when first used.
+missing. All of it was read in Flax 0.12.8 and 0.12.12. What could change without an error is checked once.
 
 NNX is imported where it is needed: `import flax` alone does not, and a program of Linen modules should not.
 """

@@ -297,7 +297,10 @@ def frames(eqn: Any) -> Sequence[Any]:
 
 
 def source_summary(eqn: Any) -> str:
-    """Returns "file.py:12 (function)" of the frame that JAX takes for the user's; "unknown" without one."""
+    """Returns "file.py:12 (function)" of the frame that JAX takes for the user's; "unknown" without one.
+
+    Private: as for `frames`.
+    """
     return source_info_util.summarize(eqn.source_info)
 
 

@@ -156,7 +156,9 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
         value = bare.__getattribute__(self, name)
         if type(value) in _PLAIN:
             return value
-        if name.startswith("__") or compat.is_bookkeeping(name) or name not in vars(self):
+        if name.startswith("__") or compat.is_bookkeeping(name):
+            return value
+        if name not in object.__getattribute__(self, "__dict__"):
             return value
         return _seen(bare, name, value, precision)
 
