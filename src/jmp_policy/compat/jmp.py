@@ -42,8 +42,8 @@ from jmp_policy._src.api.jmp_names import cast_to_half as cast_to_half
 from jmp_policy._src.api.jmp_names import get_policy as get_policy
 from jmp_policy._src.api.jmp_names import half_dtype as half_dtype
 from jmp_policy._src.api.jmp_names import select_tree as select_tree
-from jmp_policy._src.core.finiteness import all_finite as all_finite
 from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
 from jmp_policy._src.policy.policy import Policy as Policy
 
 _publish(__name__, globals())

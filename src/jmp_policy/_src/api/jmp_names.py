@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core import finiteness
 from jmp_policy._src.core.cast import cast_floating, cast_leaf, map_changed
 from jmp_policy._src.core.dtypes import DTYPE_WORDS
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling import finiteness
 from jmp_policy._src.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,

@@ -169,7 +169,7 @@ class Planner:
             used = [of.get(var) for var in eqn.outvars]
             if all(demand is None for demand in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            inside = self.regions.enter(region, compat.scopes(eqn))
             for atom, demand in zip(eqn.invars, self.rule(eqn).demand(self, eqn, used, inside), strict=True):
                 # An index, a key: used, and nothing to choose.
                 add(atom, demand if ir.is_float32(atom) else True)
@@ -188,7 +188,7 @@ class Planner:
         steps: list[EqnPlan] = []
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
+            inside = self.regions.enter(region, compat.scopes(eqn))
             wanted = [demands.get(var) for var in eqn.outvars]
             planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
             planned.region = inside

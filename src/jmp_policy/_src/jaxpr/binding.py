@@ -35,7 +35,7 @@ def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     primitive, params, counts = eqn.primitive, {**eqn.params, **changed}, _BOUND.get()
     simple = primitive.name in _SIMPLE
     if counts is not None and simple and any(isinstance(value, Tracer) for value in values):
-        key = (primitive, eqn.ctx, tuple(params.items()))
+        key = (primitive, compat.context_of(eqn), tuple(params.items()))
         try:
             counts[key] += 1
         except TypeError:  # A parameter that cannot be hashed.

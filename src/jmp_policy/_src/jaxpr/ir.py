@@ -95,7 +95,8 @@ def asks_for_precision(eqn: Any) -> bool:
     default = (None, (jax.lax.Precision.DEFAULT,) * 2, jax.lax.Precision.DEFAULT)
     if precision in default:
         return False
-    return precision != _default_precision(jax.config.values["jax_default_matmul_precision"])
+    default_name = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision != _default_precision(default_name)
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from jmp_policy._src.jaxpr import calls, compat, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate
-from jmp_policy._src.policy.regions import is_marker, scopes
+from jmp_policy._src.policy.regions import is_marker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +165,12 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
 
 def is_backward(eqn: Any) -> bool:
     """Returns whether an operation's own name stack says that transposing a derivative put it there."""
-    stack = eqn.source_info.name_stack.stack
-    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)
+    return compat.is_transposed(eqn)
 
 
 def site_of(eqn: Any, outer: Site) -> Site:
     """Returns where an equation is, in a program that is called at another site."""
-    stack = eqn.source_info.name_stack
-    names = [name for name in scopes(stack) if not is_marker(name) and name not in _REMAT]
+    names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))
     backward = outer.backward or is_backward(eqn)
     return dataclasses.replace(

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.finiteness import all_finite
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
 from jmp_policy._src.loss_scaling.monitor import Groups, magnitudes

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.device_dispatch import varying
 from jmp_policy._src.core.dtypes import is_floating, promote_dtype
-from jmp_policy._src.core.finiteness import all_finite, select_tree
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.microbatches import Batch, is_key
 

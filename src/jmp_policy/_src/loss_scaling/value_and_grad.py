@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.cast import map_changed
-from jmp_policy._src.core.device_dispatch import varies_over_devices
 from jmp_policy._src.core.dtypes import promote_dtype
-from jmp_policy._src.core.finiteness import all_finite, select_tree
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr.compat import varies_over_devices
+from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
 

@@ -116,11 +116,6 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
     return in_full
 
 
-def scopes(name_stack: Any) -> list[str]:
-    """Returns the scopes of a name stack by name, outermost first; transforms are left out."""
-    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
-
-
 def is_marker(scope: str) -> bool:
     """Returns whether a scope of a name stack is a marker, and not a name that the user gave."""
     return _MARKER.fullmatch(scope) is not None
@@ -138,7 +133,7 @@ def _region_word(given: "str | Policy | DTypeLike") -> str:
 
 
 class Regions:
-    """Resolver of an operation's region from the scopes of its name stack, by markers and rules.
+    """Resolver of an operation's region from the names of its scopes, by markers and rules.
 
     Args:
       half: half dtype outside of markers and rules.
@@ -160,13 +155,13 @@ class Regions:
         self.paths: set[str] = set()
         self.matched: set[str] = set()
 
-    def enter(self, region: Region, name_stack: Any) -> Region:
-        """Returns the region of an operation whose name stack continues that of the code around it."""
-        if not name_stack.stack:
+    def enter(self, region: Region, scopes: Sequence[str]) -> Region:
+        """Returns the region of an operation that is in these scopes, inside the code of another region."""
+        if not scopes:
             return region
-        key = (region, name_stack)
+        key = (region, *scopes)
         if key not in self._known:
-            self._known[key] = functools.reduce(self._enter_scope, scopes(name_stack), region)
+            self._known[key] = functools.reduce(self._enter_scope, scopes, region)
         return self._known[key]
 
     def _enter_scope(self, region: Region, scope: str) -> Region:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
@@ -48,7 +49,7 @@ def param_cast_kind(eqn: Any) -> Mark | None:
     """Returns whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
         return None
-    found = _MARKED.search(str(eqn.source_info.name_stack))
+    found = _MARKED.search(compat.name_stack_text(eqn))
     if found is None:
         return None
     return "own" if found.group(1) == _PARAMETER else "argument"

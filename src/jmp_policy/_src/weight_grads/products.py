@@ -40,7 +40,7 @@ def product(
       result: dtype of the result, if it is to be another one.
     """
     params = eqn.params if result is None else eqn.params | {"preferred_element_type": result}
-    function = _product(eqn.primitive, tuple(params.items()), eqn.ctx, cotangent)
+    function = _product(eqn.primitive, tuple(params.items()), compat.context_of(eqn), cotangent)
     return function(tuple(operands), tuple(fp32))
 
 

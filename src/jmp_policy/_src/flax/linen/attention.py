@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from jmp_policy._src.flax.attention_weights import attention_weights, drop
+from jmp_policy._src.jaxpr import compat
 
 
 @functools.wraps(nn.dot_product_attention)
@@ -37,9 +38,7 @@ def attention(
     """Stands in for `nn.dot_product_attention`, with the same arguments and variables."""
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     einsum = functools.partial(
-        jnp.einsum,
-        precision=precision,
-        **({"_dot_general": einsum_dot_general} if einsum_dot_general else {}),
+        compat.einsum_with(einsum_dot_general) if einsum_dot_general else jnp.einsum, precision=precision
     )
     scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
     logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", scaled, key)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
-from flax.core import lift
-from flax.linen import transforms
 
 from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
 from jmp_policy._src.flax.linen.shadowing import shadowed
@@ -178,25 +177,15 @@ def _call_with_float32_gradients(
       args, kwargs: what it is called with.
     """
 
-    def lifted(fn: Callable[..., Any], scopes: Any, *given: Any) -> Any:
-        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *given: Any) -> Any:
-            def pure(variables: Any, rngs: Any, given: Any) -> Any:
-                scopes = scope_of(variables, rngs)
-                return fn(scopes, *given), repacked(scopes)
-
-            return transform.with_float32_gradients(pure, opens_scope=True)(variables, rngs, given)
-
-        return lift.pack(inner, (True,), (True,), (True,))(scopes, *given)
-
     def float32_gradients(clone: nn.Module, args: Any, kwargs: Any) -> Any:
         active = current()
         assert active is not None
         return _call_governed(active, clone, functools.partial(method, clone), args, kwargs)
 
-    if hasattr(method, "compact"):
-        float32_gradients.compact = True  # type: ignore[attr-defined]
+    function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
+    transformed = functools.partial(transform.with_float32_gradients, opens_scope=True)
     with entered(dataclasses.replace(scope, cloned=module.path)):
-        return transforms.lift_direct_transform(lifted, (float32_gradients,), module, args, kwargs)
+        return compat.over_variables(transformed, function, module, args, kwargs)
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """What is special about Flax's own Linen layers: the float32 islands and the recurrent cells."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
-from flax.linen import recurrent
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
@@ -30,12 +30,12 @@ def keeps_carry(module: nn.Module) -> bool:
     if not isinstance(module, nn.RNNCellBase):
         return False
     # A lifted class (nn.scan(nn.LSTMCell)) inherits the method of the cell it was made from.
-    return type(module).__call__.__module__ == recurrent.__name__
+    return type(module).__call__.__module__ == nn.RNNCellBase.__module__
 
 
 def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:
     """The fields that make a layer follow a policy, for those that it has."""
-    fields = type(module).__dataclass_fields__
+    fields = {field.name for field in dataclasses.fields(module)}
     new: dict[str, Any] = {}
     if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
         # The weights that a weight normalisation hands on are stored as the layer's own at init.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.intercept import pushed
 from jmp_policy._src.policy.rules import (
     PolicyMap,
@@ -97,7 +98,7 @@ def _with_class(module: Any, cls: type[nn.Module]) -> Any:
     if module.scope is None:
         new = module.clone(parent=module.parent)
     else:
-        # One state for both faces: Flax replaces `scope` after each call, and the other must see it.
+        # One state for both objects: Flax replaces `scope` after each call, and the other must see it.
         new = object.__new__(type(module))
         object.__setattr__(new, "__dict__", module.__dict__)
     object.__setattr__(new, "__class__", cls)
@@ -135,7 +136,7 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
 def _method_names(cls: type) -> list[str]:
     """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
     own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    names = {name for c in own for name, value in vars(c).items() if hasattr(value, "method_handler_wrapped")}
+    names = {name for c in own for name, value in vars(c).items() if compat.is_managed(value)}
     return sorted(n for n in names if n == "__call__" or (not n.startswith("__") and n != "setup"))
 
 

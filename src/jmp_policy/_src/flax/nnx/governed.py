@@ -1,7 +1,7 @@
 """Modules that need more than settings: a subclass whose calls cast parameters, inputs and results.
 
 One subclass per class and specification, of the same name. Its methods run the bare class's method on the
-module's face (see `param_cast_proxy`), in which its own Params read in compute dtype.
+module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
 """
 
 import copyreg
@@ -162,8 +162,8 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     in_loop = param_cast_proxy.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
-    with param_cast_proxy.opened(module, *seen_as) as face, cpu_bfloat16.scope(precision.compute_dtype):
-        bound = method.__get__(face, type(face)) if hasattr(method, "__get__") else method
+    with param_cast_proxy.opened(module, *seen_as) as proxy, cpu_bfloat16.scope(precision.compute_dtype):
+        bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
         out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
     return cast_outputs(
         out,

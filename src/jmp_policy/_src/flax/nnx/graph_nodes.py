@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.core import dtypes as dtypes_
+from jmp_policy._src.flax import compat
 
 Path = tuple[Any, ...]
 
@@ -26,7 +27,7 @@ def is_node(value: Any) -> bool:
 def children(node: nnx.Pytree) -> Iterator[Child]:
     """The nodes and Variables that an NNX object holds, in plain containers too; sorted, as Flax does."""
     for name, attribute in sorted(vars(node).items()):
-        if name.startswith("_pytree__"):
+        if compat.is_bookkeeping(name):
             continue
         for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
             if is_node(leaf):

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.nn import recurrent
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
@@ -47,7 +46,9 @@ def is_bridge(module: nnx.Module) -> bool:
 
 def keeps_carry(module: nnx.Module) -> bool:
     """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
-    return isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == recurrent.__name__
+    return (
+        isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == nnx.RNNCellBase.__module__
+    )
 
 
 def follows_by_itself(module: nnx.Module, bare: type) -> bool:

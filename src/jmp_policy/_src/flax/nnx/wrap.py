@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.policy.frameworks import framework_of
@@ -126,6 +127,7 @@ def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
         inside = rules.relative_to(place.path, precision.policy)
         if not place.policy_changes:
             inside = inside.without_output_cast(precision.policy)
-        framework = framework_of(module.to_nnx__module)
+        bridged = compat.linen_module_of(module)
+        framework = framework_of(bridged)
         if framework is not None:
-            vars(module)["to_nnx__module"], _ = framework.wrap_part(module.to_nnx__module, inside)
+            compat.set_linen_module(module, framework.wrap_part(bridged, inside)[0])

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jmp_policy._src.core.device_dispatch import varying
 from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
 from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having

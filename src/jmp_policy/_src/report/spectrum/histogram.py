@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
 #: Exponents that are counted separately: those of float32, subnormal numbers included.
 LOWEST, HIGHEST = -149, 127

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_policy._src.core.device_dispatch import varying
+from jmp_policy._src.jaxpr.compat import varying
 
 T = TypeVar("T")
 W = TypeVar("W")

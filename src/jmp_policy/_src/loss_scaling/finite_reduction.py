@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.core.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
 #: Arrays of at most this many elements are not worth a separate reduction.
 FEW = 2**13

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from jmp_policy._src.core.dtypes import array_type_text
-from jmp_policy._src.core.finite_reduction import all_finite_arrays
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.finite_reduction import all_finite_arrays
 
 
 def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jmp_policy._src.jaxpr import compat
+
 
 def by_devices(
     name: str,
@@ -44,10 +46,8 @@ def by_devices(
         return jax.vmap(sharded, tuple(axes))(*arrays), 0
 
     def lower(ctx: Any, *operands: Any) -> Any:
-        on_one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-        return mlir.lower_fun(single_device if on_one_device else sharded, multiple_results=False)(
-            ctx, *operands
-        )
+        function = single_device if compat.is_for_one_device(ctx) else sharded
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = batch
@@ -62,20 +62,10 @@ def by_devices(
     return choose
 
 
-def varying(aval: Any) -> frozenset[str]:
-    """Returns the mesh axes over which a value of this type differs between devices, inside `shard_map`."""
-    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
-
-
-def varies_over_devices(aval: Any) -> bool:
-    """Returns whether a value of this type differs between devices, as values inside `shard_map` may."""
-    return bool(varying(aval))
-
-
 def _is_placed(x: jax.Array) -> bool:
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", ())
-    return varies_over_devices(aval) or any(part is not None for part in spec)
+    return compat.varies_over_devices(aval) or any(part is not None for part in spec)
 
 
 def _has_known_shape(x: jax.Array) -> bool:
