@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-from jmp_policy._src.products import cpu_bfloat16
+from jmp_policy._src.products.primitives import primitive_for
 
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
@@ -46,8 +46,8 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
 
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """What a primitive gives for values, with the parameters of an equation; always a list."""
-    with cpu_bfloat16.scope_of(primitive, values):
-        out = primitive.bind(*values, **primitive.get_bind_params(params))
+    primitive = primitive_for(primitive, values, params)
+    out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 

@@ -27,12 +27,16 @@ from jmp_policy._src.core.cast import cast_floating, map_changed
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads.param_casts import cast_weight, wants_fp32_weight_grads
 
 #: Types of attributes that hold no Variables, for which nobody should wait.
 _PLAIN = frozenset(
     {int, float, bool, str, bytes, type(None), type, types.FunctionType, types.MethodType, np.dtype}
 )
+
+#: Attributes in which layers of Flax keep the products that they call.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 #: Held while classes are made: two threads that make one at a time would get two.
 CLASSES = threading.RLock()
@@ -148,7 +152,7 @@ def _face_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype:
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
         if type(value) in _PLAIN:
-            return value
+            return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
         if name.startswith(("__", "_pytree__")) or name not in object.__getattribute__(self, "__dict__"):
             return value
         return _seen(bare, name, value, precision)
