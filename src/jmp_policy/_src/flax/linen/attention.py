@@ -10,8 +10,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import lax
 from flax.linen.dtypes import promote_dtype
+from jax import lax
 
 from jmp_policy._src.flax.attention_weights import attention_weights, drop
 from jmp_policy._src.products.functions import stand_in

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax import lax
 
 from jmp_policy._src.flax.attention_weights import attention_weights, drop
 from jmp_policy._src.products.functions import stand_in
