@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.interpreters import mlir
 
-from jmp_policy._src.products import cpu_bfloat16
+from jmp_policy._src.products.primitives import primitive_for
 
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
@@ -196,8 +196,8 @@ def name_of(eqn: Any) -> str:
 
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Returns what a primitive gives for values, with the parameters of an equation; always a list."""
-    with cpu_bfloat16.scope_of(primitive, values):
-        out = primitive.bind(*values, **primitive.get_bind_params(params))
+    primitive = primitive_for(primitive, values, params)
+    out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 

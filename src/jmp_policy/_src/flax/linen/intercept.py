@@ -29,7 +29,6 @@ from jmp_policy._src.policy.rules import (
     check_grad_dtypes,
 )
 from jmp_policy._src.policy.scope import Scope, Seen, current, entered
-from jmp_policy._src.products import cpu_bfloat16
 from jmp_policy._src.weight_grads import transform
 
 
@@ -191,7 +190,7 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
     own_call = scope.current_module == identity(module)
-    with _governed(scope, module) as precision, cpu_bfloat16.scope(precision.compute_dtype):
+    with _governed(scope, module) as precision:
         if own_call:
             # A method called by a method of the same module: no border is crossed, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.

@@ -4,16 +4,22 @@ import dataclasses
 from typing import Any
 
 import flax.linen as nn
+from jax import lax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.products.functions import stand_in
 
 #: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
 NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 
 #: Layers that normalise the weights of another layer: they hand on weights, which that layer casts.
 WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
+
+#: Layers whose products are fields, and the fields with the functions that they stand for when unset.
+_HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
+_PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}
 
 
 def is_island(module: nn.Module) -> bool:
@@ -44,6 +50,22 @@ def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str
     if island and "force_float32_reductions" in fields:
         new["force_float32_reductions"] = True
     return new
+
+
+def product_overrides(module: nn.Module, dtype: Any) -> dict[str, Any]:
+    """Returns the products of a layer of Flax's that computes in a dtype, where they differ from JAX's.
+
+    A layer that was given a function or class for them keeps it.
+    """
+    new = {}
+    for field, function in _PRODUCTS.items():
+        now = getattr(module, field, None)
+        is_default = isinstance(module, _HAS_PRODUCTS) and now is None
+        if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
+            ours = stand_in(function, dtype)
+            if ours is not function:
+                new[field] = ours
+    return {field: ours for field, ours in new.items() if field in type(module).__dataclass_fields__}
 
 
 def attention_overrides(module: nn.Module) -> dict[str, Any]:

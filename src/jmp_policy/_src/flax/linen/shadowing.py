@@ -35,6 +35,7 @@ def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Ite
         new.update(layers.field_overrides(module, precision.policy, precision.island))
     if scope.rules.float32_islands and is_half(precision.compute_dtype):
         new.update(layers.attention_overrides(module))
+    new.update(layers.product_overrides(module, precision.compute_dtype))
     if is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = _under_rules(scope, module, precision)
     state = module.__dict__

@@ -20,7 +20,6 @@ from jmp_policy._src.flax.nnx.states import transformed
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.products import cpu_bfloat16
 from jmp_policy._src.weight_grads import transform
 
 
@@ -162,7 +161,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     in_loop = param_cast_proxy.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
-    with param_cast_proxy.opened(module, *seen_as) as proxy, cpu_bfloat16.scope(precision.compute_dtype):
+    with param_cast_proxy.opened(module, *seen_as) as proxy:
         bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
         out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
     return cast_outputs(

@@ -34,6 +34,7 @@ from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
 #: Types of attributes that hold no Variables, for which nobody should wait.
@@ -41,9 +42,12 @@ _PLAIN = frozenset(
     {int, float, bool, str, bytes, type(None), type, types.FunctionType, types.MethodType, np.dtype}
 )
 
+#: Attributes in which layers of Flax keep the products that they call.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
 
 def _current_trace() -> Any:
-    """What is equal as long as no transform of JAX begins or ends."""
+    """Returns what is equal as long as no transform of JAX begins or ends."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
@@ -155,7 +159,7 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
         if type(value) in _PLAIN:
-            return value
+            return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
         if name.startswith("__") or compat.is_bookkeeping(name):
             return value
         if name not in object.__getattribute__(self, "__dict__"):

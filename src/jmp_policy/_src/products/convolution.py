@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.products.cpu_products import product
+from jmp_policy._src.products.dot import product
 
 #: Over fewer terms (the channels of a picture) XLA's convolution is quicker than its product.
 _LEAST_SUM = 16
