@@ -23,8 +23,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.jaxpr import compat, evaluator, ir
+from jmp_policy._src.jaxpr import evaluator, ir
 from jmp_policy._src.products import functions
+from jmp_policy._src.products.binding import bind_product
 from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
 
 FLOAT32 = np.dtype(np.float32)
@@ -40,7 +41,7 @@ def dot(a, b, dims, result=None):
     """The product as the interpreters bind it."""
     jaxpr = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=result))(a, b)
     (out,) = evaluator.evaluate(
-        jaxpr, [a, b], lambda eqn, values: compat.bind_primitive(eqn.primitive, values, eqn.params)
+        jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params)
     )
     return out
 
@@ -154,7 +155,7 @@ def convolution(a, b, result=None, **about):
     function = functools.partial(lax.conv_general_dilated, preferred_element_type=result, **about)
     jaxpr = jax.make_jaxpr(function)(a, b)
     (out,) = evaluator.evaluate(
-        jaxpr, [a, b], lambda eqn, values: compat.bind_primitive(eqn.primitive, values, eqn.params)
+        jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params)
     )
     return out
 

@@ -15,12 +15,13 @@ from jmp_policy._src.autocast.values import argument, leaves_marked
 from jmp_policy._src.core.dtypes import parse_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.types import DTypeLike
-from jmp_policy._src.jaxpr import binding, calls, compat, ir, op_lists
+from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
 

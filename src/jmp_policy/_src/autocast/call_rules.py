@@ -19,10 +19,11 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.runtime import as_function, rebound, run
 from jmp_policy._src.autocast.values import CastCache, cast, computed
-from jmp_policy._src.jaxpr import binding, calls, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.products import binding
 
 
 class _Call:

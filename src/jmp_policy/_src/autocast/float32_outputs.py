@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.jaxpr import binding
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.dual_values import WIDENED
 
 

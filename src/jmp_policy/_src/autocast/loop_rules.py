@@ -18,10 +18,11 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.runtime import as_function, rebound
 from jmp_policy._src.autocast.values import CastCache, Value, computed
-from jmp_policy._src.jaxpr import binding, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr import compat, ir, rebuild_control_flow
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.products import binding
 
 
 def _joined(carry: Value, out: Value, atom: Any) -> Value:

@@ -11,9 +11,10 @@ from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Ru
 from jmp_policy._src.autocast.runtime import rebound
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import binding, compat, ir, op_lists
+from jmp_policy._src.jaxpr import compat, ir, op_lists
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.products import binding
 
 
 def _floats(eqn: Any) -> list[bool]:

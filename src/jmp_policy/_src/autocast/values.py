@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.jaxpr import binding
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import argument_marked
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,

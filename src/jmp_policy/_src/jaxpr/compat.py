@@ -18,9 +18,7 @@ import jax.core
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
-from jax.interpreters import mlir
-
-from jmp_policy._src.products.primitives import primitive_for
+from jax.interpreters import mlir, partial_eval
 
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
@@ -145,6 +143,31 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
     return [f.call_wrapped for f in eqn.primitive.get_bind_params(eqn.params)["subfuns"]]
 
 
+def without_name_stack() -> Any:
+    """Returns the current source line, for equations that are evaluated where they stand.
+
+    Private: `source_info_util`. JAX has no public way to say which line an equation comes from.
+    """
+    return source_info_util.current().replace(name_stack=source_info_util.new_name_stack())
+
+
+def with_primitive(eqn: Any, primitive: Any, source: Any) -> Any:
+    """Returns an equation of another primitive, with the same operands, results and parameters.
+
+    Private: the field `source_info` of equations. JAX has no public way to change an equation.
+    """
+    return eqn.replace(primitive=primitive, source_info=source)
+
+
+def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Says what `jax.checkpoint` does with a primitive that is not JAX's.
+
+    Private: `partial_eval_jaxpr_custom_rules`. Policies of jax.checkpoint compare primitives with JAX's, and
+    there is no public way to have another one saved with them.
+    """
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
 def residual_places(eqn: Any) -> Sequence[int | None]:
     """Returns for each residual of a custom_vjp which argument it is; None where the forward pass makes it.
 
@@ -196,7 +219,6 @@ def name_of(eqn: Any) -> str:
 
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Returns what a primitive gives for values, with the parameters of an equation; always a list."""
-    primitive = primitive_for(primitive, values, params)
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, primitives
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
+from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.products import convolution, dot
 
 #: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
@@ -73,7 +73,7 @@ def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
 
     mlir.register_lowering(primitive, mlir.lower_fun(like.bind, multiple_results=False))
     mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
-    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = functools.partial(_checkpointed, like)
+    compat.set_checkpoint_rule(primitive, functools.partial(_checkpointed, like))
     return primitive
 
 
@@ -98,17 +98,14 @@ def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple
 
 def _evaluated(closed: Any, *values: Any) -> list[Any]:
     """The results of a jaxpr with our primitives in place of JAX's, on the source line that is current."""
-    source = source_info_util.current().replace(name_stack=source_info_util.new_name_stack())
-    # From 0.12 on a closed jaxpr is a jaxpr with its constants.
-    jaxpr = getattr(closed, "jaxpr", closed)
+    jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
     eqns = [
-        eqn.replace(
-            primitive=primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params),
-            source_info=source,
+        compat.with_primitive(
+            eqn, primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params), source
         )
         for eqn in jaxpr.eqns
     ]
-    return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), closed.consts, *values)
+    return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
 
 
 def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:

@@ -24,7 +24,6 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import (
-    binding,
     calls,
     compat,
     evaluator,
@@ -36,6 +35,7 @@ from jmp_policy._src.jaxpr import (
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import Mark, param_cast_kind
 from jmp_policy._src.weight_grads.products import joined, product
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from jmp_policy._src.jaxpr import compat, evaluator
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.products.binding import bind_product
 
 
 @jax.custom_jvp
@@ -49,7 +50,7 @@ def _product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Callable[..
     """Returns one function per kind of product, so that JAX traces it once."""
 
     def bound(*operands: Any, **changed: Any) -> Any:
-        return compat.bind_primitive(primitive, operands, dict(params) | changed)[0]
+        return bind_product(primitive, operands, dict(params) | changed)[0]
 
     @jax.custom_vjp
     def call(operands: Any, fp32: Any) -> Any:
@@ -116,7 +117,7 @@ def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
         if "preferred_element_type" in params:
             params["preferred_element_type"] = FLOAT32
         with compat.eqn_context(eqn):
-            return compat.bind_primitive(eqn.primitive, values, params)
+            return bind_product(eqn.primitive, values, params)
 
     jaxpr = jax.make_jaxpr(lambda ct: transpose(ct)[0])(ct)
     return lax.convert_element_type(evaluator.evaluate(jaxpr, [ct], step)[0], FLOAT32)

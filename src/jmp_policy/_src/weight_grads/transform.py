@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from jmp_policy._src.jaxpr import binding, compat, ir
+from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.dual_values import Run, read
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads, wants_fp32_weight_grads
 

@@ -65,7 +65,8 @@ def product_overrides(module: nn.Module, dtype: Any) -> dict[str, Any]:
             ours = stand_in(function, dtype)
             if ours is not function:
                 new[field] = ours
-    return {field: ours for field, ours in new.items() if field in type(module).__dataclass_fields__}
+    fields = {field.name for field in dataclasses.fields(module)}
+    return {field: ours for field, ours in new.items() if field in fields}
 
 
 def attention_overrides(module: nn.Module) -> dict[str, Any]:

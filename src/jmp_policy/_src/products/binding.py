@@ -4,7 +4,7 @@ import collections
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,18 @@ from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, op_lists
 from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products.primitives import primitive_for
 
 #: How often each operation was bound in this program so far; None in bodies, which are differentiated whole.
 _BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound", default=None)
 
 #: Operations that occur more often are bound as jits, of which JAX keeps the derivative.
 _OFTEN = 2
+
+
+def bind_product(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Binds a primitive to values, a product to the implementation that suits them; results as a list."""
+    return compat.bind_primitive(primitive_for(primitive, values, params), values, params)
 
 
 @contextlib.contextmanager
@@ -39,10 +45,10 @@ def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
         try:
             counts[key] += 1
         except TypeError:  # A parameter that cannot be hashed.
-            return compat.bind_primitive(primitive, values, params)
+            return bind_product(primitive, values, params)
         if counts[key] > _OFTEN:
             return list(_kept(*key)(*values))
-    return compat.bind_primitive(primitive, values, params)
+    return bind_product(primitive, values, params)
 
 
 #: Without jaxprs or collectives.
@@ -60,9 +66,7 @@ def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]
       primitive, params: what is bound.
       _: the equation's context (compute type, mesh), under which it is traced once.
     """
-    return jax.jit(
-        lambda *values: compat.bind_primitive(primitive, values, dict(params)), inline=compat.INLINED
-    )
+    return jax.jit(lambda *values: bind_product(primitive, values, dict(params)), inline=compat.INLINED)
 
 
 def converted(value: Any, dtype: Any) -> Any:
