@@ -35,6 +35,14 @@ def test_docstrings(name):
     assert result.failed == 0
 
 
+def test_no_example_of_a_docstring_is_left_out():
+    """Doctest looks where `__module__` says that an object is from, which is not the file that it is in."""
+    modules = [importlib.import_module(name) for name in NAMES]
+    found = [test for module in modules for test in doctest.DocTestFinder().find(module)]
+    written = [re.findall(r"^ *>>> ", Path(module.__file__).read_text(), flags=re.M) for module in modules]
+    assert sum(len(test.examples) for test in found) == sum(map(len, written))
+
+
 def test_public_functions_have_an_example():
     public = [n for n in vars(jmp_policy) if not n.startswith("_") and callable(getattr(jmp_policy, n))]
     without = [n for n in public if ">>>" not in (getattr(jmp_policy, n).__doc__ or "")]
