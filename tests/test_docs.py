@@ -127,6 +127,25 @@ def test_every_public_name_is_in_the_api_reference(module):
     assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    rooms = importlib.import_module("rooms")
+    imports, picture = rooms.read_imports(), (DOCS / "images" / "rooms.svg").read_text()
+    assert rooms.drawn(imports) == picture, "python docs/rooms.py draws it again"
+    assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
+    room, below = next((room, min(below)) for room, below in rooms.reduced(imports).items() if below)
+    assert rooms.drawn({**imports, room: imports[room] - {below}}) != picture
+
+
+def test_the_files_that_internals_names_are_there():
+    rooms = [path.name for path in (ROOT / "src/jmp_policy/_src").iterdir() if path.is_dir()]
+    text = (DOCS / "internals.md").read_text()
+    files = re.findall(rf"`((?:{'|'.join(rooms)})/[\w/]+(?:\.py)?)`", text)
+    assert set(re.findall(r"^### (\w+)$", text, flags=re.M)) == {name for name in rooms if name[0] != "_"}
+    assert len(files) > 30
+    assert not [name for name in files if not (ROOT / "src/jmp_policy/_src" / name).exists()]
+
+
 @pytest.mark.once
 def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
     drawn = (DOCS / "images" / "gradient_spectrum.svg").read_text()
