@@ -95,7 +95,7 @@ def reduced(imports: Imports) -> dict[str, set[str]]:
 
 
 def floors(imports: Imports) -> list[list[str]]:
-    """Returns the rooms by floor, highest first; on a floor those that most others stand on come first."""
+    """Returns the rooms by floor, highest first; on a floor each stands below those that import it."""
     heights: dict[str, int] = {}
 
     def height(room: str) -> int:
@@ -103,9 +103,22 @@ def floors(imports: Imports) -> list[list[str]]:
             heights[room] = 1 + max(map(height, imports[room]), default=0)
         return heights[room]
 
-    users = {room: sum(room in below(imports, other) for other in imports) for room in imports}
-    ordered = sorted(imports, key=lambda room: (-height(room), -users[room], room))
-    return [[room for room in ordered if heights[room] == n] for n in range(max(heights.values()), 0, -1)]
+    direct, rows, places = reduced(imports), [], {}
+    for floor in range(max(map(height, imports)), 0, -1):
+        row = [room for room in imports if heights[room] == floor]
+        row.sort(key=lambda room: (_middle(room, direct, places, heights), room))
+        places.update({room: (index + 0.5) / len(row) for index, room in enumerate(row)})
+        rows.append(row)
+    return rows
+
+
+def _middle(
+    room: str, direct: Imports, places: Mapping[str, float], heights: Mapping[str, int]
+) -> tuple[float, float]:
+    """Returns where the arrows to a room come from, 0 on the left; those that pass a floor from the right."""
+    above = [other for other in direct if room in direct[other]]
+    sides = [places[other] if heights[other] == heights[room] + 1 else 1.0 for other in above]
+    return (sum(sides) / len(sides) if sides else 0.5), -len(sides)
 
 
 def description(room: str, package: Path = PACKAGE) -> str:

@@ -1,4 +1,4 @@
-"""Which module frameworks there are, and where their implementations lie."""
+"""Registers the module frameworks: Flax Linen and Flax NNX."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def _nnx(import_public: Callable[[str], object]) -> Framework:
 
 
 def register_frameworks(import_public: Callable[[str], object]) -> None:
-    """Registers Linen and NNX; neither is imported before one of its modules is met.
+    """Registers Linen and NNX, whose implementations are imported when one of their modules is first seen.
 
     Args:
       import_public: imports a public module by name. Those of a framework are imported along with its

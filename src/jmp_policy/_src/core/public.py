@@ -1,4 +1,4 @@
-"""Public names do not name files: pickles, reprs and documentation show the module that users import from."""
+"""Makes pickles, reprs and documentation name the public module that users import, not a file of `_src`."""
 
 import inspect
 from collections.abc import Iterable
@@ -8,11 +8,12 @@ from typing import Any
 def publish(module: str, names: dict[str, Any], also: Iterable[Any] = ()) -> None:
     """Sets `__module__` of the public classes and functions of a module to the module itself.
 
-    Objects that another public module has published already keep its name, unless `module` is above it.
+    Objects that another public module has published already keep that module's name, unless it lies below
+    `module`.
 
     Args:
-      module: the public module's name.
-      names: its globals.
+      module: name of the public module.
+      names: globals of the public module.
       also: private classes and functions that pickles of public objects refer to. Pickle looks them up in the
         module by name, so that each is put there, with an underscore in front of its name.
 
