@@ -154,8 +154,6 @@ def test_no_absolute_paths_or_registries():
 #: The two files that may use private parts of JAX and Flax, and say why.
 COMPAT = {f"{SOURCE}.jaxpr.compat", f"{SOURCE}.flax.compat"}
 
-#: To go with the file.
-
 #: Modules of JAX and Flax that their documentation shows, and what of them where it is not all.
 DOCUMENTED = {
     **dict.fromkeys(("jax", "jax.core", "jax.numpy", "jax.sharding", "jax.typing", "jax.extend.core"), "*"),

@@ -71,7 +71,7 @@ from jmp_policy._src.report.spectrum.tapping import tap as tap
 
 __version__ = "0.1.0"
 
-_register_frameworks()
+_register_frameworks(_importlib.import_module)
 _publish(__name__, globals())
 
 if _TYPE_CHECKING:

@@ -97,6 +97,10 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     def __repr__(self) -> str:
         return f"intercept({self.rules!r})"
 
+    def __reduce__(self) -> Any:
+        # What is entered belongs to threads of this process.
+        return type(self), (self.rules,)
+
 
 @contextlib.contextmanager
 def pushed(scope: Scope) -> Iterator[Scope]:
