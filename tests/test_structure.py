@@ -132,6 +132,27 @@ def test_definitions_have_docstrings():
     assert not without
 
 
+NO_VERBS = ("A", "All", "An", "Every", "How", "One", "The", "Those", "What", "Where", "Whether", "Which")
+
+
+def opens_without_verb(node):
+    words = (ast.get_docstring(node) or "Returns").split()
+    return words[0] in NO_VERBS or not words[0].rstrip(",:").endswith("s")
+
+
+def test_docstrings_of_functions_open_with_a_verb():
+    functions = [
+        (name, node)
+        for name, path in FILES.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 1000
+    assert not [f"{name}.{node.name}" for name, node in functions if opens_without_verb(node)]
+    assert opens_without_verb(ast.parse('def f():\n    """Whether it is so."""').body[0])
+    assert not opens_without_verb(ast.parse('def f():\n    """Casts a tree."""').body[0])
+
+
 def test_every_raises_has_a_match():
     without = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):

@@ -236,7 +236,7 @@ def _is_called_from(files: frozenset[str], stops: Callable[[types.FrameType], bo
 
 @functools.cache
 def _loop_files() -> frozenset[str]:
-    """The files that define JAX's loops: compared as a whole, since a user's may be called loops.py too."""
+    """Returns the files that define JAX's loops, as whole paths: a user's may be called loops.py too."""
     return compat.checked(_probe_loops, "whether a loop traces a function from the frames of its callers")
 
 

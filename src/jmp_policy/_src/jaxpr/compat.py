@@ -53,7 +53,7 @@ def require(found: bool, what: str, package: ModuleType = jax, read_in: str = RE
 
 @functools.cache
 def checked(check: Callable[[], Any], what: str) -> Any:
-    """What a check gives; it runs once, as what it tests can't change while the program runs.
+    """Returns what a check gives; it runs once, as what it tests can't change while the program runs.
 
     Args:
       check: raises or gives None where a private part is not as it was read.

@@ -14,7 +14,7 @@ from jmp_policy._src.jaxpr import compat
 
 
 def source_line(eqn: Any) -> str:
-    """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
+    """Returns where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
 
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
     line where no other is known.
@@ -47,7 +47,7 @@ def is_promotion(eqn: Any) -> bool:
 
 
 def _norm_files() -> tuple[str, ...]:
-    """The files of Flax's normalisation layers, as far as Flax is imported: those that define BatchNorm.
+    """Returns the files of Flax's normalisation layers that are imported: those that define BatchNorm.
 
     A name alone says nothing: a user's file may be called normalization.py too.
     """
@@ -57,7 +57,7 @@ def _norm_files() -> tuple[str, ...]:
 
 @functools.cache
 def _reduction_files() -> tuple[str, ...]:
-    """The files of JAX's sums and means."""
+    """Returns the files of JAX's sums and means."""
     functions = (jax.numpy.sum, jax.numpy.mean)
     return tuple({inspect.unwrap(function).__code__.co_filename for function in functions})
 
@@ -67,7 +67,7 @@ def _short(file_name: str) -> str:
 
 
 def _plain(function: str) -> str:
-    """A function's name without where it was defined: "Net.__call__"."""
+    """Returns a function's name without where it was defined: "Net.__call__"."""
     return function.rpartition("<locals>.")[2]
 
 

@@ -112,7 +112,7 @@ def pushed(scope: Scope) -> Iterator[Scope]:
 
 
 def _running_module_path() -> tuple[str, ...]:
-    """Path of the module in whose method we are, if that method is governed; else the root's."""
+    """Returns the path of the module in whose method we are, if it is governed; else the root's."""
     outer = current()
     return outer.current_module[0] if outer is not None and outer.current_module is not None else ()
 
@@ -146,7 +146,7 @@ def marking(rules: PolicyMap) -> Iterator[Scope]:
 
 @functools.cache
 def _seen_under(_: PolicyMap) -> Seen:
-    """What equal rules have met so far: a jitted function that they once traced calls no module again."""
+    """Returns what equal rules have met so far: a function that they once traced calls no module again."""
     return Seen(set(), set())
 
 
@@ -160,7 +160,7 @@ def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args
 
 
 def is_method(module: nn.Module, name: str) -> bool:
-    """Whether the module's class has such a method, and not one that Python calls (`__getattr__`).
+    """Returns whether the module's class has such a method, and Python does not call it (`__getattr__`).
 
     Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
     """

@@ -23,12 +23,12 @@ _PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_ge
 
 
 def is_island(module: nn.Module) -> bool:
-    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS))
 
 
 def keeps_carry(module: nn.Module) -> bool:
-    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
+    """Returns whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
 
     Its cell state then accumulates in float32, as it does when the cell is written with `dtype=float16`;
     only the products are in half.
@@ -40,7 +40,7 @@ def keeps_carry(module: nn.Module) -> bool:
 
 
 def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:
-    """The fields that make a layer follow a policy, for those that it has."""
+    """Returns the fields that make a layer follow a policy, for those that it has."""
     fields = {field.name for field in dataclasses.fields(module)}
     new: dict[str, Any] = {}
     if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def product_overrides(module: nn.Module, dtype: Any) -> dict[str, Any]:
 
 
 def attention_overrides(module: nn.Module) -> dict[str, Any]:
-    """Attention with its softmax in float32, where the layer uses Flax's own attention function."""
+    """Returns attention with its softmax in float32, where the layer uses Flax's own function."""
     if (
         isinstance(module, nn.MultiHeadDotProductAttention)
         and module.attention_fn is nn.dot_product_attention

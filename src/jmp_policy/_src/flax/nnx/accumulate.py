@@ -34,7 +34,7 @@ def accumulate_gradients(
     mesh: Any = None,
     batch_axis: int = 0,
 ) -> Callable[..., Any]:
-    """`jmp_policy.accumulate_gradients` for loss functions that take an NNX module first.
+    """Accumulates gradients of a loss function that takes an NNX module first.
 
     Args:
       loss_fn: the loss function `(model, *batch, **kwargs)`, returning a real scalar, or `(loss, aux)` with

@@ -93,7 +93,7 @@ def attention_with_rope(
 
 
 def with_float32_softmax(attention_fn: Any) -> Any:
-    """What to call instead of an attention function of Flax's own; any other comes back as it is."""
+    """Returns what to call instead of an attention function of Flax's own; any other unchanged."""
     if attention_fn is nnx.dot_product_attention:
         return attention
     if _with_rope is not None and attention_fn is _with_rope:
@@ -102,7 +102,7 @@ def with_float32_softmax(attention_fn: Any) -> Any:
 
 
 def as_in_flax(attention_fn: Any) -> Any:
-    """The inverse of `with_float32_softmax`."""
+    """Returns the function that `with_float32_softmax` replaced."""
     if attention_fn is attention:
         return nnx.dot_product_attention
     if attention_fn is attention_with_rope:

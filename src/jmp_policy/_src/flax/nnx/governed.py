@@ -39,12 +39,12 @@ class Specification:
 
 
 def specification(module: Any) -> Specification | None:
-    """How a module is governed; None for one that is not, or by settings alone."""
+    """Returns how a module is governed; None for one that is not, or by settings alone."""
     return getattr(type(module), "_jmp_policy_specification", None)
 
 
 def policy_of(module: nnx.Module) -> Policy | None:
-    """The policy that a wrapped module computes under.
+    """Returns the policy that a wrapped module computes under.
 
     None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
     somebody could have written by hand.
@@ -54,12 +54,12 @@ def policy_of(module: nnx.Module) -> Policy | None:
 
 
 def bare_class(cls: type) -> type:
-    """The class that a governed one was made from; any other class itself."""
+    """Returns the class that a governed one was made from; any other class itself."""
     return vars(cls).get("_jmp_policy_bare", cls)
 
 
 def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the named methods that a class has, `__call__` among them."""
+    """Returns those of the named methods that a class has, `__call__` among them."""
     has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
     return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))
 
@@ -71,7 +71,7 @@ def own_methods(cls: type) -> set[str]:
 
 
 def governed_class(bare: type, spec: Specification) -> type:
-    """The subclass that stands in for `bare`; the same one for equal specifications, so that caches hit.
+    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit.
 
     Raises:
       TypeError: for a class that cannot be subclassed.
@@ -106,7 +106,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
 
 
 def _class_dtype(bare: type, spec: Specification) -> Any:
-    """What a `dtype` that the class defines (and not the instance) is overruled with; None if it does not."""
+    """Returns what overrules a `dtype` that the class defines (not the instance); None if it does not."""
     own = inspect.getattr_static(bare, "dtype", None)
     is_dtype = own is not None and is_dtype_or_none(own) and not isinstance(own, property)
     return layers.scalar_type(spec.precision.compute_dtype) if is_dtype else None
@@ -114,7 +114,7 @@ def _class_dtype(bare: type, spec: Specification) -> Any:
 
 @functools.cache
 def _metaclass(base: type) -> type:
-    """A metaclass whose classes can be pickled, as graph definitions that name them are."""
+    """Returns a metaclass whose classes can be pickled, as graph definitions that name them are."""
     meta = type(base.__name__, (base,), {})
     copyreg.pickle(meta, _reduce_class)  # type: ignore[arg-type]
     return meta

@@ -20,12 +20,12 @@ class Child(NamedTuple):
 
 
 def is_node(value: Any) -> bool:
-    """Whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
+    """Returns whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def children(node: nnx.Pytree) -> Iterator[Child]:
-    """The nodes and Variables that an NNX object holds, in plain containers too; sorted, as Flax does."""
+    """Yields the nodes and Variables that an NNX object holds, in plain containers too; sorted as in Flax."""
     for name, attribute in sorted(vars(node).items()):
         if compat.is_bookkeeping(name):
             continue
@@ -42,7 +42,7 @@ def _key(key: Any) -> Any:
 
 
 def own_params(node: nnx.Pytree) -> Iterator[Child]:
-    """The floating Params that a node holds itself; those of modules below it are theirs."""
+    """Yields the floating Params that a node holds itself; those of modules below it are theirs."""
     for path, value in children(node):
         if isinstance(value, nnx.Param):
             if is_floating(value):
@@ -52,7 +52,7 @@ def own_params(node: nnx.Pytree) -> Iterator[Child]:
 
 
 def variables(node: nnx.Pytree) -> Iterator[Child]:
-    """Every Variable of a model, each once."""
+    """Returns every Variable of a model, each once."""
     seen: set[int] = set()
 
     def visit(node: nnx.Pytree, path: Path) -> Iterator[Child]:
@@ -69,18 +69,18 @@ def variables(node: nnx.Pytree) -> Iterator[Child]:
 
 
 def dtypes(variable: nnx.Variable) -> set[Any]:
-    """The floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
+    """Returns the floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
     stored = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(variable.get_raw_value())]
     return {dtype for dtype in stored if dtype is not None and dtypes_.is_floating(dtype)}
 
 
 def is_floating(variable: nnx.Variable) -> bool:
-    """Whether a Variable stores anything floating."""
+    """Returns whether a Variable stores anything floating."""
     return bool(dtypes(variable))
 
 
 def read(variable: nnx.Variable) -> Any:
-    """The stored value, past any cast of the Variable's class; Refs are read."""
+    """Returns the stored value, past any cast of the Variable's class; Refs are read."""
     value = variable.get_raw_value()
     return value[...] if variable.get_metadata().get("ref") else value
 

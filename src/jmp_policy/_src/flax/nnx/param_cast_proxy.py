@@ -200,14 +200,14 @@ def _put_right(attributes: dict[str, Any], before: dict[str, Any], dtype: np.dty
 
 
 def subclass(bare: Any, namespace: dict[str, Any], **keywords: Any) -> type:
-    """A subclass of an NNX class, of the same name, that is a pytree where that one is."""
+    """Returns a subclass of an NNX class, of the same name, that is a pytree where that one is."""
     if not compat.is_pytree(bare) and not issubclass(bare, nnx.Object):
         keywords["pytree"] = False
     return types.new_class(bare.__name__, (bare,), keywords, lambda ns: ns.update(namespace))
 
 
 def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
-    """An attribute as the methods of a module see it."""
+    """Returns an attribute as the methods of a module see it."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
@@ -226,7 +226,7 @@ def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
 
 
 def _shown(value: Any, one: Callable[[Any], Any]) -> Any:
-    """A value with `one` of every node in it; copies of lists and dicts are noted, at every depth."""
+    """Maps `one` over the nodes in a value; copies of lists and dicts are noted, at every depth."""
     if graph_nodes.is_node(value):
         return one(value)
     if not isinstance(value, list | dict | tuple):
@@ -249,7 +249,7 @@ def _shown(value: Any, one: Callable[[Any], Any]) -> Any:
 
 
 def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:
-    """Whether a module reads a Variable of its own in another dtype than it is stored in.
+    """Returns whether a module reads a Variable of its own in another dtype than it is stored in.
 
     Layers of Flax cast theirs themselves; where gradients are to be float32, the cast must be ours.
     """
@@ -261,7 +261,7 @@ def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: Modu
 
 
 def _is_holder(node: nnx.Pytree) -> bool:
-    """Whether a node is no module that is called, but holds Params for the one that holds it."""
+    """Returns whether a node is no module that is called, but holds Params for the one that holds it."""
     if isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
         return False
     return any(
@@ -283,7 +283,7 @@ def _bring_back(container: Any, handed_out: Any, as_it_was: Any) -> None:
 
 
 def _keep_dtype(new: nnx.Param, before: nnx.Param, dtype: np.dtype) -> None:
-    """A Param assigned in place of another is stored as that was, if it was made from cast values."""
+    """Stores a Param as the one that it takes the place of was stored, if it was made from cast values."""
     stored = graph_nodes.dtypes(before)
     if len(stored) == 1 and graph_nodes.dtypes(new) == {dtype}:
         graph_nodes.write(new, cast_floating(graph_nodes.read(new), next(iter(stored))))

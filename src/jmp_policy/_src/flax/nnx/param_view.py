@@ -54,12 +54,12 @@ def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, An
 
 @functools.cache
 def _view_class(base: Any, precision: ModulePrecision) -> Any:
-    """The class of views of `base`, one per precision, so that caches of jit hit."""
+    """Returns the class of views of `base`, one per precision, so that caches of jit hit."""
     return compat.view_class(base, {**_reading(base, precision), **_writing(base), **_identity(base)})
 
 
 def _reading(base: Any, precision: ModulePrecision) -> dict[str, Any]:
-    """How views read: the value is cast, and its attributes are those of the cast (`w.dtype`, `w.T`)."""
+    """Returns how views read: the value is cast, and so are its attributes (`w.dtype`, `w.T`)."""
 
     def get_value(self: Any, **kwargs: Any) -> Any:
         return cast_weight(base.get_value(self, **kwargs), precision.used_param_dtype, precision.policy)
@@ -73,7 +73,7 @@ def _reading(base: Any, precision: ModulePrecision) -> dict[str, Any]:
 
 
 def _writing(base: Any) -> dict[str, Any]:
-    """How views write: what was computed in half is stored in the dtype that the origin has."""
+    """Returns how views write: what was computed in half is stored in the dtype that the origin has."""
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         _warn_if_rounded(compat.origin_of(self), value)
@@ -87,7 +87,7 @@ def _writing(base: Any) -> dict[str, Any]:
 
 
 def _identity(base: Any) -> dict[str, Any]:
-    """What views say they are: Variables of the origin's type, of which a copy is a copy of the origin."""
+    """Returns what views say they are: Variables of the origin's type; a copy is one of the origin."""
     return {
         "var_type": property(lambda self: base),
         "type": property(lambda self: base),

@@ -25,7 +25,7 @@ def scaled_value_and_grad(
     graph_updates: bool | None = None,
     loss: str | None = None,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
+    """Differentiates the loss times its loss scale, as `nnx.value_and_grad`; the value is the loss.
 
     Args:
       fun: the loss function, which takes the module (and more), and returns a real scalar, or

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
-    """An NNX module that computes under a policy and shares every Variable with the original.
+    """Returns an NNX module that computes under a policy and shares every Variable with the original.
 
     Args:
       module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
@@ -80,7 +80,7 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
 
 
 def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, nnx.Module]]]:
-    """An NNX module inside a larger model, whose rules are checked to match by whoever has the whole.
+    """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
 
     Its parameters are cast to param dtype. The second result tells what the rules were asked about.
     """
