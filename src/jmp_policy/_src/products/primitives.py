@@ -79,13 +79,13 @@ def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """A primitive that is run outside of any trace."""
+    """Returns a primitive as a function that runs outside of any trace."""
     return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
-    """The jaxpr of JAX's transpose of a product by one operand, for a cotangent and the other operand."""
+    """Returns the jaxpr of JAX's transpose of a product by one operand, for a cotangent and the other operand."""
     cotangent, other, linear = types
 
     def call(cotangent: Any, other: Any) -> Any:
@@ -97,7 +97,7 @@ def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple
 
 
 def _evaluated(closed: Any, *values: Any) -> list[Any]:
-    """The results of a jaxpr with our primitives in place of JAX's, on the source line that is current."""
+    """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line."""
     jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
     eqns = [
         compat.with_primitive(
@@ -109,7 +109,7 @@ def _evaluated(closed: Any, *values: Any) -> list[Any]:
 
 
 def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
-    """What `jax.checkpoint` does with a product: policies that save JAX's products save ours as well."""
+    """Says what `jax.checkpoint` does with a product: policies that save JAX's save ours as well."""
     needed = [
         var
         for var, is_there in zip(eqn.invars, instantiated, strict=True)
