@@ -85,7 +85,7 @@ def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]
 
 @functools.lru_cache(maxsize=4096)
 def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
-    """Returns the jaxpr of JAX's transpose of a product by one operand, for a cotangent and the other operand."""
+    """Returns the jaxpr of JAX's transpose of a product by one operand."""
     cotangent, other, linear = types
 
     def call(cotangent: Any, other: Any) -> Any:
