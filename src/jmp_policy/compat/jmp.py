@@ -46,4 +46,18 @@ from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
 from jmp_policy._src.policy.policy import Policy as Policy
 
+__all__ = (
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "get_policy",
+    "half_dtype",
+    "select_tree",
+)
+
 _publish(__name__, globals())
