@@ -458,6 +458,32 @@ def test_products_of_the_users_stay_theirs():
     assert set(count_by_result(lowered_gradient(every.apply, params, x))) == {"f32"}
 
 
+class OwnProduct(nn.Module):
+    """A product as a module, as Flax's float8 layers have theirs."""
+
+    @nn.compact
+    def __call__(self, *args, **kwargs):
+        return lax.dot_general(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_ours"),
+    [
+        ({}, True),
+        ({"dot_general": lax.dot_general}, True),
+        ({"dot_general": own_product}, False),
+        ({"dot_general_cls": OwnProduct}, False),
+    ],
+)
+@pytest.mark.parametrize("layer", [nn.Dense, nn.DenseGeneral])
+def test_a_layer_keeps_the_product_that_it_was_given(layer, given, is_ours):
+    x = jnp.ones((3, 8))
+    model = jmpp.wrap(layer(4, **given), "mixed_bfloat16")
+    jaxpr = jax.make_jaxpr(model.apply)(model.init(jax.random.key(0), x), x)
+    (product,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general")
+    assert (product.primitive is DOT_GENERAL) == is_ours
+
+
 def test_products_of_nnx_modules():
     """Of layers under settings alone they are JAX's: the layer equals one that is written by hand."""
     x = jnp.ones((2, 3, 8))
