@@ -72,6 +72,7 @@ def test_every_loss_of_optax_is_tried():
 # Dtypes in the trace
 
 
+@pytest.mark.slow
 def test_every_product_takes_half_forward_and_backward(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):
@@ -112,6 +113,7 @@ def test_no_argument_is_cast_twice_and_nothing_there_and_back(case):
         assert all(count <= 1 for count in counts.values()), counts
 
 
+@pytest.mark.slow
 def test_results_and_gradients_keep_their_dtypes(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):
@@ -142,6 +144,7 @@ def bounds(program, half):
     return np.sqrt(backward) if program.kinks else backward, forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_as_close_to_float64_as_roundings_allow(program):
     """Compiled and run: finite, near the exact numbers, and no further from them than by hand.
@@ -190,6 +193,7 @@ def integers(*shape, seed, limit):
     return np.random.default_rng(seed).integers(-limit, limit + 1, shape).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("attend", [jax.nn.dot_product_attention, nn.dot_product_attention])
 def test_attention_with_logits_beyond_the_range_of_float16(attend, half):
@@ -212,6 +216,7 @@ def test_attention_with_logits_beyond_the_range_of_float16(attend, half):
     assert error(grads[2], want_grads[2]) <= 2 * eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_masks_of_the_lowest_float32(half):
     lowest = jnp.finfo(jnp.float32).min
@@ -237,6 +242,7 @@ def test_masks_of_the_lowest_float32(half):
         assert np.isfinite(grads).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "fn",
@@ -275,6 +281,7 @@ def layer_norm(y):
     return (y - mean) * jax.lax.rsqrt(jnp.mean((y - mean) ** 2, -1, keepdims=True) + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
@@ -340,6 +347,7 @@ def test_gradient_of_a_weight_that_a_loop_reads_256_times():
     assert got < error(by_hand, want) / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "look_up",

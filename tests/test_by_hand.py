@@ -23,6 +23,7 @@ def pair(request):
     return [gradient(model, variables, x) for model in (by_hand, wrapped)], variables["params"]
 
 
+@pytest.mark.slow
 def test_same_products_and_no_more_bytes_or_memory(pair):
     (by_hand, wrapped), params = pair
     assert products(wrapped, params) == products(by_hand, params)
@@ -32,6 +33,7 @@ def test_same_products_and_no_more_bytes_or_memory(pair):
     assert temp <= 1.01 * hand_temp
 
 
+@pytest.mark.slow
 def test_same_values_to_float16_rounding(pair):
     (by_hand, wrapped), params = pair
     (want, _), want_grads = jax.jit(by_hand)(params)
@@ -43,6 +45,7 @@ def test_same_values_to_float16_rounding(pair):
     assert error <= 2.0**-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block", "lstm"])
 def test_bitwise_equal_where_the_arithmetic_is_the_same(name):
     case = next(c for c in CASES if c.name == name)
@@ -55,6 +58,7 @@ def test_bitwise_equal_where_the_arithmetic_is_the_same(name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_attention_keeps_large_logits_and_masks():
     """A masked row and logits that float16's exp could not sum: as float32 within rounding."""
     attend = nn.MultiHeadDotProductAttention(2)
@@ -66,6 +70,7 @@ def test_attention_keeps_large_logits_and_masks():
     assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 2.0**-6
 
 
+@pytest.mark.slow
 def test_attention_softmax_weights_sum_to_one():
     """2048 equal weights of float16 summed in float16 would stop at 1 - 2**-11 * k."""
     from jmp_policy._src.flax.attention_weights import softmax_in_float32

@@ -26,6 +26,7 @@ def casts_to_float32(model, x):
     return model(x).astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_same_products_and_no_more_bytes_or_memory(case):
     x = case.inputs()
@@ -63,6 +64,7 @@ def test_the_very_same_primitives(name, dtype):
     assert traced(jmpp.wrap(case(), f"mixed_{dtype}"), x) == traced(hand, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "islands"), [("cnn", False), *((n, i) for n in ("mlp", "lstm", "raw") for i in (True, False))]
 )
@@ -91,6 +93,7 @@ def test_bitwise_equal_after_100_steps(name, islands):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_close_to_float32_and_all_masters_float32(case, policy):

@@ -107,6 +107,7 @@ def run(model):
     return functools.partial(call, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_products_in_half_output_as_asked_and_close_to_float32(layer, dtype):
     name, bare, x, count = layer
@@ -126,6 +127,7 @@ def test_products_in_half_output_as_asked_and_close_to_float32(layer, dtype):
         assert stored(model) <= {"float32"}
 
 
+@pytest.mark.slow
 def test_the_original_computes_as_before(layer):
     _, bare, x, _ = layer
     before = products(run(bare), x)
@@ -134,6 +136,7 @@ def test_the_original_computes_as_before(layer):
     assert products(run(bare), x) == before
 
 
+@pytest.mark.slow
 def test_backward_products_in_half_and_gradients_float32(layer):
     _, bare, x, _ = layer
     if not stored(bare):
@@ -180,6 +183,7 @@ class Inside(nnx.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_compute_in_float32_and_hand_on_half(name):
     norm = NORMS[name]()
@@ -223,6 +227,7 @@ def test_weight_norms_do_not_round_the_master_weights(norm, policy):
         np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.slow
 def test_recurrent_cells_accumulate_in_float32_and_hand_on_half():
     for make in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
         model = jmpp.wrap(Inside(nnx.RNN(make(4, 8, rngs=R), rngs=rngs())), "mixed_float16")
@@ -251,6 +256,7 @@ def test_attention_softmax_is_float32(dropout, partial):
     assert exps == {"float32"}
 
 
+@pytest.mark.slow
 def test_attention_masks_and_causality_as_in_flax():
     q, k, v = (image(3, 2, 5, 4, 8)[i] for i in range(3))
     from jmp_policy._src.flax.nnx.attention import attention
@@ -273,6 +279,7 @@ def test_attention_masks_and_causality_as_in_flax():
         attention(q, k[:, :, :3], v[:, :, :3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("made", ["by the wrapped", "by the bare", "in float32"])
 def test_decode_cache(made, normalize):
@@ -308,6 +315,7 @@ def test_decode_cache_of_a_view():
     assert int(attend.cache_index[...]) == 1  # Views share Variables.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="this version of Flax has no RoPE")
 def test_rotary_embeddings_rotate_in_float32():
     rope = nnx.RoPE(embedding_size=8, max_seq_len=4096)
