@@ -18,8 +18,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 def pytest_configure(config):
     """Lets this process compile a program once, however many functions it comes from.
 
-    The folder is the process's own and goes with it: what a run finds out, it finds out afresh, and JAX writes
-    entries in place, which another process could read half written.
+    The folder is the process's own and goes with it: what a run finds out, it finds out afresh, and JAX
+    writes entries in place, which another process could read half written.
     """
     if os.environ["JAX_PLATFORMS"] == "cpu":
         folder = tempfile.mkdtemp(prefix="jmp_policy_tests_")

@@ -144,6 +144,11 @@ def bounds(program, half):
     return np.sqrt(backward) if program.kinks else backward, forward
 
 
+#: What is traced is looked at in both half types above. That autocast decides alike for both leaves only the
+#: digits of the type to be seen in a run: of a convolution, of attention with a cache, of plain layers.
+RUN_IN_BOTH = ("cnn", "decode_step", "mlp")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_as_close_to_float64_as_roundings_allow(program):
@@ -152,7 +157,7 @@ def test_as_close_to_float64_as_roundings_allow(program):
     By hand is the same model with `dtype=` of every layer; the margin is for roundings that fall otherwise.
     """
     want = reference(program)
-    for half in HALVES:
+    for half in HALVES if program.name in RUN_IN_BOTH else HALVES[:1]:
         got = results(program, half)
         assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(got[0])))
         errors = [error(a, b) for a, b in zip(got, want, strict=True)]
@@ -164,14 +169,13 @@ def test_as_close_to_float64_as_roundings_allow(program):
 
 @pytest.mark.once
 def test_every_loss_is_as_close_to_float64_as_roundings_allow():
-    """They share one compiled program."""
-    want, off = reference(ALL_LOSSES), {}
-    for half in HALVES:
-        got = results(ALL_LOSSES, half)
-        for program in LOSS_PROGRAMS:
-            errors = [error(a[program.name], b[program.name]) for a, b in zip(got, want, strict=True)]
-            if not np.all(np.array(errors) <= bounds(program, half)):
-                off[program.name, half] = (errors, bounds(program, half))
+    """They share one compiled program; in float16, which has the smaller range."""
+    want, off, half = reference(ALL_LOSSES), {}, HALVES[0]
+    got = results(ALL_LOSSES, half)
+    for program in LOSS_PROGRAMS:
+        errors = [error(a[program.name], b[program.name]) for a, b in zip(got, want, strict=True)]
+        if not np.all(np.array(errors) <= bounds(program, half)):
+            off[program.name] = (errors, bounds(program, half))
     assert off == {}
 
 
