@@ -568,6 +568,7 @@ def test_what_is_captured_and_intercepted_is_as_without(jit):
     assert seen[HALF] == seen[WIDE]
 
 
+@pytest.mark.usefixtures("names_of_operations")
 def test_names_of_operations_are_those_without():
     names = {}
     for policy in (HALF, WIDE):

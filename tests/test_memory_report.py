@@ -16,6 +16,7 @@ import jmp_policy
 from jmp_policy._src.report.memory import buffers, memory
 from jmp_policy._src.report.memory.memory import memory_report
 
+pytestmark = pytest.mark.usefixtures("names_of_operations")
 BATCH, WIDTH, LAYERS = 2048, 64, 3
 
 
