@@ -190,7 +190,7 @@ def test_what_it_computes_is_the_float32_program(twin, dtype):
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_gradients_of_wrapped_models_are_those_of_the_models(case):
     model, inputs = case.make(), case.inputs()
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
 
     def gradients(model):
         def loss(params, inputs):
