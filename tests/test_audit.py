@@ -1,6 +1,7 @@
 """`audit`: planted faults are named by module and line, sizes and costs are the analytic ones."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -437,6 +438,27 @@ def test_what_was_asked_for_is_no_silent_upcast(which):
     found = jmpp.audit(EXPLICIT[which], BATCH, array(16, dtype=F32), W)
     assert not found.upcasts
     assert not any(p.cause for p in found.products)
+
+
+@pytest.mark.parametrize("name", ["normalization", "reductions", "model"])
+def test_a_users_file_may_be_called_as_one_of_the_libraries_is(tmp_path, name):
+    path = tmp_path / f"{name}.py"
+    path.write_text("def promoted(x, b):\n    return x + b\n")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = jmpp.audit(module.promoted, array(8, 16), array(16, dtype=F32))
+    assert [upcast.line for upcast in found.upcasts] == [f"{name}.py:2 (promoted)"]
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(dtype=F16), nn.BatchNorm(use_running_average=False, dtype=F16)]
+)
+def test_norms_and_sums_of_the_libraries_compute_in_float32_on_purpose(norm):
+    def f(x):
+        return norm.init_with_output(jax.random.key(0), x)[0].sum(dtype=F32), jnp.mean(x)
+
+    assert not jmpp.audit(f, array(8, 16)).upcasts
 
 
 def test_what_is_narrow_again_no_longer_reaches():

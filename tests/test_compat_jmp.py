@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jmp_policy as jmpp
-from jmp_policy._src.api import jmp_names
+from jmp_policy.compat import jmp as jmp_names
 
 HALVES = (jnp.float16, jnp.bfloat16)
 

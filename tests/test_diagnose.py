@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy.report import Diagnosis, diagnose
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
@@ -646,7 +647,7 @@ def test_an_epsilon_or_an_argument_that_became_zero(loss, w, mark, operation):
 def test_in_float32_the_same_epsilon_does(loss):
     single = diagnose(lambda w: loss(w), jnp.full(3, 0.5))
     assert single.kind in ("", "underflow")
-    assert diagnose(jmpp.report._float32.widened(lambda w: ratio(w)), jnp.full(3, 0.5)).finite
+    assert diagnose(replay_in_float32(lambda w: ratio(w)), jnp.full(3, 0.5)).finite
 
 
 # Arguments that were not finite to begin with.

@@ -36,6 +36,14 @@ def test_docstrings(name):
     assert result.failed == 0
 
 
+def test_no_example_of_a_docstring_is_left_out():
+    """Doctest looks where `__module__` says that an object is from, which is not the file that it is in."""
+    modules = [importlib.import_module(name) for name in NAMES]
+    found = [test for module in modules for test in doctest.DocTestFinder().find(module)]
+    written = [re.findall(r"^ *>>> ", Path(module.__file__).read_text(), flags=re.M) for module in modules]
+    assert sum(len(test.examples) for test in found) == sum(map(len, written))
+
+
 def test_public_functions_have_an_example():
     public = [n for n in vars(jmp_policy) if not n.startswith("_") and callable(getattr(jmp_policy, n))]
     without = [n for n in public if ">>>" not in (getattr(jmp_policy, n).__doc__ or "")]
@@ -119,6 +127,25 @@ def test_every_public_name_is_in_the_api_reference(module):
     assert len(listed) == len(set(listed))
     # What a report's rows are is public there, and the reports themselves are listed once, as jmp_policy's.
     assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    rooms = importlib.import_module("rooms")
+    imports, picture = rooms.read_imports(), (DOCS / "images" / "rooms.svg").read_text()
+    assert rooms.drawn(imports) == picture, "python docs/rooms.py draws it again"
+    assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
+    room, below = next((room, min(below)) for room, below in rooms.reduced(imports).items() if below)
+    assert rooms.drawn({**imports, room: imports[room] - {below}}) != picture
+
+
+def test_the_files_that_internals_names_are_there():
+    rooms = [path.name for path in (ROOT / "src/jmp_policy/_src").iterdir() if path.is_dir()]
+    text = (DOCS / "internals.md").read_text()
+    files = re.findall(rf"`((?:{'|'.join(rooms)})/[\w/]+(?:\.py)?)`", text)
+    assert set(re.findall(r"^### (\w+)$", text, flags=re.M)) == {name for name in rooms if name[0] != "_"}
+    assert len(files) > 30
+    assert not [name for name in files if not (ROOT / "src/jmp_policy/_src" / name).exists()]
 
 
 @pytest.mark.once

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy
 from jmp_policy._src.jaxpr import compat, ir, source_lines
-from jmp_policy._src.jaxpr.float32_replay import evaluate, replay_in_float32, widened_equation
+from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, replay_equation, replay_in_float32
 
 HALF = jnp.float16
 
@@ -278,9 +278,9 @@ def test_one_equation():
     jaxpr = jax.make_jaxpr(scan)(matrix())
     (eqn,) = (e for e in compat.open_jaxpr(jaxpr).eqns if e.primitive.name == "scan")
     values = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    outs = widened_equation(eqn, values)
+    outs = replay_equation(eqn, values)
     assert {out.dtype for out in outs} == {np.dtype(np.float32)}
-    assert [out.dtype for out in evaluate(jaxpr, [matrix()])] == [np.dtype(np.float32)] * 2
+    assert [out.dtype for out in evaluate_in_float32(jaxpr, [matrix()])] == [np.dtype(np.float32)] * 2
 
 
 def test_float64_stays_and_differentiation_works():

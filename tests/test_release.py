@@ -195,6 +195,6 @@ NAMED = {
     "src/jmp_policy/_src/policy/rules.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
     "src/jmp_policy/_src/flax/linen/layers.py": ["NORMS", "WEIGHT_NORMS"],
     "src/jmp_policy/_src/flax/nnx/layers.py": ["NORMS", "WEIGHT_NORMS"],
-    "src/jmp_policy/_src/jaxpr/op_lists.py": ["_LOWER", "_FULL", "_FOLLOW", "_INSIDE"],
+    "src/jmp_policy/_src/jaxpr/op_table.py": ["OPERATIONS", "OpList", "Trait"],
     "src/jmp_policy/_src/core/report_base.py": ["_tables", "_lines", "to_dict", "to_pandas"],
 }

@@ -11,7 +11,7 @@ SOURCE = "jmp_policy._src"
 
 #: The rooms of `_src`, lowest first: a room imports only from rooms before it.
 ROOMS = [
-    "core", "policy", "products", "jaxpr", "loss_scaling", "half_params", "weight_grads", "autocast",
+    "core", "policy", "jaxpr", "products", "loss_scaling", "half_params", "weight_grads", "autocast",
     "report", "flax", "api",
 ]  # fmt: skip
 
@@ -132,6 +132,27 @@ def test_definitions_have_docstrings():
     assert not without
 
 
+NO_VERBS = ("A", "All", "An", "Every", "How", "One", "The", "Those", "What", "Where", "Whether", "Which")
+
+
+def opens_without_verb(node):
+    words = (ast.get_docstring(node) or "Returns").split()
+    return words[0] in NO_VERBS or not words[0].rstrip(",:").endswith("s")
+
+
+def test_docstrings_of_functions_open_with_a_verb():
+    functions = [
+        (name, node)
+        for name, path in FILES.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 1000
+    assert not [f"{name}.{node.name}" for name, node in functions if opens_without_verb(node)]
+    assert opens_without_verb(ast.parse('def f():\n    """Whether it is so."""').body[0])
+    assert not opens_without_verb(ast.parse('def f():\n    """Casts a tree."""').body[0])
+
+
 def test_every_raises_has_a_match():
     without = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
@@ -149,3 +170,155 @@ def test_no_absolute_paths_or_registries():
                 continue
             text = path.read_text()
             assert not re.search(r"/(?:root|home)/\w|(?:index|extra-index)-url\s*=", text), path
+
+
+#: The two files that may use private parts of JAX and Flax, and say why.
+COMPAT = {f"{SOURCE}.jaxpr.compat", f"{SOURCE}.flax.compat"}
+
+#: Modules of JAX and Flax that their documentation shows, and what of them where it is not all.
+DOCUMENTED = {
+    **dict.fromkeys(("jax", "jax.core", "jax.numpy", "jax.sharding", "jax.typing", "jax.extend.core"), "*"),
+    **dict.fromkeys(("flax", "flax.linen", "flax.nnx", "flax.serialization"), "*"),
+    **dict.fromkeys(("flax.linen.dtypes", "flax.nnx.nn.dtypes", "jax.experimental.xla_metadata"), "*"),
+    "jax.experimental": {"topologies"},
+    "jax.extend": {"core"},
+    "jax.interpreters": {"ad", "batching", "mlir"},
+    "flax.core": {"FrozenDict", "meta"},
+    "flax.nnx.nn": {"dtypes"},
+}
+
+#: Attributes, and parameters of equations, without an underscore that nobody documents.
+UNDOCUMENTED_ATTRIBUTES = {
+    *("source_info", "name_stack", "traceback", "ctx", "debug_info", "manual_axis_type", "module_context"),
+    *("axis_context", "to_nnx__module", "method_handler_wrapped", "__dataclass_fields__"),
+}
+UNDOCUMENTED_TEXTS = UNDOCUMENTED_ATTRIBUTES | {
+    *("subfuns", "out_trees", "ft_in", "manual_axes", "newly_manual_axes", "num_consts", "num_carry"),
+}
+
+#: Public in spite of underscores: Python's data model, named tuples, and what we put on other's objects.
+PUBLIC = re.compile(r"__\w+__|_replace|_asdict|_fields|_make|_jmp_policy\w*")
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr", "getattr_static", "__setattr__", "__getattribute__")
+
+
+def is_underscored(name):
+    return name.startswith("_") and not PUBLIC.fullmatch(name)
+
+
+def own_names(parsed):
+    """Names that the classes of a file define, by which its objects know each other's insides."""
+    names = set()
+    for cls in (node for node in ast.walk(parsed) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(cls):
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
+
+
+def imported_parts(node):
+    """Pairs of a module that an import names, and what of it."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, "") for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [(node.module, alias.name) for alias in node.names]
+    return []
+
+
+def is_undocumented(module, part):
+    if module.partition(".")[0] not in ("jax", "flax"):
+        return False
+    known = DOCUMENTED.get(module, set())
+    return is_underscored(part) or not (part in known or "*" in known)
+
+
+def texts(*nodes):
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def names_in_texts(node):
+    """Names of attributes, arguments and parameters that stand in a piece of source as texts."""
+    if isinstance(node, ast.Call):
+        is_access = ast.unparse(node.func).rpartition(".")[2] in BY_NAME
+        return [*(texts(*node.args) if is_access else ()), *(k.arg for k in node.keywords if k.arg)]
+    if isinstance(node, ast.Dict):
+        return texts(*(key for key in node.keys if key))
+    if isinstance(node, ast.Subscript):
+        return texts(node.slice)
+    return texts(node.left) if isinstance(node, ast.Compare) else []
+
+
+def private_uses(parsed):
+    """What a file uses of JAX, Flax and Python that their documentation does not show."""
+    parsed = ast.parse(parsed) if isinstance(parsed, str) else parsed
+    own = own_names(parsed)
+    for node in ast.walk(parsed):
+        yield from (f"{m}.{part}" for m, part in imported_parts(node) if is_undocumented(m, part))
+        if isinstance(node, ast.Attribute):
+            ours = node.attr in own or ast.unparse(node.value) in ("self", "cls")
+            whole = ast.unparse(node)
+            undocumented = node.attr in UNDOCUMENTED_ATTRIBUTES or whole == "jax.config.values"
+            if undocumented or (is_underscored(node.attr) and not ours):
+                yield whole
+        for name in names_in_texts(node):
+            if name in UNDOCUMENTED_TEXTS or (is_underscored(name) and name not in own):
+                yield name
+
+
+def test_private_parts_of_jax_flax_and_python_stand_in_two_files():
+    assert set(FILES) > COMPAT
+    others = {name: path for name, path in FILES.items() if name not in COMPAT}
+    assert not {name: found for name, path in others.items() if (found := list(private_uses(tree(path))))}
+
+
+def test_each_use_of_a_private_part_says_which():
+    for name in sorted(COMPAT):
+        parsed = tree(FILES[name])
+        assert re.search(r"was read in (JAX|Flax) \d[\d.]+ and \d[\d.]+", ast.get_docstring(parsed))
+        public = [
+            n for n in parsed.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"
+        ]
+        using = [node for node in public if list(private_uses(node))]
+        assert len(using) >= 4
+        assert not [n.name for n in using if "Private: " not in ast.get_docstring(n)]
+
+
+PRIVATE = [
+    "from jax._src import core",
+    "import jax._src.core",
+    "from jax.interpreters import partial_eval",
+    "from jax.extend import source_info_util",
+    "from flax.core import lift",
+    "from flax.linen import _module",
+    "from flax.linen.transforms import lift_direct_transform",
+    "from flax.nnx.tracers import TraceState",
+    "variable._raw_value",
+    "jax._src.core.Tracer",
+    "sys._getframe(1)",
+    "mlir._platform_specific_lowerings['cpu']",
+    "type(module).__dataclass_fields__",
+    "eqn.source_info",
+    "jax.config.values['jax_enable_x64']",
+    "params['ft_in'].unpack()",
+    "'newly_manual_axes' in params",
+    "getattr(aval, 'manual_axis_type', None)",
+    "object.__setattr__(node, '_trace_state', 1)",
+    "namespace = {'_new': new}",
+    "jnp.einsum(text, a, b, _dot_general=f)",
+    "class A:\n    def _a(self): ...\n    def f(self, other):\n        return other._b",
+]
+NOT_PRIVATE = [
+    "import jax.numpy as jnp\nfrom jax import lax\nfrom jax.extend.core import Primitive",
+    "from flax import nnx\nfrom flax.linen.dtypes import promote_dtype\nfrom jmp_policy._src import core",
+    "class A:\n    def _a(self): ...\n    def f(self, other):\n        return other._a() + self._c",
+    "row._replace(a=1), row._asdict(), row._fields, type(x).__name__, x._jmp_policy_origin",
+    "params['length'], getattr(x, 'dtype', None), hasattr(row, '_fields'), jax.config.jax_enable_x64",
+]
+
+
+def test_private_parts_are_told_from_public_ones():
+    assert [source for source in PRIVATE if not list(private_uses(source))] == []
+    assert [source for source in NOT_PRIVATE if list(private_uses(source))] == []

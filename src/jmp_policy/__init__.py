@@ -21,8 +21,6 @@ from jmp_policy._src.autocast.explanation import Explanation as Explanation
 from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.autocast.explanation import explain as explain
 from jmp_policy._src.core.dtypes import best_half_dtype as best_half_dtype
-from jmp_policy._src.core.finiteness import all_finite as all_finite
-from jmp_policy._src.core.finiteness import select_tree as select_tree
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.half_params.kahan_summation import KahanSummationState as KahanSummationState
 from jmp_policy._src.half_params.kahan_summation import kahan_summation as kahan_summation
@@ -33,6 +31,8 @@ from jmp_policy._src.half_params.stochastic_rounding import stochastic_rounding 
 from jmp_policy._src.loss_scaling.accumulate import accumulate_gradients as accumulate_gradients
 from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale as PIDLossScale
 from jmp_policy._src.loss_scaling.adaptive_scale import StatisticLossScale as StatisticLossScale
+from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
+from jmp_policy._src.loss_scaling.finiteness import select_tree as select_tree
 from jmp_policy._src.loss_scaling.logger import MetricsLogger as MetricsLogger
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_policy._src.loss_scaling.loss_scale import LossScale as LossScale
@@ -71,7 +71,7 @@ from jmp_policy._src.report.spectrum.tapping import tap as tap
 
 __version__ = "0.1.0"
 
-_register_frameworks()
+_register_frameworks(_importlib.import_module)
 _publish(__name__, globals())
 
 if _TYPE_CHECKING:

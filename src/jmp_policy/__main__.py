@@ -1,4 +1,4 @@
-"""`python -m jmp_policy`: look before you code."""
+"""Runs the command line, `python -m jmp_policy`."""
 
 import sys
 

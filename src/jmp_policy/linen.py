@@ -1,4 +1,4 @@
-"""Policies for Flax Linen modules: `wrap`, and the interceptor behind it."""
+"""Puts Flax Linen modules under policies: `wrap`, and the interceptor behind it."""
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.flax.linen.intercept import intercept as intercept

@@ -1,15 +1,32 @@
-"""Policies for Flax NNX modules: `wrap`, and what a training step with modules needs."""
+"""Puts Flax NNX modules under policies: `wrap`, and functions for training steps that take modules."""
 
 from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.flax.nnx import attention as _attention
+from jmp_policy._src.flax.nnx import governed as _governed
 from jmp_policy._src.flax.nnx.accumulate import accumulate_gradients as accumulate_gradients
 from jmp_policy._src.flax.nnx.autocast import autocast as autocast
 from jmp_policy._src.flax.nnx.autocast import explain as explain
 from jmp_policy._src.flax.nnx.governed import policy_of as policy_of
+from jmp_policy._src.flax.nnx.layers import InFloat32 as _InFloat32
 from jmp_policy._src.flax.nnx.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
 from jmp_policy._src.flax.nnx.train import keep_state_on_skip as keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad as scaled_value_and_grad
 from jmp_policy._src.flax.nnx.wrap import cast_params as cast_params
 from jmp_policy._src.flax.nnx.wrap import wrap as wrap
 from jmp_policy._src.flax.nnx.wrap import wrap_part as wrap_part
+from jmp_policy._src.policy.module_precision import ModulePrecision as _ModulePrecision
 
-_publish(__name__, globals())
+_publish(
+    __name__,
+    globals(),
+    # What wrapped modules and their graph definitions consist of, besides what is the user's own: how to make
+    # a module's class again, and the settings of Flax's layers.
+    also=[
+        _governed.governed_class,
+        _governed.Specification,
+        _ModulePrecision,
+        _InFloat32,
+        _attention.attention,
+        _attention.attention_with_rope,
+    ],
+)

@@ -1,3 +1,3 @@
-"""The optax wrapper: unscale, test, update or skip."""
+"""Wraps optax transformations: unscales gradients, tests them, and updates or skips the step."""
 
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled as loss_scaled

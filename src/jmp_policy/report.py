@@ -1,4 +1,4 @@
-"""Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
+"""Reports what runs in which precision, where gradients vanish, and what the compilers make of a program."""
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.report.audit.audit import audit as audit
@@ -9,18 +9,24 @@ from jmp_policy._src.report.audit.findings import RepeatedCast as RepeatedCast
 from jmp_policy._src.report.audit.findings import Upcast as Upcast
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
+from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
 from jmp_policy._src.report.formats import Format as Format
 from jmp_policy._src.report.formats import Formats as Formats
 from jmp_policy._src.report.formats import formats as formats
 from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy._src.report.gpu.kernels import Kernel as Kernel
 from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport
 from jmp_policy._src.report.gpu.lowering import lowering_report as lowering_report
+from jmp_policy._src.report.gpu.roofline import Estimate as Estimate
 from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
+from jmp_policy._src.report.memory.memory import MemoryRow as MemoryRow
 from jmp_policy._src.report.memory.memory import memory_report as memory_report
+from jmp_policy._src.report.module_summary import ModuleRow as ModuleRow
 from jmp_policy._src.report.module_summary import Summary as Summary
 from jmp_policy._src.report.module_summary import summary as summary
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
 from jmp_policy._src.report.spectrum.magnitudes import Magnitudes as Magnitudes
+from jmp_policy._src.report.spectrum.magnitudes import Share as Share
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
 from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum
 from jmp_policy._src.report.spectrum.spectrum import spectrum_value_and_grad as spectrum_value_and_grad

@@ -1,1 +1,1 @@
-"""Other libraries' names on top of this one, for programs that move here one import at a time."""
+"""Offers the names of other libraries, for programs that move to this one import at a time."""

@@ -1,12 +1,12 @@
-"""The public names of DeepMind's `jmp`: a program written for it runs after one changed import.
+"""Offers the public names of DeepMind's `jmp`: a program written for it runs after one changed import.
 
 ::
 
     import jmp_policy.compat.jmp as jmp  # was: import jmp
 
-Policies are this library's own: `wrap` and `autocast` take them. A program that moves on to `loss_scaled` and
-`scaled_value_and_grad` takes this library's loss scales with it, which always hand on float32; the ones here
-keep jmp's fields, and JAX's promotion.
+Policies are those of this library: `wrap` and `autocast` take them. A program that moves on to `loss_scaled`
+and `scaled_value_and_grad` should use this library's loss scales with them, which always return float32; the
+ones here keep jmp's fields, and JAX's promotion.
 
 What jmp 0.0.4 does not do on today's JAX, and this module does:
 
@@ -42,8 +42,22 @@ from jmp_policy._src.api.jmp_names import cast_to_half as cast_to_half
 from jmp_policy._src.api.jmp_names import get_policy as get_policy
 from jmp_policy._src.api.jmp_names import half_dtype as half_dtype
 from jmp_policy._src.api.jmp_names import select_tree as select_tree
-from jmp_policy._src.core.finiteness import all_finite as all_finite
 from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
 from jmp_policy._src.policy.policy import Policy as Policy
+
+__all__ = (
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "get_policy",
+    "half_dtype",
+    "select_tree",
+)
 
 _publish(__name__, globals())

@@ -1,1 +1,1 @@
-"""What a user calls that asks several rooms: wrap, check, the command line, names of other libraries."""
+"""Offers what needs several rooms: wrap, check, the command line, the names of other libraries."""

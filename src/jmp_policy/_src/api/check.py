@@ -1,4 +1,4 @@
-"""When a training loop gives up, and why."""
+"""Raises when a training loop cannot go on, and says why."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
 
 
 class LossScaleStuckError(FloatingPointError):
-    """Gradients stay non-finite at the smallest loss scale: training cannot go on.
+    """Error for gradients that stay non-finite at the smallest loss scale, so that training cannot go on.
 
     Attributes:
-      diagnosis: what `diagnose` found, if `check` was given the loss function; else None.
+      diagnosis: the result of `diagnose`, if `check` was given the loss function; else None.
     """
 
     def __init__(self, message: str, diagnosis: Diagnosis | None = None):
@@ -35,20 +35,20 @@ def check(
     args: Sequence[Any] = (),
     has_aux: bool = False,
 ) -> None:
-    """Raises when training is hopeless; call it on the host every so many steps.
+    """Raises when training cannot go on; call it on the host, once in a while.
 
     Args:
       opt_state: the optimizer state after an update.
-      grads: the gradients of the last step, to be told which of them are not finite.
+      grads: the gradients of the last step; the message then says which of them are not finite.
       max_consecutive_skips: also raise after this many skipped steps in a row; for scales that cannot
         be stuck (`StaticLossScale`, `NoOpLossScale`).
-      loss_fn, args: the loss function and the arguments of the last step, `loss_fn(*args)`, to be told
-        where it became non-finite: `diagnose` then runs, operation by operation.
+      loss_fn, args: the loss function and the arguments of the last step, `loss_fn(*args)`; the message then
+        says where a value became non-finite: `diagnose` runs it, operation by operation.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Raises:
-      LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` has what `diagnose`
-        found, if it ran.
+      LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` is the result of
+        `diagnose`, if it ran.
       TypeError: inside `jax.jit`, where nothing can be raised at run time; for `loss_fn` without `args`.
     """
     if loss_fn is not None and not args:
@@ -79,7 +79,12 @@ def check(
 
 
 def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
-    """Why training cannot go on, and at which loss scale; of metrics, mapped over devices or not."""
+    """Returns why training cannot go on and at which loss scale, or None if it can.
+
+    Args:
+      values: metrics of the optimizer state, with a leading axis where `pmap` or `vmap` mapped them.
+      limit: skipped steps in a row at which training counts as hopeless.
+    """
     losses = [name.removeprefix("loss_scale") for name in values if name.split("/")[0] == "loss_scale"]
     skips, skipped = int(values["consecutive_skips"].max()), int(values["skipped_steps"].max())
     for loss in losses:  # "" or "/name"

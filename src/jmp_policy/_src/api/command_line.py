@@ -1,4 +1,4 @@
-"""`python -m jmp_policy`: look before you code.
+"""Runs reports from the command line, as `python -m jmp_policy`.
 
 python -m jmp_policy formats 1e-8 70000
 python -m jmp_policy audit my_model:train_step 'f32[64,784]' 'i32[64]'
@@ -16,10 +16,11 @@ from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; gives its exit status.
+    """Runs a command, and returns its exit status.
 
     Args:
-      arguments: what would stand behind `python -m jmp_policy`; those of the process if left out.
+      arguments: what stands behind `python -m jmp_policy` on the command line; by default those of the
+        process.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _MistakeError(Exception):
-    """Something on the command line that cannot be done."""
+    """Error for something on the command line that cannot be done."""
 
 
 def _as_json(fields: Any) -> str:
-    """Strict JSON: what is not finite is null."""
+    """Formats plain data as strict JSON, in which numbers that are not finite are null."""
     return json.dumps(json.loads(json.dumps(fields), parse_constant=lambda _: None), indent=2)
 
 

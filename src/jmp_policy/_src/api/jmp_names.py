@@ -1,4 +1,4 @@
-"""The public names of DeepMind's `jmp`; what differs is in the docstring of `jmp_policy.compat.jmp`."""
+"""Implements the public names of DeepMind's `jmp`; `jmp_policy.compat.jmp` documents the differences."""
 
 import re
 from typing import Any, TypeAlias
@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core import finiteness
 from jmp_policy._src.core.cast import cast_floating, cast_leaf, map_changed
 from jmp_policy._src.core.dtypes import DTYPE_WORDS
-from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
+from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling import finiteness
 from jmp_policy._src.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    _Scaling,
+    Scaling,
     number,
     positive_int,
     scale_leaf,
@@ -27,9 +27,9 @@ _HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 
 
 def half_dtype() -> Any:
-    """The half type of the default backend, as jmp has it: bfloat16 on a TPU, float16 elsewhere.
+    """Returns the half dtype of the default backend, as jmp does: bfloat16 on a TPU, float16 elsewhere.
 
-    `jmp_policy.best_half_dtype` answers by the device: bfloat16 on newer GPUs, too.
+    `jmp_policy.best_half_dtype` goes by the device: bfloat16 on newer GPUs, too.
 
     Returns:
       The scalar type, which makes scalars when called.
@@ -42,24 +42,24 @@ def half_dtype() -> Any:
 
 
 def cast_to_half(tree: PyTree) -> PyTree:
-    """Casts floating leaves to `half_dtype()`; all others stay the same objects."""
+    """Casts floating leaves to `half_dtype()`, and returns all others as the same objects."""
     return cast_floating(tree, half_dtype())
 
 
 def cast_to_full(tree: PyTree) -> PyTree:
-    """Casts floating leaves to float32; all others stay the same objects."""
+    """Casts floating leaves to float32, and returns all others as the same objects."""
     return cast_floating(tree, jnp.float32)
 
 
 def get_policy(policy_name: policy.PolicyLike) -> Policy:
-    """The policy that a text names, in jmp's words or in those of `jmp_policy.get_policy`.
+    """Parses a policy from its text, in jmp's words or in those of `jmp_policy.get_policy`.
 
     Args:
       policy_name: a dtype for everything, such as "f16", "full" or "half", or assignments such as
         "params=float32,compute=half,output=f32". "half" is `half_dtype()`.
 
     Raises:
-      ValueError: naming the bad word and the words that would do.
+      ValueError: for an unknown word; the message lists the known ones.
 
     Example:
       >>> str(get_policy("c=f16"))
@@ -94,53 +94,53 @@ def _as_array(x: Any) -> Any:
 
 @pytree_dataclass
 class NoOpLossScale:
-    """A loss scale that does nothing: what it is given comes back as the same object."""
+    """Loss scale that does nothing, and returns trees as the same objects."""
 
     @property
     def loss_scale(self) -> int:
-        """1."""
+        """Returns the integer 1."""
         return 1
 
     def scale(self, tree: PyTree) -> PyTree:
-        """The tree as it is."""
+        """Returns the tree unchanged."""
         return tree
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """The tree as it is."""
+        """Returns the tree unchanged."""
         return tree
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "NoOpLossScale":
-        """Itself."""
+        """Returns the loss scale itself."""
         return self
 
 
-class _Promoting(_Scaling):
-    """Scaling whose results have the types that JAX's promotion gives to `leaf * scale`."""
+class _PromotingScaling(Scaling):
+    """Base class of loss scales whose results have the dtype that JAX's promotion gives `leaf * scale`."""
 
-    #: Half types that a leaf keeps; those of other leaves are widened to float32.
+    #: Half dtypes that leaves keep; leaves of other half dtypes become float32.
     kept_dtypes: tuple[np.dtype, ...]
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the loss scale."""
-        return self._narrowed(tree, super().scale(tree))
+        return self._with_kept_dtypes(tree, super().scale(tree))
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the loss scale."""
-        return self._narrowed(tree, super().unscale(tree))
+        return self._with_kept_dtypes(tree, super().unscale(tree))
 
-    def _narrowed(self, before: PyTree, after: PyTree) -> PyTree:
-        def narrow(x: Any, y: Any) -> Any:
+    def _with_kept_dtypes(self, before: PyTree, after: PyTree) -> PyTree:
+        def cast_back(x: Any, y: Any) -> Any:
             return cast_leaf(y, x.dtype) if getattr(x, "dtype", None) in self.kept_dtypes else y
 
-        return jax.tree.map(narrow, before, after)
+        return jax.tree.map(cast_back, before, after)
 
 
 @pytree_dataclass
-class StaticLossScale(_Promoting):
-    """A loss scale that never changes.
+class StaticLossScale(_PromotingScaling):
+    """Loss scale that never changes.
 
-    Half-precision leaves stay half when the scale is a Python number or of their own type, as JAX's promotion
-    has it; otherwise they come out float32, which keeps small gradients.
+    Half-precision leaves stay half when the scale is a Python number or of the same dtype, as in JAX's
+    promotion; otherwise they become float32, which keeps small gradients.
 
     Args:
       loss_scale: positive, finite, normal as float32; a scalar.
@@ -155,19 +155,19 @@ class StaticLossScale(_Promoting):
     kept_dtypes: tuple[np.dtype, ...] = static(init=False)
 
     def __init__(self, loss_scale: Any):
-        object.__setattr__(self, "kept_dtypes", _own_half(loss_scale, weak=_HALVES))
-        object.__setattr__(self, "loss_scale", scale_leaf(loss_scale, "loss_scale"))
+        kept_dtypes = _kept_dtypes(loss_scale, weak=_HALVES)
+        set_fields(self, kept_dtypes=kept_dtypes, loss_scale=scale_leaf(loss_scale, "loss_scale"))
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
-        """Itself."""
+        """Returns the loss scale itself."""
         return self
 
 
 @pytree_dataclass
-class DynamicLossScale(_Promoting):
-    """A loss scale that grows by `factor` after `period` finite steps in a row, and shrinks on an overflow.
+class DynamicLossScale(_PromotingScaling):
+    """Loss scale that grows by `factor` after `period` finite steps in a row, and shrinks on an overflow.
 
-    Half-precision leaves come out float32, unless the scale was given in their own type.
+    Half-precision leaves become float32, unless the scale was given in the same dtype.
 
     Args:
       loss_scale: the initial scale; a float32 leaf.
@@ -201,17 +201,16 @@ class DynamicLossScale(_Promoting):
             "period": positive_int(period, "period"),
             "factor": number(factor, "factor", above=0.0),
             "min_loss_scale": max(number(min_loss_scale, "min_loss_scale"), SMALLEST_SCALE),
-            "kept_dtypes": _own_half(loss_scale, weak=()),
+            "kept_dtypes": _kept_dtypes(loss_scale, weak=()),
         }
         leaves = {
             "loss_scale": scale_leaf(loss_scale, "loss_scale"),
             "counter": jnp.asarray(counter, jnp.int32),
         }
-        for name, value in {**leaves, **config}.items():
-            object.__setattr__(self, name, value)
+        set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           grads_finite: whether all gradients were finite; boolean scalar.
@@ -229,11 +228,11 @@ class DynamicLossScale(_Promoting):
         return replace(self, loss_scale=scale, counter=jnp.where(grow, 0, counter))
 
 
-def _own_half(scale: Any, weak: tuple[np.dtype, ...]) -> tuple[np.dtype, ...]:
-    """The half types that do not widen in a product with this scale; `weak` for one that is weakly typed."""
+def _kept_dtypes(scale: Any, weak: tuple[np.dtype, ...]) -> tuple[np.dtype, ...]:
+    """Returns the half dtypes that a product with this scale keeps; `weak` for a weakly typed scale."""
     aval = jax.typeof(scale)
     return weak if aval.weak_type else tuple(half for half in _HALVES if half == aval.dtype)
 
 
-#: What a loss scale may be, for annotations.
+#: Types of loss scales, for annotations.
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale

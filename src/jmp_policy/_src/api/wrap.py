@@ -1,4 +1,4 @@
-"""`wrap` for any kind of Flax module; what is specific to each kind is imported when it is met."""
+"""Puts Flax modules of either kind under a policy, and imports that kind's implementation when needed."""
 
 from typing import TypeVar
 
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def wrap(module: T, policy: PolicyMapLike) -> T:
-    """A Flax module that computes under a precision policy.
+    """Returns a Flax module that computes under a precision policy.
 
-    The first of the three lines that make a training step mixed-precision.
+    It is the first of the three lines that make a training step mixed-precision.
 
     Args:
       module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
@@ -20,12 +20,13 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
 
     Returns:
       A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
-      param dtype and cast to compute dtype where they are used, inputs are cast on entering each module,
-      results to output dtype on leaving. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX
-      module shares its Variables with the original.
+      param dtype and cast to compute dtype where they are used, inputs are cast to compute dtype on entering
+      each module, and outputs to output dtype where they leave the governed part of the model. See
+      `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX module shares its Variables with the
+      original.
 
     Raises:
-      TypeError: for something that is no module; the message says what would do.
+      TypeError: for something that is not a module.
       ValueError: for an unknown policy; for rules that match no module (Linen: at the first `init` or
         `apply`; NNX: at once), and for NNX parameters that are not in param dtype.
 

@@ -15,19 +15,25 @@ from jmp_policy._src.autocast.values import argument, leaves_marked
 from jmp_policy._src.core.dtypes import parse_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.types import DTypeLike
-from jmp_policy._src.jaxpr import binding, compat, ir, op_lists
+from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: The rules of operations that hold others, by name; a `lax.platform_dependent` is a `cond`.
+_CALLS: dict[str, Rule] = {
+    name: ({**call_rules.RULES, **loop_rules.RULES})[kind] for name, kind in calls.KINDS.items()
+}
+
 #: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **call_rules.RULES, **loop_rules.RULES}
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **_CALLS}
 
 
 class Traced(NamedTuple):
@@ -42,10 +48,6 @@ class Traced(NamedTuple):
     plan: Plan
     arrays: list[Any]
     rebuild: Callable[[list[Any]], Any]
-
-
-#: Primitives that hold other operations.
-_CALLS = {**call_rules.RULES, **loop_rules.RULES}
 
 
 class Settings:
@@ -135,7 +137,7 @@ class Settings:
 
 
 def autocast_policy(policy: Any) -> PolicyMap:
-    """The `PolicyMap` of what `autocast` takes: a dtype too.
+    """Returns the `PolicyMap` of what `autocast` takes: a dtype too.
 
     Raises:
       TypeError, ValueError: for what is neither a policy nor a dtype.
@@ -160,7 +162,7 @@ def autocast(
     follow: Iterable[str] = (),
     ops: Mapping[str, op_lists.OpList] | None = None,
 ) -> F:
-    """A function whose operations each run in the precision that suits them.
+    """Returns a function whose operations each run in the precision that suits them.
 
     Matrix products and convolutions take half operands, exponentials, logarithms and sums stay in float32,
     the rest follows. The function and its model stay as they are: what they do is traced, and only the

@@ -1,6 +1,6 @@
 """The rules of operations that call a jaxpr once: jit, checkpoint, custom derivatives, shard_map."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,11 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.runtime import as_function, rebound, run
 from jmp_policy._src.autocast.values import CastCache, cast, computed
-from jmp_policy._src.jaxpr import binding, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
-
-#: Calls of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
-_INLINED = 24
+from jmp_policy._src.products import binding
 
 
 class _Call:
@@ -32,8 +31,8 @@ class _Call:
 
     parameter = "jaxpr"
 
-    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return planner.wishes(eqn.params[self.parameter], outs, region).ins
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        return planner.demands(eqn.params[self.parameter], outs, region).ins
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
@@ -70,7 +69,7 @@ class Jit(_Call):
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> Plan:
         plan = super()._inner(planner, eqn, ins, outs, region)
-        if region.half is None or _is_inlined(eqn):
+        if region.half is None or calls.is_inlined(eqn):
             return plan
         # A weight that is only used in half is cast outside, once for all calls; not if it is donated.
         only_half, donated = frozenset([region.half]), eqn.params["donated_invars"]
@@ -81,21 +80,15 @@ class Jit(_Call):
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
     def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        if _is_inlined(step.eqn):
+        if calls.is_inlined(step.eqn):
             return run(plan, cells)
         arrays = _read_all(step, cells)
         jaxpr = _traced_again(plan, planned_dtypes(plan.outs, step.eqn.outvars), arrays)
         return [computed(out) for out in binding.bind(step.eqn, *arrays, jaxpr=jaxpr)]
 
 
-def _is_inlined(eqn: Any) -> bool:
-    params = eqn.params
-    kept = any(params.get("donated_invars", ())) or ir.has_shardings(params)
-    return not kept and len(compat.open_jaxpr(params["jaxpr"]).eqns) <= _INLINED
-
-
 def _traced_again(plan: Plan, dtypes: Sequence[np.dtype | None], arrays: Sequence[Any]) -> Any:
-    """The jaxpr that a plan comes to; the same object for the same types, so that it is compiled once."""
+    """Returns the jaxpr of a plan; the same object for the same types, so that it is compiled once."""
     key = tuple(jax.typeof(array) for array in arrays)
     if key not in plan.traced:
         plan.traced[key] = jax.make_jaxpr(as_function(plan, dtypes))(*arrays)
@@ -103,10 +96,9 @@ def _traced_again(plan: Plan, dtypes: Sequence[np.dtype | None], arrays: Sequenc
 
 
 class Inlined(_Call):
-    """A call that is only a call: `closed_call`, `core_call`."""
+    """A call that is only a call."""
 
-    def __init__(self, parameter: str):
-        self.parameter = parameter
+    parameter = "call_jaxpr"
 
     def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
         return run(plan, cells)
@@ -154,7 +146,7 @@ def _named(function: Callable[..., Any], eqn: Any) -> Callable[..., Any]:
 def _run_rule(
     step: EqnPlan, rule: Any, dtypes: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> Any:
-    """The user's rule for tangents, traced in the dtypes it was written for, and run under a plan."""
+    """Runs the user's rule for tangents, traced in the dtypes it was written for, under a plan."""
     zero, atoms = jax.custom_derivatives.SymbolicZero, step.eqn.invars
     # Symbolic zeros and the tangents of integers are no arrays: the traced function closes over them.
     is_array = [not isinstance(t, zero) and t.dtype != jax.dtypes.float0 for t in tangents]
@@ -207,12 +199,12 @@ def _run_traced(
     jaxpr = ir.trace_as(traced, arrays, [ir.dtype_of(atom) for atom in types])
     count = len(compat.open_jaxpr(jaxpr).outvars) + len(others)
     wanted = list(dtypes) if dtypes is not None else [None] * count
-    wishes = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
+    demands = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
     assert step.planner is not None
     plan = step.planner.plan(
         jaxpr,
         [Value(array.dtype) for array in arrays],
-        [wish for place, wish in enumerate(wishes) if place not in others],
+        [demand for place, demand in enumerate(demands) if place not in others],
         step.region,
     )
     made = iter(run(plan, [computed(array) for array in arrays]))
@@ -232,9 +224,9 @@ class CustomVJP(_Call):
 
     parameter = "call_jaxpr"
 
-    def wish(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         if self._is_opened(planner, eqn, region):
-            return super().wish(planner, eqn, outs, region)
+            return super().demand(planner, eqn, outs, region)
         return [True] * len(eqn.invars)
 
     def plan(
@@ -258,36 +250,58 @@ class CustomVJP(_Call):
         return asked and region.half is not None and not eqn.params["symbolic_zeros"]
 
     def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn, arrays = step.eqn, _read_all(step, cells)
-        dtypes = planned_dtypes(plan.outs, eqn.outvars)
-        _, user_forward, user_backward = compat.subfunctions(eqn)
+        arrays = _read_all(step, cells)
+        dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
         function = jax.custom_vjp(as_function(plan, dtypes))
-        types: list[Any] = []
-
-        def forward(*arrays: Any) -> Any:
-            def flat(*arrays: Any) -> Sequence[Any]:
-                # With each argument: whether it is differentiated.
-                return user_forward(*(part for array in arrays for part in (array, True)))
-
-            outs, atoms = _run_traced(step, flat, arrays, eqn.invars)
-            results = outs[-len(dtypes) :]
-            places = compat.residual_places(eqn)
-            residuals = _chosen(outs, arrays, places)
-            types[:] = [*_chosen(atoms, eqn.invars, places), *eqn.outvars]
-            return [x if d is None else cast(x, d) for x, d in zip(results, dtypes, strict=True)], residuals
-
-        def backward(residuals: Any, cotangents: Any) -> Any:
-            def flat(*arrays: Any) -> Sequence[Any]:
-                return compat.cotangents(user_backward(*arrays))
-
-            outs, _ = _run_traced(step, flat, [*residuals, *cotangents], types)
-            return tuple(
-                cast(out, array.dtype) if ir.is_array(out) else None
-                for out, array in zip(outs, arrays, strict=True)
-            )
-
-        function.defvjp(forward, backward)
+        passes = _PlannedPasses(step, dtypes, arrays)
+        function.defvjp(passes.forward, passes.backward)
         return [computed(out) for out in function(*arrays)]
+
+
+class _PlannedPasses:
+    """The user's forward and backward pass of a custom_vjp, each planned when JAX asks for it.
+
+    Both are functions that were written for float32. Each is traced so, and its trace is run under a plan, on
+    arrays of which some are half. The residuals that the forward pass saves may be half then; what they were
+    traced as has to be known when the backward pass is traced, and is kept in `_residual_types`.
+
+    Args:
+      step: the operation.
+      dtypes: of its results; None for those that are left alone.
+      arrays: its operands.
+    """
+
+    def __init__(self, step: EqnPlan, dtypes: Sequence[Any], arrays: Sequence[Any]):
+        self._step, self._dtypes, self._arrays = step, dtypes, arrays
+        _, self._user_forward, self._user_backward = compat.subfunctions(step.eqn)
+        self._residual_types: list[Any] = []
+
+    def forward(self, *arrays: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the results and the residuals."""
+
+        def flat(*arrays: Any) -> Sequence[Any]:
+            # With each argument: whether it is differentiated.
+            return self._user_forward(*(part for array in arrays for part in (array, True)))
+
+        eqn = self._step.eqn
+        outs, atoms = _run_traced(self._step, flat, arrays, eqn.invars)
+        places = compat.residual_places(eqn)  # Known once the forward pass was traced.
+        self._residual_types = _chosen(atoms, eqn.invars, places)
+        results = zip(outs[-len(self._dtypes) :], self._dtypes, strict=True)
+        return [x if d is None else cast(x, d) for x, d in results], _chosen(outs, arrays, places)
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the cotangents of the operands, in the operands' dtypes; None for those without one."""
+
+        def flat(*arrays: Any) -> Sequence[Any]:
+            return compat.cotangents(self._user_backward(*arrays))
+
+        types = [*self._residual_types, *self._step.eqn.outvars]
+        outs, _ = _run_traced(self._step, flat, [*residuals, *cotangents], types)
+        return tuple(
+            cast(out, array.dtype) if ir.is_array(out) else None
+            for out, array in zip(outs, self._arrays, strict=True)
+        )
 
 
 def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
@@ -307,13 +321,11 @@ class ShardMap(_Call):
         ]
 
 
-RULES: dict[str, Rule] = {
-    "jit": Jit(),
-    "closed_call": Inlined("call_jaxpr"),
-    "core_call": Inlined("call_jaxpr"),
-    "remat2": Checkpoint(),
-    "checkpoint": Checkpoint(),
-    "custom_jvp_call": CustomJVP(),
-    "custom_vjp_call": CustomVJP(),
-    "shard_map": ShardMap(),
+RULES: Mapping[Kind, Rule] = {
+    Kind.JIT: Jit(),
+    Kind.CALL: Inlined(),
+    Kind.CHECKPOINT: Checkpoint(),
+    Kind.CUSTOM_JVP: CustomJVP(),
+    Kind.CUSTOM_VJP: CustomVJP(),
+    Kind.SHARD_MAP: ShardMap(),
 }

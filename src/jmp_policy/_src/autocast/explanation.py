@@ -7,8 +7,8 @@ from typing import Any
 from jmp_policy._src.autocast.api import Settings, check_function
 from jmp_policy._src.autocast.planner import MOVED, EqnPlan, Plan
 from jmp_policy._src.core.report_base import Report, Table
-from jmp_policy._src.jaxpr import ir, source_lines
-from jmp_policy._src.policy.regions import is_marker, scopes
+from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.policy.regions import is_marker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Explanation(Report, Sequence[Operation]):
         return self.operations[index]
 
     def of(self, *names: str) -> list[Operation]:
-        """The operations of these primitives."""
+        """Returns the operations of these primitives."""
         return [row for row in self.operations if row.operation in names]
 
     def _tables(self) -> Sequence[Table]:
@@ -70,7 +70,7 @@ class Explanation(Report, Sequence[Operation]):
 
 
 def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Explanation]:
-    """What `autocast` would do with a function: a function of the same arguments, which runs nothing.
+    """Returns a function that shows what `autocast` would do with another one, and runs nothing.
 
     Args:
       fn, policy, options: as `autocast` takes them.
@@ -99,7 +99,7 @@ def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[...
 
 def _rows(plan: Plan, outer: tuple[str, ...]) -> Iterator[Operation]:
     for step in plan.steps:
-        names = scopes(step.eqn.source_info.name_stack)
+        names = compat.scopes(step.eqn)
         path = (*outer, *(name for name in names if not is_marker(name)))
         if step.inner:
             for inner in step.inner:

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.jaxpr import binding
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.dual_values import WIDENED
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
-    """The product of an equation, of half operands, with a result in the given dtype."""
+    """Computes the product of an equation, of half operands, with a result in the given dtype."""
     return binding.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
 
 
 def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
-    """The product of an equation with a float32 result.
+    """Computes the product of an equation with a float32 result.
 
     Args:
       eqn: a product, linear in each floating operand.

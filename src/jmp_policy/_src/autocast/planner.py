@@ -14,6 +14,7 @@ import numpy as np
 
 from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region, Regions
 
@@ -53,7 +54,7 @@ class EqnPlan:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the operation runs as it was traced, from values as they were traced."""
+        """Returns whether the operation runs as it was traced, from values as they were traced."""
         outs = all(
             v.dtype == FLOAT32
             for v, var in zip(self.outs, self.eqn.outvars, strict=True)
@@ -91,14 +92,16 @@ class Plan:
 class Rule(Protocol):
     """What autocast does with one kind of operation; `Planner` asks, `run` executes."""
 
-    def wish(self, planner: "Planner", eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        """What it wants of each operand, given what is wanted of its results."""
+    def demand(
+        self, planner: "Planner", eqn: Any, outs: Sequence[Demand], region: Region
+    ) -> Sequence[Demand]:
+        """Returns what it wants of each operand, given what is wanted of its results."""
         ...
 
     def plan(
         self, planner: "Planner", eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> EqnPlan:
-        """What is to be done, given what its operands are and what is wanted of its results."""
+        """Returns what is to be done, given what its operands are and what is wanted of its results."""
         ...
 
     def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
@@ -107,7 +110,7 @@ class Rule(Protocol):
 
 
 @dataclasses.dataclass
-class Wishes:
+class Demands:
     """What is wanted of a jaxpr's arguments and variables."""
 
     jaxpr: Any
@@ -135,45 +138,45 @@ class Planner:
         self.regions, self.table = regions, table
         self._rules, self._otherwise = rules, otherwise
         # By identity, with the jaxpr kept alive in the entry.
-        self._wishes: dict[Any, Wishes] = {}
+        self._demands: dict[Any, Demands] = {}
         self._plans: dict[Any, Plan] = {}
         #: Names of the primitives met; what the user should know -> the line where it is.
         self.met: set[str] = set()
         self.notes: dict[str, str] = {}
 
     def rule(self, eqn: Any) -> Rule:
-        """The rule of an operation."""
+        """Returns the rule of an operation."""
         return self._rules.get(eqn.primitive.name, self._otherwise)
 
-    def wishes(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Wishes:
-        """Look-ahead: from what is wanted of a jaxpr's results to what is wanted of all its values."""
+    def demands(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Demands:
+        """Looks ahead: from what is wanted of a jaxpr's results to what is wanted of all its values."""
         key = (id(jaxpr), tuple(outs), region)
-        if key not in self._wishes:
-            self._wishes[key] = self._look_ahead(jaxpr, outs, region)
-        return self._wishes[key]
+        if key not in self._demands:
+            self._demands[key] = self._look_ahead(jaxpr, outs, region)
+        return self._demands[key]
 
-    def _look_ahead(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Wishes:
+    def _look_ahead(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Demands:
         opened = compat.open_jaxpr(jaxpr)
         of: dict[Any, Demand] = {}
 
-        def add(atom: Any, wish: Demand) -> None:
-            if wish is not None and not isinstance(atom, compat.Literal):
-                of[atom] = wish and of.get(atom, True)
+        def add(atom: Any, demand: Demand) -> None:
+            if demand is not None and not isinstance(atom, compat.Literal):
+                of[atom] = demand and of.get(atom, True)
 
-        for atom, wish in zip(opened.outvars, outs, strict=True):
-            add(atom, wish)
+        for atom, demand in zip(opened.outvars, outs, strict=True):
+            add(atom, demand)
         for eqn in reversed(opened.eqns):
             used = [of.get(var) for var in eqn.outvars]
-            if all(wish is None for wish in used) and not eqn.effects:
+            if all(demand is None for demand in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
-            for atom, wish in zip(eqn.invars, self.rule(eqn).wish(self, eqn, used, inside), strict=True):
+            inside = self.regions.enter(region, compat.scopes(eqn))
+            for atom, demand in zip(eqn.invars, self.rule(eqn).demand(self, eqn, used, inside), strict=True):
                 # An index, a key: used, and nothing to choose.
-                add(atom, wish if ir.is_float32(atom) else True)
-        return Wishes(jaxpr, tuple(of.get(var) for var in opened.invars), of)
+                add(atom, demand if ir.is_float32(atom) else True)
+        return Demands(jaxpr, tuple(of.get(var) for var in opened.invars), of)
 
     def plan(self, jaxpr: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region) -> Plan:
-        """The plan of a jaxpr for arguments of which so much is known."""
+        """Returns the plan of a jaxpr for arguments of which so much is known."""
         key = (id(jaxpr), tuple(ins), tuple(outs), region)
         if key not in self._plans:
             self._plans[key] = self._forward(jaxpr, tuple(ins), outs, region)
@@ -181,35 +184,27 @@ class Planner:
 
     def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
         opened = compat.open_jaxpr(jaxpr)
-        wishes = self.wishes(jaxpr, outs, region).of
-        known = dict(zip(opened.invars, ins, strict=True))
-        known |= {
-            var: of_constant(var, value)
-            for var, value in zip(opened.constvars, compat.constants(jaxpr), strict=True)
-        }
+        demands = self.demands(jaxpr, outs, region).of
+        steps: list[EqnPlan] = []
 
-        def value_of(atom: Any) -> Value:
-            return of_literal(atom) if isinstance(atom, compat.Literal) else known[atom]
-
-        steps = []
-        for eqn in opened.eqns:
-            values = [value_of(atom) for atom in eqn.invars]
-            inside = self.regions.enter(region, eqn.source_info.name_stack)
-            wanted = [wishes.get(var) for var in eqn.outvars]
-            step = self.rule(eqn).plan(self, eqn, values, wanted, inside)
-            step.region = inside
+        def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
+            inside = self.regions.enter(region, compat.scopes(eqn))
+            wanted = [demands.get(var) for var in eqn.outvars]
+            planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
+            planned.region = inside
             self.met.add(eqn.primitive.name)
-            if step.note:
-                self.notes.setdefault(step.note, source_lines.source_line(eqn))
-            known.update(zip(eqn.outvars, step.outs, strict=True))
-            steps.append(step)
-        results = tuple(value_of(atom) for atom in opened.outvars)
+            if planned.note:
+                self.notes.setdefault(planned.note, source_lines.source_line(eqn))
+            steps.append(planned)
+            return planned.outs
+
+        results = tuple(evaluate(jaxpr, ins, step, constant=of_constant, literal=of_literal))
         return Plan(
             jaxpr,
             ins,
             steps,
             results,
-            _last_uses(opened),
+            last_uses(jaxpr),
             _reads(opened, steps, results),
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),
@@ -217,7 +212,7 @@ class Planner:
 
 
 def planned_dtypes(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:
-    """For each value the dtype it is held in; None for those that autocast leaves alone."""
+    """Returns for each value the dtype it is held in; None for those that autocast leaves alone."""
     return tuple(v.dtype if ir.is_float32(atom) else None for v, atom in zip(values, atoms, strict=True))
 
 
@@ -227,37 +222,26 @@ def float32_reads(eqn: Any) -> tuple[Any, ...]:
 
 
 def traced(atom: Any, source: Any = "computed") -> Value:
-    """A value in the dtype it was traced in."""
+    """Returns a value in the dtype it was traced in."""
     return Value(ir.dtype_of(atom), source)
 
 
 def of_literal(atom: Any) -> Value:
-    """A number that stands in the program."""
+    """Returns a number that stands in the program."""
     dtype = ir.dtype_of(atom)
     is_real = (dtype is not None and dtype.kind in "biuf") or ir.is_float32(atom)
     return Value(dtype, "constant", float(atom.val)) if is_real else traced(atom)
 
 
 def of_constant(var: Any, value: Any) -> Value:
-    """An array that was closed over: a leaf, or a constant if it is one number that is known by now."""
+    """Returns an array that was closed over: a leaf; a constant, if it is one number that is known."""
     if ir.is_float32(var) and var.aval.size == 1 and not ir.is_traced(value):
         return Value(FLOAT32, "constant", float(np.asarray(value).reshape(())))
     return traced(var, "leaf")
 
 
-def _last_uses(jaxpr: Any) -> list[list[Any]]:
-    """For each equation the variables that are not needed after it, so that their memory can be freed."""
-    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, compat.Literal)}
-    dead: list[list[Any]] = []
-    for eqn in reversed(jaxpr.eqns):
-        atoms = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, compat.Literal)]
-        dead.append([atom for atom in dict.fromkeys(atoms) if atom not in seen])
-        seen.update(atoms)
-    return dead[::-1]
-
-
 def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple[frozenset[np.dtype], ...]:
-    """For each argument the dtypes it is read in, also through steps that only move it."""
+    """Returns for each argument the dtypes it is read in, also through steps that only move it."""
     reads: dict[Any, set[np.dtype]] = {}
     for atom, value in zip(jaxpr.outvars, outs, strict=True):
         if not isinstance(atom, compat.Literal):
@@ -272,7 +256,7 @@ def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple
 
 
 def _read(step: EqnPlan, atom: Any, dtype: Any) -> np.dtype:
-    """What an operand is read in: one that is broadcast is broadcast in float32."""
+    """Returns what an operand is read in: one that is broadcast is broadcast in float32."""
     name, like = step.eqn.primitive.name, step.eqn.outvars
     is_broadcast = name in op_lists.BROADCASTING and ir.shape_of(atom) != ir.shape_of(like[0])
     return FLOAT32 if dtype is None or is_broadcast else dtype

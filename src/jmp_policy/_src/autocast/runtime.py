@@ -7,7 +7,9 @@ import numpy as np
 
 from jmp_policy._src.autocast.planner import Plan
 from jmp_policy._src.autocast.values import CastCache, argument, computed, constant
-from jmp_policy._src.jaxpr import binding, compat, ir
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.products import binding
 
 
 def run(plan: Plan, cells: Sequence[CastCache]) -> list[CastCache]:
@@ -20,23 +22,18 @@ def run(plan: Plan, cells: Sequence[CastCache]) -> list[CastCache]:
     Returns:
       The results.
     """
-    jaxpr = compat.open_jaxpr(plan.jaxpr)
-    known = dict(zip(jaxpr.invars, cells, strict=True))
-    known |= {
-        var: constant(value, var.aval.dtype if ir.is_plain_array(var) else None)
-        for var, value in zip(jaxpr.constvars, compat.constants(plan.jaxpr), strict=True)
-    }
+    steps = iter(plan.steps)
 
-    def cell_of(atom: Any) -> CastCache:
-        return _literal(atom) if isinstance(atom, compat.Literal) else known[atom]
+    def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
+        planned = next(steps)
+        with compat.eqn_context(eqn):
+            return planned.rule.run(planned, operands)
 
-    for step, dead in zip(plan.steps, plan.last_uses, strict=True):
-        operands = [cell_of(atom) for atom in step.eqn.invars]
-        with compat.eqn_context(step.eqn):
-            known.update(zip(step.eqn.outvars, step.rule.run(step, operands), strict=True))
-        for var in dead:
-            del known[var]
-    return [cell_of(atom) for atom in jaxpr.outvars]
+    return evaluate(plan.jaxpr, cells, step, constant=_constant, literal=_literal, last_uses=plan.last_uses)
+
+
+def _constant(var: Any, value: Any) -> CastCache:
+    return constant(value, var.aval.dtype if ir.is_plain_array(var) else None)
 
 
 def _literal(atom: Any) -> CastCache:
@@ -46,7 +43,7 @@ def _literal(atom: Any) -> CastCache:
 
 
 def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
-    """A plan as a function of arrays in the dtypes it was made for.
+    """Returns a plan as a function of arrays in the dtypes it was made for.
 
     Args:
       plan: what is to be done.
@@ -62,6 +59,6 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
 
 
 def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], cells: Sequence[CastCache]) -> list[CastCache]:
-    """The operation itself, with its own parameters, on operands in the given dtypes."""
+    """Does the operation itself, with its own parameters, on operands in the given dtypes."""
     arrays = [cell.read(dtype) for cell, dtype in zip(cells, reads, strict=True)]
     return [computed(out) for out in binding.bind(step_eqn, *arrays)]

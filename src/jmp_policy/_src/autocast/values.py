@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.jaxpr import binding
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import argument_marked
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
@@ -32,7 +32,7 @@ class Value(NamedTuple):
     broadcast: bool = False
 
     def fits(self, half: np.dtype) -> bool:
-        """Whether a constant is in the normal range of a half dtype: 1e-12 and float32's lowest are not."""
+        """Returns whether a constant is in a half dtype's normal range (1e-12 and finfo.min are not)."""
         size = abs(self.number)
         info = jnp.finfo(half)
         return not np.isfinite(size) or size == 0 or float(info.tiny) <= size <= float(info.max)
@@ -58,7 +58,7 @@ class CastCache:
         self._made = {} if value is None else {dtype: value}
 
     def read(self, dtype: Any) -> Any:
-        """The value in a dtype; for None, as it is."""
+        """Returns the value in a dtype; for None, as it is."""
         dtype = self._dtype if dtype is None else dtype
         if dtype not in self._made:
             with argument_marked() if self._is_weight else contextlib.nullcontext():
@@ -72,7 +72,7 @@ _MARKS = contextvars.ContextVar("casts of leaves are marked", default=False)
 
 @contextlib.contextmanager
 def leaves_marked(marks: bool) -> Iterator[bool]:
-    """A with-block in which casts of leaves are marked, so that their gradients can be float32."""
+    """Marks the casts of leaves in a with-block, so that their gradients can be float32."""
     token = _MARKS.set(marks)
     try:
         yield marks
@@ -81,20 +81,20 @@ def leaves_marked(marks: bool) -> Iterator[bool]:
 
 
 def argument(value: Any, known: Value) -> CastCache:
-    """The cell of an argument."""
+    """Returns the cache of casts of an argument."""
     return CastCache(value, getattr(value, "dtype", None), is_weight=known.source == "leaf" and _MARKS.get())
 
 
 def constant(value: Any, dtype: Any) -> CastCache:
-    """The cell of an array that was closed over, which may be a parameter."""
+    """Returns the cache of casts of an array that was closed over, which may be a parameter."""
     return CastCache(value, dtype, is_weight=_MARKS.get())
 
 
 def computed(value: Any) -> CastCache:
-    """The cell of an array that an operation gave."""
+    """Returns the cache of casts of an array that an operation gave."""
     return CastCache(value, getattr(value, "dtype", None))
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """An array in another dtype."""
+    """Casts an array."""
     return value if value.dtype == dtype else binding.converted(value, dtype)

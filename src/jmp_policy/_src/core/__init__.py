@@ -1,1 +1,1 @@
-"""Arrays, dtypes and pytrees: knows nothing of policies, optimizers or Flax."""
+"""Works on arrays, dtypes and pytrees, and knows nothing of policies, optimizers or Flax."""

@@ -1,4 +1,4 @@
-"""Run a callback once another module has been imported, without importing it.
+"""Runs a callback once another module has been imported, without importing it.
 
 The loss scales want to be known to `flax.serialization`, which has a registry but no protocol, and
 a program that never imports Flax should not pay for it (0.15 s on top of jax and optax). Importing
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _CallingLoader(importlib.abc.Loader):
-    """The module's own loader, with the callback run behind it."""
+    """Loader that delegates to the module's loader, and then runs the callback."""
 
     def __init__(self, loader: Any, callback: Callable[[ModuleType], None]):
         self._loader = loader
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls `callback(module)` now if module `name` is imported, else right after it will be."""
+    """Calls `callback(module)` now if the module `name` is imported already, else right after its import."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

@@ -1,4 +1,4 @@
-"""Casting the floating leaves of a pytree, and nothing else."""
+"""Casts the floating leaves of a pytree, and leaves everything else alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +14,17 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_floating_array(x: Any) -> bool:
-    """Whether a leaf is an array (or the shape of one) with a floating dtype."""
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`, of a floating dtype."""
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)) and is_floating(x.dtype)
 
 
 def map_changed(
     function: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """`jax.tree.map` that returns the same tree when no leaf changed.
+    """Maps a function over the leaves as `jax.tree.map` does, and returns the same tree when no leaf changed.
 
-    None counts as a leaf that stays. A tree that comes back as the same object costs nothing later:
-    containers are not rebuilt and custom nodes are not unflattened.
+    None stays None. A tree that comes back as the same object costs nothing later: containers are not
+    rebuilt and custom nodes are not unflattened.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf)
     new = [function(leaf) for leaf in leaves]
@@ -34,14 +34,14 @@ def map_changed(
 
 
 def strip_weak_type(x: Any) -> Any:
-    """A JAX array with a strong type; anything else, and what has one, as the same object."""
+    """Returns a weakly typed JAX array with a strong type, and anything else as the same object."""
     if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
         return lax.convert_element_type(x, x.dtype)
     return x
 
 
 def cast_leaf(x: Any, dtype: np.dtype) -> Any:
-    """Casts one floating array to `dtype`; anything else comes back as the same object."""
+    """Casts one floating array to `dtype`, and returns anything else as the same object."""
     if not is_floating_array(x) or x.dtype == dtype:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):

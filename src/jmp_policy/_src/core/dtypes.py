@@ -1,4 +1,4 @@
-"""Names of floating dtypes, and the half type that suits the hardware."""
+"""Reads and classifies floating dtypes, and names the 16-bit dtype that suits the hardware."""
 
 import re
 from typing import Any
@@ -30,14 +30,14 @@ DTYPE_WORDS: dict[str, Any] = {
 
 
 def best_half_dtype(device: Any = None) -> np.dtype:
-    """The 16-bit type that suits a device: bfloat16 where its matrix units take it, else float16.
+    """Returns the 16-bit dtype that suits a device: bfloat16 where its matrix units support it, else float16.
 
     Args:
-      device: the device to ask for; the first one of the default backend if None.
+      device: the device; the first one of the default backend if None.
 
     Returns:
       `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
-      `float16` for older NVIDIA GPUs, whose Tensor Cores know no other 16-bit type.
+      `float16` for older NVIDIA GPUs, whose Tensor Cores support no other 16-bit dtype.
     """
     device = jax.devices()[0] if device is None else device
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
@@ -47,11 +47,11 @@ def best_half_dtype(device: Any = None) -> np.dtype:
 
 
 def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
-    """A floating dtype from a name, a scalar type or a dtype.
+    """Parses a floating dtype from its name, a scalar type or a dtype.
 
     Args:
       word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ...
-      where: what the caller was given, for the message.
+      where: what the word was given for, as the error message says it.
 
     Raises:
       ValueError: for a word that names no dtype, and for a dtype that is not floating.
@@ -83,23 +83,28 @@ def _unknown(word: Any, where: str) -> str:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether a dtype is real floating, float8 and bfloat16 included; never for keys or float0."""
+    """Returns whether a dtype is real floating (float8 and bfloat16 are; PRNG keys and float0 are not)."""
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def is_half(dtype: Any) -> bool:
-    """Whether a dtype is floating with 16 bits or fewer."""
+    """Returns whether a dtype is floating with 16 bits or fewer."""
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
 
 
 def promote_dtype(dtype: Any) -> np.dtype:
-    """float32 for floating types of fewer bits, any other type as it is."""
-    narrow = is_floating(dtype) and jnp.finfo(dtype).bits < 32
-    return np.dtype(np.float32) if narrow else np.dtype(dtype)
+    """Returns float32 for a floating dtype of fewer bits, and any other dtype unchanged."""
+    has_fewer_bits = is_floating(dtype) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if has_fewer_bits else np.dtype(dtype)
+
+
+def array_type_text(x: Any) -> str:
+    """Formats dtype and shape of an array as messages show them: "float32[2,3]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def is_dtype_or_none(value: Any) -> bool:
-    """Whether the value of a field called dtype is one that a policy may replace."""
+    """Returns whether the value of a field called `dtype` is one that a policy may replace."""
     if value is None:
         return True
     if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):

@@ -1,15 +1,18 @@
-"""Asking about classes of packages that may not be imported."""
+"""Looks up classes of packages without importing the packages."""
 
 import sys
 from typing import Any
 
 
 def imported_attr(module: str, name: str) -> Any:
-    """A module's attribute if anybody imported that module, else None."""
+    """Returns a module's attribute if the program has imported that module, else None."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Isinstance without importing: an object of a module that nobody imported cannot exist."""
+    """Returns whether a value is an instance of `module.name`, without importing the module.
+
+    A class of a module that was never imported has no instances.
+    """
     cls = imported_attr(module, name)
     return cls is not None and isinstance(value, cls)

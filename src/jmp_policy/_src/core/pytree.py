@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees: numbers are leaves, configuration is part of the treedef.
+"""Makes frozen dataclasses pytrees, in which numbers are leaves and configuration is part of the treedef.
 
 `jax.tree_util.register_dataclass` rebuilds an object through `__init__`, where validation meets
 tracers, `object()` and `PartitionSpec`s (jmp and jamp cannot be `lower()`-ed for that reason). Here a
@@ -20,34 +20,43 @@ _STATIC = "jmp_policy_static"
 
 
 def static(**kwargs: Any) -> Any:
-    """A dataclass field that belongs to the treedef: hashable configuration, never traced."""
+    """Declares a dataclass field as part of the treedef: hashable configuration, never traced."""
     return dataclasses.field(metadata={_STATIC: True}, **kwargs)
 
 
 def leaf_fields(cls: Any) -> tuple[str, ...]:
-    """Names of the fields of a pytree dataclass (or of one of its instances) that are children."""
+    """Returns the names of the fields of a pytree dataclass, or of an instance of one, that are children."""
     return tuple(f.name for f in dataclasses.fields(cls) if not f.metadata.get(_STATIC))
 
 
 def static_fields(cls: Any) -> tuple[str, ...]:
-    """Names of the fields of a pytree dataclass that are configuration."""
+    """Returns the names of the fields of a pytree dataclass that are configuration."""
     return tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get(_STATIC))
 
 
 def replace(obj: T, **changes: Any) -> T:
-    """`dataclasses.replace` without `__init__`: nothing is validated or converted again."""
+    """Returns a copy with some fields changed, as `dataclasses.replace` does, but without running `__init__`.
+
+    Nothing is validated or converted again.
+    """
     new = object.__new__(type(obj))
     new.__dict__.update(obj.__dict__)
     new.__dict__.update(changes)
     return new
 
 
+def set_fields(obj: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass, for its `__init__`."""
+    for name, value in fields.items():
+        object.__setattr__(obj, name, value)
+
+
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
 def pytree_dataclass(cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass, a pytree, and known to `flax.serialization`.
+    """Makes a class a frozen dataclass and a pytree, and registers it with `flax.serialization`.
 
-    Fields are leaves unless declared with `static()`. A class that writes its own `__init__` sets
-    its fields through `object.__setattr__`.
+    Fields are leaves unless declared with `static()`. A class that defines `__init__` sets its fields with
+    `set_fields`.
     """
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
     leaves, config = leaf_fields(cls), static_fields(cls)
@@ -72,7 +81,7 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
 
 
 def _register_with_flax(cls: type, serialization: Any) -> None:
-    """Leaves are saved by name; configuration comes from the program that restores."""
+    """Registers how Flax saves an object: leaves by name; configuration comes from the restoring program."""
     names = leaf_fields(cls)
 
     def to_state_dict(obj: Any) -> dict[str, Any]:
@@ -95,7 +104,7 @@ def _register_with_flax(cls: type, serialization: Any) -> None:
 
 
 def _repr(obj: Any) -> str:
-    """`DynamicLossScale(loss_scale=65536.0, ...)`: values where they are known, else their type."""
+    """Shows an object as `DynamicLossScale(loss_scale=65536.0, ...)`: with values where known, else types."""
     inside = ", ".join(f"{f.name}={_show(getattr(obj, f.name))}" for f in dataclasses.fields(obj))
     return f"{type(obj).__name__}({inside})"
 

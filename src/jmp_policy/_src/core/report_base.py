@@ -1,4 +1,4 @@
-"""What every report can do: be read as a table, be shown in a notebook, be taken apart by a program."""
+"""Shows reports as tables, in a terminal or a notebook, and turns them into plain data for programs."""
 
 import dataclasses
 import html
@@ -18,7 +18,7 @@ class Table:
 
     Args:
       columns: names; those of numbers end in a space and are set to the right.
-      rows: one value per column; numbers are shown as they are, so that units belong into the names.
+      rows: one value per column; numbers are shown without units, which belong into the columns' names.
       title: what the rows are, or "".
     """
 
@@ -28,10 +28,10 @@ class Table:
 
 
 class Report:
-    """Base of the reports, which are frozen dataclasses of plain fields.
+    """Base class of the reports, which are frozen dataclasses of plain fields.
 
-    A report says what its tables are (`_tables`) and which lines stand below them (`_lines`). Reports whose
-    rows make a table for a program name the field that holds them in `_rows`.
+    A report defines its tables (`_tables`) and the lines below them (`_lines`). Where the rows of one field
+    make a table for `to_pandas`, `_rows` is the name of that field.
     """
 
     _rows: str = ""
@@ -43,11 +43,11 @@ class Report:
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain data: dictionaries, lists, numbers and text, which `json.dumps` takes."""
+        """Returns every field as dictionaries, lists, numbers and text, which `json.dumps` takes."""
         return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`.
+        """Returns the rows as a `pandas.DataFrame`.
 
         Raises:
           ImportError: when pandas is not installed.
@@ -100,7 +100,7 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """Data without classes of ours or of NumPy, for JSON."""
+    """Converts dataclasses and NumPy values into dictionaries, lists, numbers and text, for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -113,10 +113,13 @@ def plain(value: Any) -> Any:
 
 
 def plotting(use: str) -> Any:
-    """Matplotlib's pyplot.
+    """Imports matplotlib's pyplot.
+
+    Args:
+      use: what needs it, for the error message.
 
     Raises:
-      ImportError: when it is not installed.
+      ImportError: when matplotlib is not installed.
     """
     try:
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
@@ -126,12 +129,12 @@ def plotting(use: str) -> Any:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes to read: "1.5 MB"; powers of 1000."""
+    """Formats a number of bytes, in powers of 1000: "1.5 MB"."""
     return _with_prefix(count, "B")
 
 
 def count_text(count: float, unit: str = "") -> str:
-    """A number to read: "1.5 M"; powers of 1000."""
+    """Formats a count, in powers of 1000: "1.5 M"."""
     return _with_prefix(count, unit)
 
 
@@ -146,7 +149,7 @@ def _with_prefix(count: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share to read: "0", "< 0.1 %", "12.5 %", "100 %"."""
+    """Formats a fraction as a percentage: "0", "< 0.1 %", "12.5 %", "100 %"."""
     if share == 0:
         return "0"
     if share < 0.001:
@@ -155,6 +158,6 @@ def percent(share: float) -> str:
 
 
 def joined(names: Sequence[str], most: int = 3, show: Callable[[str], str] = str) -> str:
-    """Some names, and how many more there are: "a, b, c and 4 more"."""
+    """Joins the first names, and says how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(show(name) for name in names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,13 +1,14 @@
-"""Suggesting the word that was meant."""
+"""Suggests the word that a misspelt one was meant to be."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The question "Did you mean 'x'?" behind a space, or nothing when no word is near.
+    """Returns " Did you mean 'x'?" with the nearest word, or an empty text when no word is near.
 
-    Swapped letters are the nearest: 'fp61' is 'fp16', which difflib finds no nearer than 'fp64'.
+    Words with the same letters in another order come first: 'fp61' is 'fp16', which difflib finds no nearer
+    than 'fp64'.
     """
     words = list(words)
     swapped = [w for w in words if sorted(w) == sorted(word)]

@@ -1,4 +1,4 @@
-"""Names for the kinds of value that the package passes around."""
+"""Names the types of the values that functions of the package take and return."""
 
 from typing import Any, TypeAlias
 

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def attention_weights(logits: jax.Array, bias: Any, mask: Any, dtype: np.dtype) -> jax.Array:
-    """Softmax of `logits + bias` over the last axis where `mask` is true; computed in float32, in `dtype`."""
+    """Returns the softmax of `logits + bias` where `mask` is true; computed in float32, in `dtype`."""
     if bias is not None:
         logits = logits + bias
     if mask is not None:
@@ -21,7 +21,7 @@ def attention_weights(logits: jax.Array, bias: Any, mask: Any, dtype: np.dtype) 
 
 
 def drop(weights: jax.Array, rng: Any, rate: float, broadcast: bool) -> jax.Array:
-    """Dropout of attention weights, the same for all batches and heads with `broadcast`."""
+    """Drops attention weights at random, the same for all batches and heads with `broadcast`."""
     batch_and_heads = weights.shape[:-2]
     shape = (*(1 for _ in batch_and_heads), *weights.shape[-2:]) if broadcast else weights.shape
     keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
@@ -30,7 +30,7 @@ def drop(weights: jax.Array, rng: Any, rate: float, broadcast: bool) -> jax.Arra
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def softmax_in_float32(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    """Softmax over the last axis, computed in float32 and returned in `dtype`."""
+    """Computes the softmax over the last axis in float32, and returns it in `dtype`."""
     return jax.nn.softmax(x.astype(jnp.float32)).astype(dtype)
 
 

@@ -1,1 +1,1 @@
-"""Parameters stored in half precision: master weights, Kahan summation, stochastic rounding."""
+"""Trains parameters stored in half precision: master weights, Kahan summation, stochastic rounding."""

@@ -1,4 +1,4 @@
-"""Compensated summation of updates: what rounding a parameter leaves over is kept, and added later."""
+"""Trains half-precision parameters by Kahan summation, which adds rounding errors to later updates."""
 
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ class KahanSummationState(NamedTuple):
 
     Attributes:
       inner_state: state of the wrapped transformation.
-      compensation: what rounding left over, to be added to the parameter, times 2**8 (bfloat16) or 2**11
-        (float16, which would otherwise hold it as a subnormal number or 0); of the parameter's dtype.
+      compensation: the rounding error to be added to the parameter, times 2**8 (bfloat16) or 2**11 (float16,
+        in which it would otherwise be a subnormal number or 0); in the parameter's dtype.
         `optax.MaskedNode()` in the places of parameters that are not half.
 
     Example:
@@ -38,7 +38,7 @@ class KahanSummationState(NamedTuple):
 
 
 def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Trains float16 or bfloat16 parameters with a second half number for what rounding leaves over.
+    """Trains float16 or bfloat16 parameters with a second half number that holds the rounding error of each.
 
     Parameter and compensation together hold 17 bits of significand (bfloat16) or 23 (float16; float32 has
     24), for 2 bytes more per parameter, where `master_weights` takes 4. An update of less than 2**-17 or
@@ -49,7 +49,7 @@ def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     Args:
       inner: any optax transformation, or object with `init` and `update`. Put `loss_scaled` inside, and
-        this outermost: what it wraps sees parameter plus compensation, as float32.
+        this outermost: the wrapped transformation gets parameter plus compensation, as float32.
 
     Returns:
       A transformation. `init(params)` gives a `KahanSummationState`. `update(grads, state, params, **extra)`
@@ -89,8 +89,8 @@ def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
         check_state(state, KahanSummationState, "kahan_summation")
         check_params(params, updates, "kahan_summation")
         check_some_half(params, "kahan_summation")
-        shown = jax.tree.map(_sum, params, state.compensation)
-        steps, inner_state = run_inner(transformation, updates, state.inner_state, shown, extra_args)
+        exact = jax.tree.map(_sum, params, state.compensation)
+        steps, inner_state = run_inner(transformation, updates, state.inner_state, exact, extra_args)
         both = jax.tree.map(_update, params, state.compensation, steps)
         new_updates = jax.tree.map(lambda p, x: x[0], params, both)
         compensation = jax.tree.map(lambda p, x: x[1], params, both)
@@ -104,14 +104,14 @@ def _no_compensation(p: Any) -> Any:
     return jnp.minimum(jnp.abs(p), jnp.zeros((), p.dtype)) if is_half_array(p) else optax.MaskedNode()
 
 
-def _left_over(p: jax.Array, compensation: jax.Array) -> jax.Array:
-    """The compensation in units of the parameter, float32; 0 where it is more than rounding leaves over.
+def _rounding_error(p: jax.Array, compensation: jax.Array) -> jax.Array:
+    """Returns the compensation in units of the parameter, float32; 0 where it exceeds any rounding error.
 
-    It was another parameter's then: this one was changed from outside.
+    It then belongs to another value: the parameter was changed from outside.
     """
     possible = jnp.maximum(jnp.abs(p), jnp.finfo(p.dtype).smallest_normal)
-    left = jnp.asarray(compensation, jnp.float32) / _magnification(p)
-    return jnp.where(jnp.abs(compensation) <= possible, left, 0)
+    error = jnp.asarray(compensation, jnp.float32) / _magnification(p)
+    return jnp.where(jnp.abs(compensation) <= possible, error, 0)
 
 
 def _magnification(p: jax.Array) -> float:
@@ -119,21 +119,21 @@ def _magnification(p: jax.Array) -> float:
 
 
 def _sum(p: Any, compensation: Any) -> Any:
-    """What the wrapped transformation sees as the parameter."""
+    """Adds a parameter and its compensation, as float32 for the wrapped transformation."""
     if not is_half_array(p):
         return tree_to_float32(p)
-    return jnp.asarray(p, jnp.float32) + _left_over(p, compensation)
+    return jnp.asarray(p, jnp.float32) + _rounding_error(p, compensation)
 
 
 def _update(p: Any, compensation: Any, step: Any) -> tuple[Any, Any]:
-    """The update, and the new compensation."""
+    """Returns the update, which rounds parameter plus step plus compensation, and the new compensation."""
     if not is_half_array(p):
         return step, compensation
-    wide, step = jnp.asarray(p, jnp.float32), jnp.asarray(step, jnp.float32)
-    step_and_rest = step + _left_over(p, compensation)
-    new = rounded(wide + step_and_rest, p.dtype)
-    rest = ((wide - new) + step_and_rest) * _magnification(p)
-    rest = jnp.where(jnp.isfinite(new), rest, 0).astype(p.dtype)
-    # A rest of exactly half the distance would round again, and an update of zero move the parameter.
+    p32, step = jnp.asarray(p, jnp.float32), jnp.asarray(step, jnp.float32)
+    step_and_error = step + _rounding_error(p, compensation)
+    new = rounded(p32 + step_and_error, p.dtype)
+    error = ((p32 - new) + step_and_error) * _magnification(p)
+    error = jnp.where(jnp.isfinite(new), error, 0).astype(p.dtype)
+    # An error of exactly half the distance would round again, and an update of zero move the parameter.
     still = step == 0
-    return change(wide, jnp.where(still, wide, new)), jnp.where(still, compensation, rest)
+    return change(p32, jnp.where(still, p32, new)), jnp.where(still, compensation, error)

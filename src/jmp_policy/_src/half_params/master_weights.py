@@ -1,7 +1,7 @@
-"""Float32 masters of float16 and bfloat16 parameters, in the optimizer state.
+"""Trains float16 and bfloat16 parameters through float32 masters, kept in the optimizer state.
 
-Different from the peers, no training step changes: the updates returned are those with which
-`optax.apply_updates` gives the masters rounded.
+Different from the peers, the training step stays the same: `optax.apply_updates` with the returned updates
+gives the rounded masters.
 """
 
 from typing import Any, NamedTuple
@@ -58,8 +58,8 @@ def master_weights(
     """Trains float16 or bfloat16 parameters through float32 masters, which it keeps in its state.
 
     Use it where the model's parameters themselves must be half. With a policy of float32 parameters
-    (`mixed_float16`) the model holds its masters already. Both `master_weights(loss_scaled(tx, scale))` and
-    `loss_scaled(master_weights(tx), scale)` work. Prefer the first: in the second, `loss_scaled` shows
+    (`mixed_float16`) the parameters are masters already. Both `master_weights(loss_scaled(tx, scale))` and
+    `loss_scaled(master_weights(tx), scale)` work. Prefer the first: in the second, `loss_scaled` passes
     float32 copies of the parameters, so that their dtype is unknown, and a parameter that changes by more
     than a factor of 2 in one step is rounded twice.
 
@@ -81,11 +81,11 @@ def master_weights(
       unless a parameter shrinks by more than a factor of 2**12 (float16) or 2**15 (bfloat16) in one step;
       then within 2**-23 of the old parameter, where float32 itself rounds. (Of zeros the sign may differ. NaN
       and infinity plus an update stay what they are.) Float32 parameters have masters too, since
-      inside `loss_scaled` all are shown as float32; float64, complex and integer leaves have none, and
+      inside `loss_scaled` all are passed as float32; float64, complex and integer leaves have none, and
       get the updates of `inner`.
 
     Raises:
-      TypeError, ValueError: for an `inner` that is no transformation; in `update` for the state of another
+      TypeError, ValueError: for an `inner` that is not a transformation; in `update` for the state of another
         one, and where `params` is missing; with stochastic rounding where no parameter is half.
 
     Example:
@@ -112,7 +112,7 @@ def master_weights(
         if stochastic_rounding:
             check_some_half(params, "master_weights(..., stochastic_rounding=True)")
         masters = jax.tree.map(_master, params)
-        inner_state = transformation.init(_shown(params, masters))
+        inner_state = transformation.init(_with_masters(params, masters))
         count = jnp.int32(0) if stochastic_rounding else None
         return MasterWeightsState(unalias(inner_state, params, masters), masters, count)
 
@@ -126,9 +126,10 @@ def master_weights(
             check_some_half(params, "master_weights(..., stochastic_rounding=True)")
             bits, count = random_bits(seed, count, params), optax.safe_increment(count)
         old = jax.tree.map(lambda p, m: _current(p, m, stochastic_rounding), params, state.masters)
-        shown = _shown(params, old)
-        steps, inner_state = run_inner(transformation, updates, state.inner_state, shown, extra_args)
-        new = jax.tree.map(lambda p, m, u: m if _is_absent(m) else m + _float32(u), params, old, steps)
+        steps, inner_state = run_inner(
+            transformation, updates, state.inner_state, _with_masters(params, old), extra_args
+        )
+        new = jax.tree.map(lambda p, m, u: m if _has_no_master(m) else m + _float32(u), params, old, steps)
         return jax.tree.map(_update, params, old, new, steps, bits), MasterWeightsState(
             inner_state, new, count
         )
@@ -148,13 +149,13 @@ def _master(p: Any) -> Any:
     return optax.MaskedNode()
 
 
-def _is_absent(m: Any) -> bool:
+def _has_no_master(m: Any) -> bool:
     return isinstance(m, optax.MaskedNode)
 
 
-def _shown(params: PyTree, masters: PyTree) -> PyTree:
-    """What the wrapped transformation sees as the parameters."""
-    return jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters)
+def _with_masters(params: PyTree, masters: PyTree) -> PyTree:
+    """Replaces the parameters that have masters by them, for the wrapped transformation."""
+    return jax.tree.map(lambda p, m: p if _has_no_master(m) else m, params, masters)
 
 
 def _float32(x: Any) -> jax.Array:
@@ -162,14 +163,14 @@ def _float32(x: Any) -> jax.Array:
 
 
 def _current(p: Any, m: Any, stochastic: bool) -> Any:
-    """The master; or the parameter, where that is not the master rounded: it was changed from outside."""
-    if _is_absent(m):
+    """Returns the master, or the parameter where it is not the rounded master (it was changed outside)."""
+    if _has_no_master(m):
         return m
     if is_half_array(p) and stochastic:
         expected = rounded(m, p.dtype, TOWARDS_ZERO), rounded(m, p.dtype, AWAY_FROM_ZERO)
     elif is_half_array(p):
         expected = (rounded(m, p.dtype),)
-    else:  # Float32 copies that loss_scaled shows of parameters of some half dtype, or float32 itself.
+    else:  # Float32 copies that loss_scaled passes of parameters of some half dtype, or float32 itself.
         expected = m, rounded(m, jnp.float16), rounded(m, jnp.bfloat16)
     p = _float32(p)
     is_current = p == expected[0]
@@ -179,13 +180,13 @@ def _current(p: Any, m: Any, stochastic: bool) -> Any:
 
 
 def _update(p: Any, old: Any, new: Any, step: Any, bits: Any) -> Any:
-    """The update that takes a parameter to its new master, rounded to the parameter's dtype."""
-    if _is_absent(new):
+    """Returns the update that takes a parameter to its new master, rounded to the parameter's dtype."""
+    if _has_no_master(new):
         return step
-    wide = _float32(p)
+    p32 = _float32(p)
     if not is_half_array(p):
-        # Adding the step to what was the master itself gives the new one to the last bit.
-        return jnp.where(wide == old, _float32(step), change(wide, new))
+        # Where the parameter was the master itself, adding the step gives the new one to the last bit.
+        return jnp.where(p32 == old, _float32(step), change(p32, new))
     if bits is None:
-        return change(wide, rounded(new, p.dtype))
-    return change(wide, jnp.where(new == old, wide, rounded(new, p.dtype, bits)))
+        return change(p32, rounded(new, p.dtype))
+    return change(p32, jnp.where(new == old, p32, rounded(new, p.dtype, bits)))

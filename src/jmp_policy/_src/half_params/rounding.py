@@ -1,4 +1,4 @@
-"""Rounding parameters: from float32 to what float16 and bfloat16 hold, to nearest or at random.
+"""Rounds float32 numbers to the values of float16 and bfloat16, to nearest or at random.
 
 An update smaller than half the distance to a parameter's neighbour vanishes when it is added, step after
 step. Master weights, stochastic rounding and Kahan summation prevent that, and all three round here: by
@@ -24,12 +24,12 @@ TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
 
 
 def is_half_array(x: Any) -> bool:
-    """Whether a leaf is an array of float16 or bfloat16, which is what can be rounded to."""
+    """Returns whether a leaf is an array of float16 or bfloat16, the dtypes that are rounded to."""
     return is_floating_array(x) and x.dtype in (jnp.float16, jnp.bfloat16)
 
 
 def check_some_half(params: PyTree, wrapper: str) -> None:
-    """Raises ValueError where a wrapper that rounds sees floating parameters, and none of them half."""
+    """Raises ValueError where a wrapper that rounds gets floating parameters, and none of them is half."""
     floating = [x for x in jax.tree.leaves(params) if is_floating_array(x)]
     if floating and not any(map(is_half_array, floating)):
         dtypes = ", ".join(sorted({x.dtype.name for x in floating}))
@@ -41,7 +41,7 @@ def check_some_half(params: PyTree, wrapper: str) -> None:
 
 
 def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
-    """Float32 numbers rounded to what a half type holds.
+    """Rounds float32 numbers to the values of a half dtype, and returns them as float32.
 
     Args:
       x: float32 array.
@@ -51,9 +51,9 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
         to even.
 
     Returns:
-      float32 array. What the type holds, infinities and NaN included, stays as it is. Beyond the largest
-      finite number it is always rounded to nearest: none becomes infinite by chance. Float32's own
-      subnormal numbers count as 0 for float16.
+      float32 array. Numbers of the half dtype, infinities and NaN included, are unchanged. Beyond the largest
+      finite number it is always rounded to nearest: none becomes infinite by chance. The subnormal numbers
+      of float32 count as 0 for float16.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,18 +83,19 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
 
 
 def change(p: jax.Array, new: jax.Array) -> jax.Array:
-    """The float32 number that `optax.apply_updates` adds to `p` to get `new`.
+    """Returns the float32 number that `optax.apply_updates` adds to `p` to get `new`.
 
-    -0.0 where the two are equal: p + -0.0 is p for every p, infinity included, and -0.0 + 0.0 loses the sign.
+    It is -0.0 where the two are equal: p + -0.0 is p for every p, infinity included; -0.0 + 0.0 would lose
+    the sign.
     """
     return jnp.where(p == new, np.float32(-0.0), new - p)
 
 
 def random_bits(seed: Any, count: Any, params: PyTree) -> PyTree:
-    """uint32 bits for every number of the half arrays of a tree; None in the places of other leaves.
+    """Draws uint32 bits for every number of the half arrays of a tree; None in the places of other leaves.
 
     They are a function of the seed, the count, the leaf and the place in it, whatever the devices: threefry
-    is asked for by name, since other generators that may be the default depend on the sharding.
+    is requested by name, since other generators that may be the default depend on the sharding.
     """
     leaves, treedef = jax.tree.flatten(params)
     half = [i for i, x in enumerate(leaves) if is_half_array(x)]
@@ -107,7 +108,7 @@ def random_bits(seed: Any, count: Any, params: PyTree) -> PyTree:
 
 
 def _between_zero_and_smallest(magnitude: jax.Array, bits: Any) -> jax.Array:
-    """Patterns of 0 or 2**-24, the smallest float16, for numbers in between."""
+    """Rounds numbers between 0 and 2**-24, the smallest float16, to one of the two; as bit patterns."""
     share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**48)  # Of 2**24.
     threshold = np.float32(2.0**23) if bits is None else (~bits >> np.uint32(8)).astype(jnp.float32)
     return jnp.where(threshold < share, _pattern(2.0**-24), np.uint32(0))

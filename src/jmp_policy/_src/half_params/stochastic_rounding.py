@@ -1,4 +1,4 @@
-"""Rounding parameters at random: what vanishes in each step arrives on average."""
+"""Trains half-precision parameters by stochastic rounding, by which small updates arrive on average."""
 
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ def stochastic_rounding(inner: Any, seed: Any = 0) -> optax.GradientTransformati
 
     Args:
       inner: any optax transformation, or object with `init` and `update`. Put `loss_scaled` inside, and
-        this outermost: what it wraps sees float32 parameters.
+        this outermost: the wrapped transformation gets float32 parameters.
       seed: an integer, which may be traced: members of an ensemble under `vmap` that are to differ in their
         noise need different seeds.
 
@@ -100,5 +100,5 @@ def stochastic_rounding(inner: Any, seed: Any = 0) -> optax.GradientTransformati
 def _update(p: Any, step: Any, bits: Any) -> Any:
     if not is_half_array(p):
         return step
-    wide = jnp.asarray(p, jnp.float32)
-    return change(wide, rounded(wide + jnp.asarray(step, jnp.float32), p.dtype, bits))
+    p32 = jnp.asarray(p, jnp.float32)
+    return change(p32, rounded(p32 + jnp.asarray(step, jnp.float32), p.dtype, bits))

@@ -1,64 +1,300 @@
-"""What differs between versions of JAX in a jaxpr, and the few spots where its parts are taken apart.
+"""Every use of JAX's private parts, and what differs between its versions.
 
-Imports public modules of JAX only; takes from jaxprs and equations what `jax.core.eval_jaxpr` takes of them.
+Private is what JAX documents nowhere: parameters of equations that hold more than numbers and jaxprs, where
+an equation was traced, the context of a lowering rule. Each function says what it reads and which public way
+was missing. All of it was read in JAX 0.10.2 and 0.12.0; what belongs to one of them says so. Other files of
+the package take from jaxprs and their equations what the documentation of JAX's interpreters shows.
+
+What could change without an error is checked when it is first used, on a small program whose answer is known.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
+from jax import lax
 from jax.extend import core, source_info_util
-
-from jmp_policy._src.products import cpu_bfloat16
+from jax.interpreters import mlir, partial_eval
 
 Literal = core.Literal
 current_name_stack = source_info_util.current_name_stack
+
+#: Versions of JAX in which the private parts were read.
+READ_IN = "0.10.2 and 0.12.0"
 
 #: For functions that leave no call behind in a trace. 0.12 tells them from those inlined when lowered.
 INLINED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # type: ignore[attr-defined]
 
 
+def require(found: bool, what: str, package: ModuleType = jax, read_in: str = READ_IN) -> None:
+    """Raises where a private part of a package is not as it was read.
+
+    Args:
+      found: whether it is.
+      what: the private part, and what it is read for.
+      package: `jax` or `flax`.
+      read_in: the versions that have it.
+
+    Raises:
+      RuntimeError: naming the part, the versions and what to do.
+    """
+    if not found:
+        name = package.__name__
+        raise RuntimeError(
+            f"jmp_policy reads {what}. {name} {read_in} have it, and {name} {package.__version__}, which is "
+            f"installed, has it no more or elsewhere. Install one of those versions of {name}, or a newer "
+            "jmp_policy."
+        )
+
+
+@functools.cache
+def checked(check: Callable[[], Any], what: str) -> Any:
+    """Returns what a check gives; it runs once, as what it tests can't change while the program runs.
+
+    Args:
+      check: raises or gives None where a private part is not as it was read.
+      what: the private part, for the error.
+    """
+    try:
+        with jax.disable_jit(False):
+            answer = check()
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        answer = None
+    require(answer is not None, what)
+    return answer
+
+
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The equations of a jaxpr, closed or not. From 0.12 on a closed jaxpr is a jaxpr with its constants."""
+    """Returns a jaxpr without its constants; from 0.12 on a closed jaxpr is a jaxpr that has them."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """The values of a jaxpr's constant variables; none for an open one."""
+    """Returns the values of a jaxpr's constant variables; none for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
+def convert_constvars_jaxpr(jaxpr: Any) -> Any:
+    """Returns a jaxpr whose constants have become its first arguments.
+
+    Private: `Jaxpr.replace`. JAX has no public way to make a jaxpr from another one.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    if not jaxpr.constvars:
+        return jaxpr
+    without = {"consts": []} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **without)
+
+
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and of carries of a scan. 0.12 keeps them as the lengths of three trees."""
+    """Returns the numbers of constants and of carries of a scan.
+
+    Private: `num_consts` and `num_carry` (0.10.2), the lengths of the trees in `ft_in` (0.12.0). JAX has no
+    public way to tell a scan's operands apart.
+    """
+    checked(_probe_scan, "a scan's numbers of constants and carries from `num_consts` or `ft_in`")
+    return _scan_sizes(params)
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
-def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
-    """The functions of a custom_jvp (function, rule) or custom_vjp (function, forward, backward) equation.
+def platforms_of_branches(eqn: Any) -> Sequence[Any] | None:
+    """Returns the platforms of each branch of a `lax.platform_dependent`; None for other operations.
 
-    They take and return flat lists.
+    A branch for every other platform has None. Private: the parameter `branches_platforms` of a `cond`, the
+    same in jax 0.10.2 and 0.12.0. JAX has no public way to tell such a `cond` from others.
+    """
+    return eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+
+
+def _probe_scan() -> bool | None:
+    """Reads the sizes of a scan with one constant and two carries."""
+
+    def probe(const: Any, first: Any, second: Any, xs: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            return (lax.mul(carry[0], const), lax.mul(carry[1], x[0])), lax.mul(x[1], x[2])
+
+        return lax.scan(body, (first, second), xs)
+
+    one, row = np.float32(1), np.ones(2, np.float32)
+    scan = _equation(jax.make_jaxpr(probe)(one, one, one, (row, row, row)), "scan")
+    return _scan_sizes(scan.params) == (1, 2) or None
+
+
+def _equation(jaxpr: Any, name: str) -> Any:
+    return next(eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name.startswith(name))
+
+
+def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
+    """Returns the functions of a custom_jvp (function, rule) or custom_vjp (function, forward, backward).
+
+    They take and return flat lists. Private: `subfuns` among the parameters for binding. JAX has no public
+    way to ask an equation for its derivative rules.
     """
     return [f.call_wrapped for f in eqn.primitive.get_bind_params(eqn.params)["subfuns"]]
 
 
+def without_name_stack() -> Any:
+    """Returns the current source line, for equations that are evaluated where they stand.
+
+    Private: `source_info_util`. JAX has no public way to say which line an equation comes from.
+    """
+    return source_info_util.current().replace(name_stack=source_info_util.new_name_stack())
+
+
+def with_primitive(eqn: Any, primitive: Any, source: Any) -> Any:
+    """Returns an equation of another primitive, with the same operands, results and parameters.
+
+    Private: the field `source_info` of equations. JAX has no public way to change an equation.
+    """
+    return eqn.replace(primitive=primitive, source_info=source)
+
+
+def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Says what `jax.checkpoint` does with a primitive that is not JAX's.
+
+    Private: `partial_eval_jaxpr_custom_rules`. Policies of jax.checkpoint compare primitives with JAX's, and
+    there is no public way to have another one saved with them.
+    """
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def residual_places(eqn: Any) -> Sequence[int | None]:
+    """Returns for each residual of a custom_vjp which argument it is; None where the forward pass makes it.
+
+    To be asked after its forward function has run. Private: the third result of `out_trees`. JAX has no
+    public way to ask which residuals it leaves out of the forward function's results.
+    """
+    checked(_probe_custom_vjp, "which residuals of a custom_vjp are its arguments from `out_trees`")
+    return eqn.params["out_trees"]()[2]
+
+
+def cotangents(outs: Any) -> Sequence[Any]:
+    """Returns what the backward function of a custom_vjp gives; from 0.12 on it gives a log with it."""
+    return outs[0] if isinstance(outs, tuple) and len(outs) == 2 and isinstance(outs[0], list) else outs
+
+
+def _probe_custom_vjp() -> bool | None:
+    """Runs the rules of a function with two residuals, of which one is its argument."""
+    function: Any = jax.custom_vjp(lax.sin)
+    function.defvjp(
+        lambda x: (lax.sin(x), (x, lax.cos(x))), lambda residuals, ct: (lax.mul(ct, residuals[1]),)
+    )
+    one = np.float32(1)
+    eqn = _equation(jax.make_jaxpr(lambda x: function(x))(one), "custom_vjp_call")
+    _, forward, backward = subfunctions(eqn)
+    jax.make_jaxpr(lambda x: forward(x, True))(one)
+    grads = jax.make_jaxpr(lambda *arrays: cotangents(backward(*arrays)))(one, one, one)
+    return (list(eqn.params["out_trees"]()[2]) == [0, None] and len(grads.out_avals) == 1) or None
+
+
+def manual_axes(params: dict[str, Any]) -> Any:
+    """Returns the mesh axes that a shard_map equation maps over.
+
+    Private: `manual_axes` (0.10.2), `newly_manual_axes` (0.12.0). JAX has no public way to ask an equation.
+    """
+    names = [name for name in ("newly_manual_axes", "manual_axes") if name in params]
+    require(bool(names), "the axes of a shard_map from `newly_manual_axes` or `manual_axes`")
+    return params[names[0]]
+
+
+def name_of(eqn: Any) -> str:
+    """Returns the name of the function that an equation calls.
+
+    Private: `Jaxpr.debug_info`. JAX has no public way to ask a call for its function's name.
+    """
+    info = open_jaxpr(eqn.params["call_jaxpr"]).debug_info
+    require(hasattr(info, "func_name"), "a function's name from `debug_info.func_name` of its jaxpr")
+    return info.func_name
+
+
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """What a primitive gives for values, with the parameters of an equation; always a list."""
-    with cpu_bfloat16.scope_of(primitive, values):
-        out = primitive.bind(*values, **primitive.get_bind_params(params))
+    """Returns what a primitive gives for values, with the parameters of an equation; always a list."""
+    out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 
+@functools.cache
+def _stack_entries() -> tuple[type, type]:
+    """Returns the classes of a name stack's scopes and transforms, found in a program that has both."""
+    what = "the scopes and transforms around an operation from the entries of its name stack"
+    return checked(_probe_name_stack, what)
+
+
+def _probe_name_stack() -> tuple[type, type] | None:
+    """Looks for a scope's name and for that of transposition in a gradient."""
+
+    def probe(x: Any) -> Any:
+        with jax.named_scope("jmp_policy_probe"):
+            return lax.mul(x, x)
+
+    equations = open_jaxpr(jax.make_jaxpr(jax.grad(probe))(np.float32(1))).eqns
+    found = {part.name: type(part) for eqn in equations for part in eqn.source_info.name_stack.stack}
+    scope, transform = found["jmp_policy_probe"], found["transpose"]
+    return None if scope is transform else (scope, transform)
+
+
+def scopes(eqn: Any) -> list[str]:
+    """Returns the names of the scopes around an equation, outermost first; transforms are left out.
+
+    Private: the entries of `source_info.name_stack`. JAX prints them with its transforms, and has no public
+    way to tell the two apart: "transpose(jvp(a))" may be a user's name.
+    """
+    stack = eqn.source_info.name_stack.stack
+    if not stack:
+        return []
+    scope, _ = _stack_entries()
+    return [part.name for part in stack if isinstance(part, scope)]
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation's own name stack says that transposing a derivative put it there.
+
+    Private: as for `scopes`.
+    """
+    stack = eqn.source_info.name_stack.stack
+    if not stack:
+        return False
+    _, transform = _stack_entries()
+    return any(isinstance(part, transform) and part.name == "transpose" for part in stack)
+
+
+def name_stack_text(eqn: Any) -> str:
+    """Returns the name stack of an equation as profiles show it. Private: as for `scopes`."""
+    _stack_entries()
+    return str(eqn.source_info.name_stack)
+
+
 def stack_within(eqn: Any, first: int, last: int | None) -> Any:
-    """The current name stack, continued by some of the scopes of an equation."""
-    own = eqn.source_info.name_stack
-    return current_name_stack() + type(own)(own.stack[first:last])
+    """Returns the current name stack, continued by some of the scopes of an equation.
+
+    Private: slices of a name stack. `jax.named_scope` adds scopes, but no transforms.
+    """
+    return current_name_stack() + eqn.source_info.name_stack[first:last]
+
+
+def context_of(eqn: Any) -> Any:
+    """Returns the context an equation was traced in (mesh, compute type), to tell equations apart by.
+
+    Private: `JaxprEqn.ctx`. Without it, two operations that differ in it alone would look the same.
+    """
+    return eqn.ctx
 
 
 class eqn_context:  # noqa: N801 - used like a function
     """Runs a with-block on behalf of an equation: its name stack, source line and configuration.
+
+    Private: `source_info` and `ctx.manager`, as `jax.core.eval_jaxpr` enters them. JAX has no public way to
+    run code as an equation's.
 
     Args:
       eqn: the equation.
@@ -82,30 +318,64 @@ class eqn_context:  # noqa: N801 - used like a function
         self._context.__exit__(*exc)
 
 
-def convert_constvars_jaxpr(jaxpr: Any) -> Any:
-    """A jaxpr whose constants have become its first arguments."""
-    jaxpr = open_jaxpr(jaxpr)
-    if not jaxpr.constvars:
-        return jaxpr
-    without = {"consts": []} if hasattr(jaxpr, "consts") else {}
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **without)
+def frames(eqn: Any) -> Sequence[Any]:
+    """Returns the Python frames in which an equation was traced, innermost first; none if JAX kept none.
+
+    Private: `source_info.traceback`. JAX has no public way to ask where an operation was written.
+    """
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else traceback.frames
 
 
-def manual_axes(params: dict[str, Any]) -> Any:
-    """The mesh axes that a shard_map equation maps over."""
-    return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+def source_summary(eqn: Any) -> str:
+    """Returns "file.py:12 (function)" of the frame that JAX takes for the user's; "unknown" without one.
+
+    Private: as for `frames`.
+    """
+    return source_info_util.summarize(eqn.source_info)
 
 
-def residual_places(eqn: Any) -> Sequence[int | None]:
-    """For each residual of a custom_vjp equation: which argument it is, None if the forward pass makes it."""
-    return eqn.params["out_trees"]()[2]
+@functools.cache
+def _check_manual_axis_type() -> None:
+    aval, shape = jax.core.ShapedArray((), np.dtype(np.float32)), jax.ShapeDtypeStruct((), np.float32)
+    found = hasattr(getattr(aval, "manual_axis_type", None), "varying") and hasattr(shape, "manual_axis_type")
+    require(found, "the axes over which an array varies from `manual_axis_type.varying` of its type")
 
 
-def cotangents(outs: Any) -> Sequence[Any]:
-    """What a backward pass of a custom_vjp equation gives; from 0.12 on together with a log."""
-    return outs[0] if isinstance(outs, tuple) and len(outs) == 2 and isinstance(outs[0], list) else outs
+def varying(aval: Any) -> frozenset[str]:
+    """Returns the mesh axes over which a value of this type differs from device to device, inside shard_map.
+
+    Private: `manual_axis_type.varying`. `jax.typeof` shows them in print, and no public attribute has them.
+
+    Args:
+      aval: what `jax.typeof` gives for a value, or `jax.eval_shape` for a result.
+    """
+    if not isinstance(aval, jax.core.ShapedArray | jax.ShapeDtypeStruct):
+        return frozenset()
+    _check_manual_axis_type()
+    manual: Any = aval.manual_axis_type
+    return frozenset() if manual is None else frozenset(manual.varying)
 
 
-def name_of(eqn: Any) -> str:
-    """The name of the function that an equation calls."""
-    return getattr(getattr(open_jaxpr(eqn.params["call_jaxpr"]), "debug_info", None), "func_name", "function")
+def varies_over_devices(aval: Any) -> bool:
+    """Returns whether a value of this type is local to a device: we are inside shard_map."""
+    return bool(varying(aval))
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Returns whether a lowering rule lowers a program for one device, outside of `shard_map` and `pmap`.
+
+    Private: `module_context.axis_context`. JAX has no public way to ask how many devices a program is for.
+    """
+    has_class = hasattr(mlir, "ShardingContext")
+    require(has_class, "a program's number of devices from `jax.interpreters.mlir.ShardingContext`")
+    context = ctx.module_context.axis_context
+    return isinstance(context, mlir.ShardingContext) and context.num_devices == 1
+
+
+def einsum_with(dot_general: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `jnp.einsum` with another function in place of `lax.dot_general`, as Flax's layers take one.
+
+    Private: the argument `_dot_general`. `jnp.einsum` has no public one for it.
+    """
+    return functools.partial(jax.numpy.einsum, _dot_general=dot_general)

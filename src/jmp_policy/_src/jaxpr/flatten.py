@@ -1,19 +1,46 @@
-"""A function of pytrees as a jaxpr of arrays."""
+"""Functions of pytrees as functions of arrays: what is no array among the arguments is static."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-#: What of a function's arguments is traced; all else is static. Shapes are for looking at.
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf is an array that a trace takes, and no Python scalar or `float0`."""
+    """Returns whether a leaf is an array that a trace takes, or its type; no Python scalar, no `float0`."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and hasattr(value, "shape") and dtype != jax.dtypes.float0
+
+
+class Split(NamedTuple):
+    """A pytree, taken apart into its arrays and the rest.
+
+    Args:
+      arrays: its leaves that are arrays.
+      places: which of its leaves those are.
+      leaves: all of them.
+      structure: as `jax.tree.structure` gives it.
+    """
+
+    arrays: list[Any]
+    places: list[int]
+    leaves: list[Any]
+    structure: Any
+
+    def merged(self, arrays: Sequence[Any]) -> Any:
+        """Returns the pytree with other arrays in place of its own."""
+        leaves = list(self.leaves)
+        for place, array in zip(self.places, arrays, strict=True):
+            leaves[place] = array
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def split_arrays(tree: Any) -> Split:
+    """Takes a pytree apart into its arrays and the rest."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    return Split([leaves[place] for place in places], places, leaves, structure)
 
 
 class Flat(NamedTuple):
@@ -27,36 +54,22 @@ class Flat(NamedTuple):
 
     jaxpr: Any
     arrays: list[Any]
-    rebuild: Callable[[list[Any]], Any]
+    rebuild: Callable[[Sequence[Any]], Any]
 
 
 def flattened(fn: Callable[..., Any], args: Any, kwargs: Any) -> Flat:
     """Traces a function; arguments and results that are no arrays are static."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
-    outs: list[Any] = []
+    given, results = split_arrays((args, kwargs)), []
 
     def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        whole = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-        new_args, new_kwargs = jax.tree.unflatten(structure, whole)
-        out_leaves, out_structure = jax.tree.flatten(fn(*new_args, **new_kwargs))
-        is_made = [isinstance(leaf, _ARRAYS) for leaf in out_leaves]
-        kept = [None if made else leaf for leaf, made in zip(out_leaves, is_made, strict=True)]
-        outs[:] = [out_structure, is_made, kept]
-        return [leaf for leaf, made in zip(out_leaves, is_made, strict=True) if made]
+        new_args, new_kwargs = given.merged(arrays)
+        results.append(split_arrays(fn(*new_args, **new_kwargs)))
+        return results[-1].arrays
 
-    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-
-    def rebuild(made: list[Any]) -> Any:
-        out_structure, is_made, kept = outs
-        given = iter(made)
-        return jax.tree.unflatten(
-            out_structure,
-            [next(given) if array else leaf for leaf, array in zip(kept, is_made, strict=True)],
-        )
-
+    jaxpr = jax.make_jaxpr(flat)(*given.arrays)
+    made: Split = results[-1]
+    # Without the tracers of a trace that is over.
+    static = made._replace(arrays=[], leaves=[None if is_array(leaf) else leaf for leaf in made.leaves])
     # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
-    arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays]
-    return Flat(jaxpr, arrays, rebuild)
+    arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in given.arrays]
+    return Flat(jaxpr, arrays, static.merged)

@@ -8,39 +8,39 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jmp_policy._src.jaxpr.compat import Literal, open_jaxpr
+from jmp_policy._src.jaxpr.compat import Literal, open_jaxpr, platforms_of_branches
 
 FLOAT32 = np.dtype(np.float32)
 
 
 def dtype_of(atom: Any) -> Any:
-    """The dtype of an atom of a jaxpr; None for tokens."""
+    """Returns the dtype of an atom of a jaxpr; None for tokens."""
     return getattr(atom.aval, "dtype", None)
 
 
 def shape_of(atom: Any) -> Any:
-    """The shape of an array of a jaxpr."""
+    """Returns the shape of an array of a jaxpr."""
     return atom.aval.shape
 
 
 def is_array_of(atom: Any, dtype: np.dtype) -> bool:
-    """Whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
+    """Returns whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
     aval = atom.aval
     return isinstance(aval, ShapedArray) and aval.dtype == dtype
 
 
 def is_float32(atom: Any) -> bool:
-    """Whether an atom is a float32 array, the only thing that autocast ever lowers."""
+    """Returns whether an atom is a float32 array, the only thing that autocast ever lowers."""
     return is_array_of(atom, FLOAT32)
 
 
 def is_plain_array(atom: Any) -> bool:
-    """Whether an atom is an array, and no reference (a mutable array) or token."""
+    """Returns whether an atom is an array, and no reference (a mutable array) or token."""
     return isinstance(atom.aval, ShapedArray)
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
-    """Every jaxpr among the parameters of an equation."""
+    """Yields every jaxpr among the parameters of an equation."""
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(open_jaxpr(part), "eqns"):
@@ -48,7 +48,7 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def holds_jaxpr(eqn: Any) -> bool:
-    """Whether an operation has a jaxpr inside, whose dtypes are fixed."""
+    """Returns whether an operation has a jaxpr inside, whose dtypes are fixed."""
     return any(True for _ in subjaxprs(eqn))
 
 
@@ -57,14 +57,14 @@ def default_branch(eqn: Any) -> Any:
 
     None for every other operation, and where each branch names its platforms.
     """
-    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    platforms = platforms_of_branches(eqn)
     if platforms is None or None not in platforms:
         return None
     return eqn.params["branches"][platforms.index(None)]
 
 
 def primitives(jaxpr: Any) -> Iterator[str]:
-    """Names of all primitives in a jaxpr, those of jaxprs inside it included."""
+    """Yields the names of all primitives in a jaxpr, those of jaxprs inside it included."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn.primitive.name
         for inside in subjaxprs(eqn):
@@ -72,53 +72,54 @@ def primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is not known yet."""
+    """Returns whether a value is not known yet."""
     return isinstance(value, Tracer)
 
 
 def broadcast_like(value: Any, atom: Any) -> Any:
-    """A scalar, or an array with axes of size 1, in the shape (and explicit sharding) of an atom."""
+    """Broadcasts a scalar, or axes of size 1, to the shape (and explicit sharding) of an atom."""
     shape, axes = atom.aval.shape, range(len(atom.aval.shape)) if value.ndim else ()
     sharding = atom.aval.sharding if is_explicit([atom]) else None
     return jax.lax.broadcast_in_dim(value, shape, tuple(axes), out_sharding=sharding)
 
 
 def is_explicit(atoms: Sequence[Any]) -> bool:
-    """Whether an atom is laid out on a mesh whose axes are part of its type."""
+    """Returns whether an atom is laid out on a mesh whose axes are part of its type."""
     shardings = [getattr(atom.aval, "sharding", None) for atom in atoms]
     return any(s is not None and jax.sharding.AxisType.Explicit in s.mesh.axis_types for s in shardings)
 
 
 def asks_for_precision(eqn: Any) -> bool:
-    """Whether a product has a `precision=` of its own, and not the one that is the default everywhere."""
+    """Returns whether a product has a `precision=` of its own, and not the ambient default."""
     precision = eqn.params.get("precision")
     default = (None, (jax.lax.Precision.DEFAULT,) * 2, jax.lax.Precision.DEFAULT)
     if precision in default:
         return False
-    return precision != _default_precision(jax.config.values["jax_default_matmul_precision"])
+    default_name = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision != _default_precision(default_name)
 
 
 @functools.lru_cache(maxsize=16)
 def _default_precision(_: Any) -> Any:
-    """What `jax.default_matmul_precision` now puts into every product."""
+    """Returns what `jax.default_matmul_precision` now puts into every product."""
     one = np.ones((1, 1), np.float32)
     return open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns[0].params["precision"]
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array that can be traced, and no symbolic zero, None or tangent of an integer."""
+    """Returns whether a value is an array, and no symbolic zero, None or tangent of an integer."""
     return getattr(value, "dtype", jax.dtypes.float0) != jax.dtypes.float0 and not isinstance(
         value, jax.custom_derivatives.SymbolicZero
     )
 
 
 def retyped(aval: Any, dtype: Any) -> Any:
-    """A type of arrays with another dtype; its shape, sharding and varying axes stay."""
+    """Returns a type of arrays with another dtype; its shape, sharding and varying axes stay."""
     return aval.update(dtype=dtype, weak_type=False)
 
 
 def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequence[Any]) -> Any:
-    """The jaxpr of a function of arrays like these, in other dtypes."""
+    """Returns the jaxpr of a function of arrays like these, in other dtypes."""
     types = [
         jax.typeof(array) if dtype is None or array.dtype == dtype else retyped(jax.typeof(array), dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)
@@ -127,12 +128,12 @@ def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequen
 
 
 def has_shardings(params: dict[str, Any]) -> bool:
-    """Whether a jit equation says how an argument or result is laid out."""
+    """Returns whether a jit equation says how an argument or result is laid out."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return any(isinstance(s, jax.sharding.Sharding) for s in shardings) or any(x is not None for x in layouts)
 
 
 def as_array(value: Any, atom: Any) -> Any:
-    """A result as an array: a number that stands in the program is one too."""
+    """Returns a result as an array: a number that stands in the program is one too."""
     return jax.numpy.asarray(value, dtype_of(atom)) if isinstance(atom, Literal) else value

@@ -13,7 +13,7 @@ Function = Callable[..., Sequence[Any]]
 
 
 def scan(eqn: Any, body: Function, arrays: Sequence[Any]) -> list[Any]:
-    """A scan. `body` takes constants, carries and one slice of each input; gives carries and outputs."""
+    """Runs a scan. `body` takes constants, carries and one slice of each input; gives carries and outputs."""
     params = eqn.params
     consts, carries = compat.scan_sizes(params)
 
@@ -28,12 +28,12 @@ def scan(eqn: Any, body: Function, arrays: Sequence[Any]) -> list[Any]:
 
 
 def cond(branches: Sequence[Function], arrays: Sequence[Any]) -> list[Any]:
-    """A cond or switch: `arrays` begin with the index."""
+    """Runs a cond or switch: `arrays` begin with the index."""
     return list(lax.switch(arrays[0], branches, *arrays[1:]))
 
 
 def checkpoint(eqn: Any, function: Function, arrays: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
-    """A jax.checkpoint; one of a backward pass that is in the program already stays one.
+    """Runs a jax.checkpoint; one of a backward pass that is in the program already stays one.
 
     A fresh checkpoint would not keep XLA from merging that with the forward pass.
     """
@@ -45,14 +45,21 @@ def checkpoint(eqn: Any, function: Function, arrays: Sequence[Any], bind: Callab
     return bind(eqn, *arrays, jaxpr=compat.convert_constvars_jaxpr(closed))
 
 
-def shard_map(eqn: Any, function: Function, arrays: Sequence[Any]) -> list[Any]:
-    """A jax.shard_map."""
+def shard_map(eqn: Any, function: Function, arrays: Sequence[Any], out_specs: Any = None) -> list[Any]:
+    """Runs a function under a jax.shard_map like that of an equation.
+
+    Args:
+      eqn: the equation.
+      function: what runs on each device.
+      arrays: its arguments, of all devices.
+      out_specs: where its results lie, if it has others than the equation.
+    """
     params = eqn.params
     mapped = jax.shard_map(
         lambda *arrays: tuple(function(*arrays)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        out_specs=tuple(params["out_specs"]) if out_specs is None else out_specs,
         check_vma=params["check_vma"],
         axis_names=set(compat.manual_axes(params)),
     )

@@ -2,50 +2,64 @@
 
 import functools
 import importlib.util
+import inspect
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import source_info_util
+import jax
+
+from jmp_policy._src.core.imported import imported_attr
+from jmp_policy._src.jaxpr import compat
 
 
 def source_line(eqn: Any) -> str:
-    """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
+    """Returns where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
 
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
     line where no other is known.
     """
-    for frame in _frames(eqn):
+    for frame in compat.frames(eqn):
         if not frame.file_name.startswith((*_libraries(), "<frozen")):
             return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
-    text = source_info_util.summarize(eqn.source_info)
+    text = compat.source_summary(eqn)
     return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
 
 
 def is_promotion(eqn: Any) -> bool:
-    """Whether a conversion was made for a value to meet one of another dtype, and not asked for by name.
+    """Returns whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 
     What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
     Flax's normalisation layers and JAX's sums compute in float32 on purpose.
     """
     by_name = False
-    for frame in _frames(eqn):
+    for frame in compat.frames(eqn):
         if not frame.file_name.startswith(_directory("jax")):
             # The first that is not JAX's own.
-            if _short(frame.file_name) == "normalization.py":
+            if frame.file_name in _norm_files():
                 return False
             return not by_name or "promote_dtype" in frame.function_name
-        if _short(frame.file_name) == "reductions.py":
+        if frame.file_name in _reduction_files():
             return False
         name = _plain(frame.function_name)
         by_name = by_name or name in ("astype", "asarray", "array", "convert_element_type")
     return True
 
 
-def _frames(eqn: Any) -> Sequence[Any]:
-    traceback = eqn.source_info.traceback
-    return () if traceback is None else traceback.frames
+def _norm_files() -> tuple[str, ...]:
+    """Returns the files of Flax's normalisation layers that are imported: those that define BatchNorm.
+
+    A name alone says nothing: a user's file may be called normalization.py too.
+    """
+    layers = (imported_attr(module, "BatchNorm") for module in ("flax.linen", "flax.nnx"))
+    return tuple(inspect.getfile(layer) for layer in layers if layer is not None)
+
+
+@functools.cache
+def _reduction_files() -> tuple[str, ...]:
+    """Returns the files of JAX's sums and means."""
+    functions = (jax.numpy.sum, jax.numpy.mean)
+    return tuple({inspect.unwrap(function).__code__.co_filename for function in functions})
 
 
 def _short(file_name: str) -> str:
@@ -53,7 +67,7 @@ def _short(file_name: str) -> str:
 
 
 def _plain(function: str) -> str:
-    """A function's name without where it was defined: "Net.__call__"."""
+    """Returns a function's name without where it was defined: "Net.__call__"."""
     return function.rpartition("<locals>.")[2]
 
 

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jmp_policy._src.jaxpr import compat, ir, source_lines
-from jmp_policy._src.policy.regions import is_marker, scopes
+from jmp_policy._src.jaxpr import calls, compat, source_lines
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.policy.regions import is_marker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The path and the line, as messages name an operation: "Net/head (mlp.py:41)"."""
+        """Returns the path and the line, as messages name an operation: "Net/head (mlp.py:41)"."""
         line = self.line.partition(" ")[0]
         return f"{self.path} ({line})" if self.path and line else self.path or line or "(unknown place)"
 
@@ -56,11 +58,11 @@ class Visitor(Protocol):
     """Looks at the operations that have no program inside."""
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        """The marks that its results carry; asked several times for what is in loops."""
+        """Returns the marks that its results carry; asked several times for what is in loops."""
         ...
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Called once for each operation, in order."""
+        """Takes note of an operation; called once for each, in order."""
         ...
 
 
@@ -85,29 +87,25 @@ class _Walk:
     def inside(
         self, jaxpr: Any, arguments: Sequence[ValueInfo], outer: Site, silent: bool
     ) -> list[ValueInfo]:
-        jaxpr = compat.open_jaxpr(jaxpr)
-        infos = dict(zip(jaxpr.invars, arguments, strict=True))
-        infos.update((var, self.new()) for var in jaxpr.constvars)
-
-        def info(atom: Any) -> ValueInfo:
-            return self.new() if isinstance(atom, compat.Literal) else infos[atom]
-
-        for eqn in jaxpr.eqns:
+        def step(eqn: Any, operands: list[ValueInfo]) -> list[ValueInfo]:
             # Where exactly matters to nobody in silent rounds.
             site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
-            results = self._equation(eqn, [info(atom) for atom in eqn.invars], site, silent)
-            infos.update(zip(eqn.outvars, results, strict=True))
-        return [info(atom) for atom in jaxpr.outvars]
+            return self._equation(eqn, operands, site, silent)
+
+        def unknown(*_: Any) -> ValueInfo:
+            return self.new()
+
+        return evaluate(jaxpr, arguments, step, constant=unknown, literal=unknown)
 
     def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if eqn.primitive.name in loops:
-            return loops[eqn.primitive.name](eqn, operands, site, silent)
-        inner = [] if eqn.primitive.name in _OPAQUE else list(ir.subjaxprs(eqn))
-        for called in map(compat.open_jaxpr, inner):
-            if len(called.invars) == len(operands) and len(called.outvars) == len(eqn.outvars):
-                # A call: jit, remat, custom derivatives, shard_map.
-                return self.inside(called, operands, site, silent)
+        loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while, Kind.COND: self._cond}
+        kind = calls.kind_of(eqn)
+        if kind in loops:
+            return loops[kind](eqn, operands, site, silent)
+        called = calls.looked_into(eqn)
+        if called is not None:
+            return self.inside(called.jaxpr, operands[called.skipped :], site, silent)
+        inner = calls.inner_jaxprs(eqn)
         if not inner:
             provenance = self._visitor.marks(eqn, site, operands)
             results = [self.new(provenance) for _ in eqn.outvars]
@@ -150,7 +148,7 @@ class _Walk:
     def _settled(
         self, start: Sequence[ValueInfo], body: Callable[[list[ValueInfo], bool], list[ValueInfo]]
     ) -> list[ValueInfo]:
-        """What is known of a loop's carry at the start of every trip."""
+        """Returns what is known of a loop's carry at the start of every trip."""
         provenance = [info.provenance for info in start]
         while True:
             carry = [self.new(known) for known in provenance]
@@ -165,24 +163,14 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
     return frozenset().union(*(info.provenance for info in infos))
 
 
-#: Operations whose inner programs say how they combine or are lowered, not what they do.
-_OPAQUE = {
-    *("reduce", "reduce_window", "reduce_precision", "sort", "select_and_scatter", "pallas_call"),
-    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max"),
-    *("custom_partitioning",),
-}
-
-
 def is_backward(eqn: Any) -> bool:
-    """Whether an operation's own name stack says that transposing a derivative put it there."""
-    stack = eqn.source_info.name_stack.stack
-    return any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack)
+    """Returns whether an operation's own name stack says that transposing a derivative put it there."""
+    return compat.is_transposed(eqn)
 
 
 def site_of(eqn: Any, outer: Site) -> Site:
-    """Where an equation is, in a program that is called at another site."""
-    stack = eqn.source_info.name_stack
-    names = [name for name in scopes(stack) if not is_marker(name) and name not in _REMAT]
+    """Returns where an equation is, in a program that is called at another site."""
+    names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))
     backward = outer.backward or is_backward(eqn)
     return dataclasses.replace(
@@ -195,5 +183,5 @@ _REMAT = ("rematted_computation", "checkpoint", "remat")
 
 
 def size(atom: Any) -> int:
-    """Number of elements of an atom of a jaxpr; 0 for tokens and the like."""
+    """Returns the number of elements of an atom of a jaxpr; 0 for tokens and the like."""
     return math.prod(getattr(atom.aval, "shape", (0,)))

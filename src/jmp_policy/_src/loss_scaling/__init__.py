@@ -1,1 +1,1 @@
-"""Loss scales, the optax wrapper that uses them, gradients of scaled losses, accumulation, metrics."""
+"""Scales losses: loss scales, the optax wrapper that uses them, scaled gradients, accumulation, metrics."""

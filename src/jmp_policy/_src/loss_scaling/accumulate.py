@@ -1,28 +1,26 @@
-"""Gradient accumulation: the gradients of a large batch from micro-batches that fit into memory.
+"""Accumulates gradients: those of a large batch from micro-batches that fit into memory.
 
 Different from optax's MultiSteps: one call takes the whole batch and runs a loop over its micro-batches in
-the compiled step, the accumulator is float32 whatever the gradients are, one loss scale holds for the whole
-window, and devices are synchronised once per window instead of once per micro-batch.
+the compiled step, the accumulator is float32 whatever the dtype of the gradients, the whole window (the
+micro-batches of one call) has one loss scale, and devices are synchronised once per window instead of once
+per micro-batch.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_policy._src.core.cast import strip_weak_type
-from jmp_policy._src.core.device_dispatch import varying
-from jmp_policy._src.core.dtypes import is_floating, parse_dtype, promote_dtype
-from jmp_policy._src.core.finiteness import all_finite, select_tree
+from jmp_policy._src.core.dtypes import parse_dtype
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
-from jmp_policy._src.loss_scaling.microbatches import Batch, is_key
+from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult, StepFunction, Window, accumulate
+from jmp_policy._src.loss_scaling.microbatches import Batch
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 
@@ -42,30 +40,30 @@ def accumulate_gradients(
     mesh: Any = None,
     batch_axis: int = 0,
 ) -> Callable[..., Any]:
-    """`scaled_value_and_grad` over n micro-batches in turn: the memory of one, the gradient of all.
+    """Computes value and scaled gradient of a large batch from n micro-batches, in the memory of one.
 
-    The mean over micro-batches is that of the batch where the loss is a mean over rows that weigh the same;
-    up to rounding, as the same numbers are added in another order. What a micro-batch normalises by itself
-    (batch statistics, a mean over the tokens that are not padding) is of that micro-batch.
+    The mean over micro-batches is that of the batch where the loss is a mean over rows of equal weight; up to
+    rounding, as the same numbers are added in another order. Statistics within a micro-batch (batch
+    statistics, a mean over the tokens that are not padding) are those of that micro-batch.
 
     Args:
       loss_fn: the loss function `(params, *batch, **kwargs)`, returning a real scalar, or `(loss, aux)` with
-        `has_aux`. The gradient is by its first argument. The batch must come as arguments.
-      n: micro-batches per window. Micro-batch i is rows i, i + n, i + 2n, ...: a batch sharded over its rows
-        is split where it lies.
+        `has_aux`. It is differentiated by its first argument. The batch must come as arguments.
+      n: micro-batches per window. Micro-batch i has the rows i, i + n, i + 2n, ..., so that a batch sharded
+        over its rows is split without moving data.
       has_aux, allow_int: as for `jax.value_and_grad`.
       loss: of several losses with a loss scale each, the name of this one.
       accumulator_dtype: floating dtype of the sum and of the gradients returned; float64 and complex
         gradients keep theirs.
       on_nonfinite: "drop_window": one micro-batch with an infinity or NaN makes the whole gradient
-        non-finite, and `loss_scaled` skips the step. "drop_microbatch": what is not finite contributes
-        nothing, and the mean is that of the rest; NaN where nothing is left.
-      axis_name: mesh axis or axes over which the rows of the batch are split, parameters being the same on
-        all. The devices then add up their gradients once, after the last micro-batch, and not in each.
-        Inside `shard_map` (or `pmap`) over that axis, give nothing more: `loss_fn` sees the device's rows,
-        must not average over devices itself, and value and gradients are those of all devices. Elsewhere, as
-        in `jit` with shardings, the axis is looked for in `mesh`, and `loss_fn` runs inside a
-        `shard_map` over it; other axes of the mesh stay as they were.
+        non-finite, and `loss_scaled` skips the step. "drop_microbatch": micro-batches that are not finite
+        contribute nothing, and the mean is that of the rest; NaN where nothing is left.
+      axis_name: mesh axis or axes over which the rows of the batch are split, with the same parameters on
+        all devices. The devices then add up their gradients once, after the last micro-batch, instead of in
+        each. Inside `shard_map` (or `pmap`) over that axis, nothing more is needed: `loss_fn` sees the
+        device's rows, must not average over devices itself, and value and gradients are those of all
+        devices. Elsewhere, as in `jit` with shardings, the axis is looked up in `mesh`, and `loss_fn` runs
+        inside a `shard_map` over it; other axes of the mesh are left alone.
       mesh: the mesh with `axis_name`; that of `jax.set_mesh` by default.
       batch_axis: the axis along which arrays are split.
 
@@ -75,7 +73,7 @@ def accumulate_gradients(
       the mean gradients, still multiplied by the one loss scale of the state.
 
       Every array after `params` is split, keyword arguments too; Python numbers and arrays without axes
-      are handed to each micro-batch as they are, and so is what `loss_fn` closes over. A PRNG key
+      are passed to each micro-batch unchanged, and so is everything that `loss_fn` closes over. A PRNG key
       (`jax.random.key`) is folded with the number of the micro-batch, counted over all devices, unless there
       is only one. `aux` has a new first axis: one entry per micro-batch (of each device, where a `shard_map`
       is entered here), dropped ones included; numbers become arrays.
@@ -86,8 +84,8 @@ def accumulate_gradients(
 
     Raises:
       TypeError, ValueError: for bad arguments; when the function is called, for arrays that cannot be split
-        into n equal parts, for a batch without arrays, for an axis that does not exist, for `aux` that is no
-        array.
+        into n equal parts, for a batch without arrays, for an axis that does not exist, for `aux` that is
+        not an array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -116,40 +114,6 @@ def accumulate_gradients(
         return (result, dropped) if window.drops else result
 
     return value_and_scaled_grad
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """How a batch is split into micro-batches, and how their gradients are put together.
-
-    Args:
-      n: micro-batches (of each device).
-      dtype: of the accumulator.
-      drops: whether single micro-batches are dropped.
-      axes: mapped axes over which rows are split; may be none.
-      mesh: the mesh of the axes, if it was given.
-      batch_axis: the axis along which arrays are split.
-    """
-
-    n: int
-    dtype: np.dtype
-    drops: bool
-    axes: tuple[Any, ...]
-    mesh: Any
-    batch_axis: int
-
-
-class MicrobatchResult(NamedTuple):
-    """What one micro-batch gives, or all together: loss, what comes beside it, gradients, state to carry."""
-
-    loss: Any
-    aux: Any
-    grads: PyTree
-    state: PyTree
-
-
-#: One micro-batch: `(scale, params, state, args, kwargs)`.
-StepFunction = Callable[[LossScale, PyTree, Any, tuple[Any, ...], dict[str, Any]], MicrobatchResult]
 
 
 def make_window(
@@ -181,10 +145,13 @@ def run_window(
     state: PyTree,
     batch: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> tuple[MicrobatchResult, jax.Array]:
-    """The mean of all micro-batches, and how many were dropped; int32 scalar."""
+    """Returns the mean over all micro-batches, and how many were dropped (int32 scalar).
+
+    Enters a `shard_map` over the window's axes where the caller is not inside of one.
+    """
     split = Batch.of(batch, window.batch_axis)
     if not window.axes or _are_mapped(window.axes):
-        return _run(window, step, scale, params, state, split)
+        return accumulate(window, step, scale, params, state, split)
 
     mesh = _mesh(window)
     devices = math.prod(mesh.shape[axis] for axis in window.axes)
@@ -193,10 +160,10 @@ def run_window(
     rows = PartitionSpec(*[None] * window.batch_axis, window.axes)
 
     def local(scale: LossScale, params: PyTree, state: PyTree, rows: Any, others: Any) -> Any:
-        return _run(window, step, scale, params, state, split.with_arrays(rows, others))
+        return accumulate(window, step, scale, params, state, split.with_arrays(rows, others))
 
-    # Without the check of types: it refuses what loss functions that know of no devices do, such as a
-    # scan whose carry starts as zeros.
+    # check_vma=False: the check refuses loss functions that were written without devices in mind, such as
+    # those with a scan whose carry starts as zeros.
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -209,7 +176,7 @@ def run_window(
 
 
 def as_arrays(aux: PyTree) -> PyTree:
-    """What a loss function returns beside the loss, as a loop can stack it."""
+    """Converts the auxiliary output of a loss function to arrays, which a loop can stack."""
 
     def array(path: Any, x: Any) -> jax.Array:
         try:
@@ -224,7 +191,7 @@ def as_arrays(aux: PyTree) -> PyTree:
 
 
 def _are_mapped(axes: tuple[Any, ...]) -> bool:
-    """Whether we are inside a `shard_map`, `pmap` or `vmap` over these axes."""
+    """Returns whether the caller is inside a `shard_map`, `pmap` or `vmap` over these axes."""
     try:
         lax.axis_size(axes)
     except NameError:
@@ -242,132 +209,3 @@ def _mesh(window: Window) -> Any:
             "over that axis, pass mesh= with it (or use jax.set_mesh), or leave axis_name out."
         )
     return mesh
-
-
-def _run(
-    window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Batch
-) -> tuple[MicrobatchResult, jax.Array]:
-    """All micro-batches of this device, and the mean over devices."""
-    n, axes = window.n, window.axes
-    devices = lax.axis_size(axes) if axes else 1
-    first = lax.axis_index(axes) * n if axes else 0
-    batch.check(n, f"{n} micro-batches" + (" on each device" if axes else ""))
-    microbatch = batch.microbatches(n, is_only=n * devices == 1)
-    params = _own(params, axes)
-    start = _with_own_keys(_own(state, axes), first) if axes else state
-
-    def one(state: PyTree, i: Any) -> tuple[PyTree, PyTree, tuple[Any, Any, Any]]:
-        """Micro-batch i: what it adds to the sum, the state after it; its loss, aux, whether it counts."""
-        loss, aux, grads, after = step(scale, params, state, *microbatch(i, first + i))
-        _check_is_own(loss, params, axes)
-        grads, loss, kept = jax.tree.map(_none_unless_inexact, grads), jnp.asarray(loss), None
-        if window.drops:
-            kept = _agreed(all_finite((grads, loss)), axes)
-            grads, loss = select_tree(kept, (grads, loss), jax.tree.map(jnp.zeros_like, (grads, loss)))
-            after = select_tree(kept, after, state)
-        return jax.tree.map(lambda g: g.astype(_wide(g.dtype, window.dtype)), grads), after, (loss, aux, kept)
-
-    def add(carry: tuple[PyTree, PyTree], i: jax.Array) -> Any:
-        total, state = carry
-        part, state, beside = one(state, i)
-        return (jax.tree.map(jnp.add, total, part), state), beside
-
-    if n == 1:  # Without the 0 + g, which makes a 0 of -0.
-        total, state_after, beside = one(start, 0)
-        beside = jax.tree.map(lambda x: jnp.asarray(x)[None], beside)
-    else:
-        zeros = jax.tree.map(lambda p: _zeros(p, window.dtype), params)
-        (total, state_after), beside = lax.scan(add, (zeros, start), jnp.arange(n, dtype=jnp.int32))
-
-    losses, aux, kept = beside
-    loss = jnp.sum(losses, dtype=promote_dtype(losses.dtype))
-    # The number of those kept is float32 to go with the gradients in one all-reduce.
-    count = n * devices if kept is None else jnp.sum(kept, dtype=jnp.float32)
-    if axes:
-        own = None if kept is None else count
-        (total, loss, own), floats = lax.psum(((total, loss, own), _floats(state_after)), axes)
-        count = count if own is None else own
-        state_after = jax.tree.map(
-            lambda old, new, summed: _over_devices(old, new, summed, devices), state, state_after, floats
-        )
-    grads = jax.tree.map(lambda p, t: _mean(p, t, count), params, total)
-    dropped = jnp.asarray(n * devices - count, jnp.int32)
-    return MicrobatchResult((loss / count).astype(losses.dtype), aux, grads, state_after), dropped
-
-
-def _is_inexact(x: Any) -> bool:
-    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _none_unless_inexact(gradient: Any) -> Any:
-    """None for the gradient of an integer, which no loop can carry."""
-    return gradient if _is_inexact(gradient) else None
-
-
-def _wide(dtype: Any, accumulator: np.dtype) -> np.dtype:
-    is_narrow = is_floating(dtype) and jnp.finfo(dtype).bits <= 32
-    return accumulator if is_narrow else np.dtype(dtype)
-
-
-def _zeros(param: Any, accumulator: np.dtype) -> Any:
-    if not _is_inexact(param):
-        return None
-    return jnp.zeros_like(param, dtype=_wide(jnp.result_type(param), accumulator))
-
-
-def _mean(param: Any, total: Any, count: Any) -> Any:
-    if total is None:
-        return np.zeros(jnp.shape(param), jax.dtypes.float0)
-    return total / (count if isinstance(count, int) else count.astype(total.dtype))
-
-
-def _own(tree: PyTree, axes: tuple[Any, ...]) -> PyTree:
-    """The floating arrays as every device's own.
-
-    Differentiated by parameters that are typed as the same on all devices, a loss is summed over the devices
-    by `shard_map` itself: once in every micro-batch.
-    """
-    manual = [a for a in axes if a in jax.sharding.get_abstract_mesh().manual_axes]
-
-    def own(x: Any) -> Any:
-        if not _is_inexact(x):
-            return x
-        common = tuple(a for a in manual if a not in varying(jax.typeof(x)))
-        return lax.pcast(jnp.asarray(x), common, to="varying") if common else x
-
-    return jax.tree.map(own, tree)
-
-
-def _check_is_own(loss: Any, params: PyTree, axes: tuple[Any, ...]) -> None:
-    """Where types tell, a loss that is the same on all devices was averaged over them already."""
-    if not axes:
-        return
-    typed = set().union(*(varying(jax.typeof(p)) for p in jax.tree.leaves(params))) & set(axes)
-    if missing := typed - varying(jax.typeof(loss)):
-        raise ValueError(
-            f"accumulate_gradients(axis_name={axes}) averages over devices itself, and the loss is the same "
-            f"on all devices of {', '.join(map(repr, sorted(missing)))}: return the mean over the device's "
-            "own rows, without pmean or psum."
-        )
-
-
-def _agreed(finite: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """One answer for all devices that hold parts of the same parameters or rows."""
-    others = tuple(sorted(varying(jax.typeof(finite)) - set(axes)))
-    return lax.pmin(finite.astype(jnp.int32), others) > 0 if others else finite
-
-
-def _with_own_keys(state: PyTree, number: Any) -> PyTree:
-    """PRNG keys of the state folded with a number that is the device's own: no two draw the same mask."""
-    return jax.tree.map(lambda x: jax.random.fold_in(x, number) if is_key(x) else x, state)
-
-
-def _floats(state: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(promote_dtype(x.dtype)) if _is_inexact(x) else None, state)
-
-
-def _over_devices(before: Any, after: Any, summed: Any, devices: int) -> Any:
-    if is_key(before):
-        return before
-    return after if summed is None else (summed / devices).astype(after.dtype)

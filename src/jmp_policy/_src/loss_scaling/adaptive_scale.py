@@ -1,4 +1,4 @@
-"""Loss scales that are not driven by a counter: from gradient statistics, and by a controller.
+"""Adapts loss scales without a counter of clean steps: from gradient statistics, and by a PID controller.
 
 Sources: the loss-scaling patent family of US 62/502,333 (scale from the largest gradient, minus a
 margin) and the PID view dS = Kp e + Ki sum(e) + Kd (e_t - e_{t-1}). Ours always yields powers of two, so
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
+from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.loss_scale import _Scaling, bounds, number, scale_leaf
+from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, scale_leaf
 
 
 @pytree_dataclass
-class StatisticLossScale(_Scaling):
-    """The scale from the largest gradient x of the previous step: log2(scale) = 15 - log2(x) - margin.
+class StatisticLossScale(Scaling):
+    """Loss scale from the largest gradient x of the previous step: log2(scale) = 15 - log2(x) - margin.
 
     Use it when gradient magnitudes drift slowly: it needs no growth interval and never probes upwards
     into an overflow. It costs one reduction of every gradient per step.
@@ -27,8 +27,8 @@ class StatisticLossScale(_Scaling):
       loss_scale: the scale of the first step; leaf, float32 scalar.
       margin: exponents kept free above the largest gradient, a whole number >= 0; static. log2(x) is
         rounded up, so that scale * x <= 2**(15 - margin).
-      backoff_factor: what an overflow multiplies the scale by, since it hides the magnitude; static.
-      min_loss_scale, max_loss_scale: the scale stays within; static.
+      backoff_factor: factor on the scale after an overflow, which hides the magnitude; static.
+      min_loss_scale, max_loss_scale: bounds of the scale; static.
 
     Attributes:
       stuck: whether the last overflow happened at the floor already; leaf, boolean scalar.
@@ -39,7 +39,7 @@ class StatisticLossScale(_Scaling):
       32768.0
     """
 
-    #: `loss_scaled` hands the unscaled gradients to `adjust`.
+    #: `loss_scaled` passes the unscaled gradients to `adjust`.
     needs_grads: ClassVar[bool] = True
 
     loss_scale: Any
@@ -69,15 +69,14 @@ class StatisticLossScale(_Scaling):
             "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
             "stuck": jnp.zeros((), jnp.bool_),
         }
-        for name, value in {**leaves, **config}.items():
-            object.__setattr__(self, name, value)
+        set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StatisticLossScale":
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           grads_finite: boolean scalar.
-          grads: the unscaled gradients. All zero, they say nothing and the scale stays.
+          grads: the unscaled gradients. The scale stays the same where all are zero.
 
         Raises:
           ValueError: when `grads` is not given.
@@ -105,8 +104,8 @@ class StatisticLossScale(_Scaling):
 
 
 @pytree_dataclass
-class PIDLossScale(_Scaling):
-    """A PID controller on log2 of the scale, with the error e = +1 for a clean step.
+class PIDLossScale(Scaling):
+    """Loss scale set by a PID controller on its log2, with the error e = +1 for a clean step.
 
     Each step: log2 S += kp * e + ki * sum(e) + kd * (e - previous e), where an overflow has the error
     e = -overflow_weight. The defaults double the scale over 2000 clean steps and halve it on an overflow,
@@ -118,7 +117,7 @@ class PIDLossScale(_Scaling):
       overflow_weight: the error of an overflow, relative to that of a clean step; static. Equilibrium is
         at one overflow in `overflow_weight` steps: 1 would mean that every second step is lost.
       integral_limit: bound of |sum(e)| against wind-up; static.
-      min_loss_scale, max_loss_scale: the scale stays within; static.
+      min_loss_scale, max_loss_scale: bounds of the scale; static.
 
     Attributes:
       log2_scale, integral, previous_error: the controller's state; leaves, float32 scalars.
@@ -168,16 +167,15 @@ class PIDLossScale(_Scaling):
             "previous_error": jnp.zeros((), jnp.float32),
             "stuck": jnp.zeros((), jnp.bool_),
         }
-        for name, value in {**leaves, **config}.items():
-            object.__setattr__(self, name, value)
+        set_fields(self, **leaves, **config)
 
     @property
     def loss_scale(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The power of two at or below 2**log2_scale; float32 scalar."""
+        """Returns the power of two at or below 2**log2_scale; float32 scalar."""
         return _power_of_two(jnp.floor(self.log2_scale).astype(jnp.int32))
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "PIDLossScale":
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           grads_finite: boolean scalar.
@@ -204,7 +202,7 @@ class PIDLossScale(_Scaling):
 
 
 def _largest_magnitude(tree: PyTree) -> jax.Array:
-    """The largest |x| among floating and complex leaves, float32 scalar; 0 for a tree without any."""
+    """Returns the largest |x| among floating and complex leaves, float32 scalar; 0 for a tree without any."""
     largest = [
         jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
         for x in jax.tree.leaves(tree)
@@ -214,11 +212,11 @@ def _largest_magnitude(tree: PyTree) -> jax.Array:
 
 
 def _power_of_two(exponent: Any) -> jax.Array:
-    """2**exponent, exactly, within the normal float32 numbers."""
+    """Returns 2**exponent, exactly, within the normal float32 numbers."""
     return jnp.ldexp(jnp.ones((), jnp.float32), jnp.clip(exponent, -126, 127))
 
 
 def _log2(x: jax.Array) -> jax.Array:
-    """log2, exact for powers of two (jnp.log2(8192.) is not, on a CPU)."""
+    """Returns log2(x), exact for powers of two (jnp.log2(8192.) is not, on a CPU)."""
     mantissa, exponent = jnp.frexp(x)
     return jnp.log2(mantissa * 2) + (exponent - 1).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Metrics of a training loop, handed to a logger without waiting for the device."""
+"""Writes the metrics of a training loop to a logger without waiting for the device."""
 
 import collections
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class MetricsLogger:
         self._waiting: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
     def __call__(self, step: int, opt_state: PyTree, **scalars: Any) -> None:
-        """Takes the metrics of a step, and writes those of earlier ones that are there.
+        """Takes the metrics of a step, and writes those of earlier steps that the device has finished.
 
         Args:
           step: the step's number, on the host.
@@ -56,7 +56,7 @@ class MetricsLogger:
 
         Raises:
           TypeError: inside `jax.jit`.
-          ValueError: for what is no scalar.
+          ValueError: for something that is not a scalar.
         """
         if step % self._every == 0:
             # Copies: the state's own arrays may be donated to the next step.
@@ -68,7 +68,7 @@ class MetricsLogger:
             self._write_first()
 
     def flush(self) -> None:
-        """Writes what has been taken and not yet written; waits for the device."""
+        """Writes all metrics taken and not yet written; waits for the device."""
         while self._waiting:
             self._write_first()
 

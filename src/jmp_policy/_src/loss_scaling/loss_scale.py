@@ -1,4 +1,4 @@
-"""Loss scales: pure pytrees that multiply the loss, divide the gradients, and adapt.
+"""Defines the loss scales: pure pytrees that multiply the loss, divide the gradients, and adapt.
 
 The state machine of `DynamicLossScale` is torch's `GradScaler`'s (growth after exactly `growth_interval`
 clean steps) with Megatron's hysteresis, a floor and a ceiling. The functional shape is jmp's.
@@ -15,7 +15,7 @@ from jax import lax
 
 from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
-from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
+from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
@@ -27,26 +27,26 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What `scaled_value_and_grad` and `loss_scaled` need of a loss scale.
+    """Protocol of a loss scale, as `scaled_value_and_grad` and `loss_scaled` use it.
 
     All methods are pure. An implementation is a pytree of strongly typed arrays.
     """
 
     @property
     def loss_scale(self) -> Any:
-        """The factor, a float32 scalar."""
+        """Returns the factor, a float32 scalar."""
         ...
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating leaves by the factor, in float32 or wider."""
+        """Multiplies floating leaves by the factor, in float32 or float64."""
         ...
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Divides floating and complex leaves by the factor, in float32 or wider."""
+        """Divides floating and complex leaves by the factor, in float32 or float64."""
         ...
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "LossScale":
-        """The state for the next step.
+        """Returns the state for the next step.
 
         Args:
           grads_finite: boolean scalar.
@@ -55,8 +55,13 @@ class LossScale(Protocol):
         ...
 
 
-class _Scaling:
-    """Scaling and unscaling by `self.loss_scale`, the same for all adaptive scales."""
+def tree_to_float32(tree: PyTree) -> PyTree:
+    """Casts floating leaves of 16 bits or fewer to float32, and returns all others as the same objects."""
+    return map_changed(_leaf_to_float32, tree)
+
+
+class Scaling:
+    """Base class of loss scales that multiply and divide by `self.loss_scale`."""
 
     loss_scale: Any
 
@@ -67,10 +72,10 @@ class _Scaling:
           tree: the loss, or any pytree.
 
         Returns:
-          The tree with float leaves of 16 bits or fewer widened to float32 before the product: a loss
-          of 3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
+          The tree with float leaves of 16 bits or fewer cast to float32 before the product: a loss of
+          3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
-        return map_changed(lambda x: _times(_widen(x), self.loss_scale), tree)
+        return map_changed(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the loss scale.
@@ -79,44 +84,41 @@ class _Scaling:
           The tree with float leaves of 16 bits or fewer as float32; float64 and complex keep their
           type. Integers, keys, `float0` and everything else are untouched. Exact for powers of two.
         """
-        return map_changed(lambda x: _over(_widen(x), self.loss_scale), tree)
+        return map_changed(lambda x: _over(_leaf_to_float32(x), self.loss_scale), tree)
 
 
 @pytree_dataclass
 class NoOpLossScale:
-    """A loss scale that scales nothing: for float32 and bfloat16, with the same train step.
+    """Loss scale that scales nothing, for float32 and bfloat16 with the same train step.
 
-    `unscale` still hands on float32, so that the optimizer never sees half-precision gradients.
+    `unscale` still returns float32, so that the optimizer never sees half-precision gradients.
     """
 
     @property
     def loss_scale(self) -> jax.Array:
-        """1, a float32 scalar."""
+        """Returns 1, a float32 scalar."""
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: PyTree) -> PyTree:
-        """The tree as it is."""
+        """Returns the tree unchanged."""
         return tree
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """The tree with half-precision leaves widened to float32."""
-        return map_changed(_widen, tree)
+        """Casts half-precision leaves to float32."""
+        return tree_to_float32(tree)
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "NoOpLossScale":
-        """Itself."""
+        """Returns the loss scale itself."""
         return self
 
 
-#: Half arrays of a tree as float32.
-tree_to_float32 = NoOpLossScale().unscale
-
-
 @pytree_dataclass
-class StaticLossScale(_Scaling):
-    """A loss scale that never changes.
+class StaticLossScale(Scaling):
+    """Loss scale that never changes.
 
-    Use it where gradient magnitudes are known: the recipe asks for max|gradient| * loss_scale < 65504,
-    and 8 to 32768 served many networks. The scale is a leaf: another value does not compile again.
+    Use it where gradient magnitudes are known: NVIDIA's guide to mixed-precision training asks for
+    max|gradient| * loss_scale < 65504, and 8 to 32768 served many networks. The scale is a leaf: another
+    value does not compile again.
 
     Args:
       loss_scale: positive, finite, normal as float32; a scalar. A power of two scales without rounding.
@@ -133,18 +135,18 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __init__(self, loss_scale: Any):
-        object.__setattr__(self, "loss_scale", scale_leaf(loss_scale, "loss_scale"))
+        set_fields(self, loss_scale=scale_leaf(loss_scale, "loss_scale"))
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
-        """Itself."""
+        """Returns the loss scale itself."""
         return self
 
 
 @pytree_dataclass
-class DynamicLossScale(_Scaling):
-    """A loss scale that grows while gradients are finite and backs off when they overflow.
+class DynamicLossScale(Scaling):
+    """Loss scale that grows while gradients are finite and backs off when they overflow.
 
-    The default for float16. Each step::
+    Use it for float16. Each step::
 
         if grads_finite:  clean = clean + 1;  stuck = False
                           if clean == growth_interval:
@@ -160,8 +162,8 @@ class DynamicLossScale(_Scaling):
       growth_interval: clean steps in a row before the scale grows; static.
       growth_factor: greater than 1; static.
       backoff_factor: between 0 and 1; static.
-      min_loss_scale, max_loss_scale: the scale stays within; static. The default floor 2**-14 is the
-        smallest normal float16, the ceiling 2**24 is apex's. A ceiling above 2**126 acts as 2**126.
+      min_loss_scale, max_loss_scale: bounds of the scale; static. The default floor 2**-14 is the smallest
+        normal float16, the ceiling 2**24 is apex's. A ceiling above 2**126 acts as 2**126.
       hysteresis: overflows tolerated (each is skipped) until the scale backs off; then every further
         overflow lowers it, until the next growth. static.
 
@@ -221,11 +223,10 @@ class DynamicLossScale(_Scaling):
             "hysteresis_tracker": jnp.full((), config["hysteresis"], jnp.int32),
             "stuck": jnp.zeros((), jnp.bool_),
         }
-        for name, value in {**leaves, **config}.items():
-            object.__setattr__(self, name, value)
+        set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           grads_finite: whether all gradients were finite; boolean scalar.
@@ -253,12 +254,17 @@ class DynamicLossScale(_Scaling):
 
 
 def times_factor(scale: jax.Array, factor: float) -> jax.Array:
-    """float32(scale * factor) with the factor in double precision, as torch computes it.
+    """Multiplies a scale by a factor of double precision, and rounds the product once, as torch does.
 
-    Factors such as 2, 0.5 and 1.5 are float32 numbers and one product is exact enough. 0.8 is not, and
-    60 steps of rounding it first drift from torch's scale; its rounding error and that of the product
-    (Dekker's, from 12-bit halves whose products are exact) are added back. What is left: products within
-    1e-9 of the middle between two float32 numbers may go to the other one, 3 % of those with 1.1.
+    Factors such as 2, 0.5 and 1.5 are float32 numbers, for which one float32 product is enough. 0.8 is not:
+    60 steps with 0.8 rounded to float32 drift away from torch's scale. So two errors are added back: that of
+    rounding the factor, and that of the product (Dekker's method: both numbers are split into 12-bit halves,
+    whose products are exact). One difference is left: products within 1e-9 of the middle between two float32
+    numbers may be rounded to the other one, 3 % of those with 1.1.
+
+    Args:
+      scale: float32 scalar.
+      factor: positive number.
     """
     if factor > _LARGEST_FLOAT32:
         return jnp.full_like(scale, jnp.inf)
@@ -266,8 +272,8 @@ def times_factor(scale: jax.Array, factor: float) -> jax.Array:
     rest = np.float32(factor - float(high))
     if rest == 0 or high > 2.0**100:
         return scale * high
-    # Dekker's halves of a number above 2**115 are infinite and the error of a product below 2**-102 is 0:
-    # the scale is brought between 2**-66 and 2**66 first, and back, without rounding.
+    # Dekker's halves of a number above 2**115 are infinite, and the error of a product below 2**-102 is 0.
+    # So the scale is first brought between 2**-66 and 2**66, and the product back; neither step rounds.
     small = scale < 1
     near = scale * jnp.where(small, np.float32(2.0**60), np.float32(2.0**-60))
     product = near * high
@@ -283,7 +289,7 @@ def times_factor(scale: jax.Array, factor: float) -> jax.Array:
     return corrected * jnp.where(small, np.float32(2.0**-60), np.float32(2.0**60))
 
 
-def _widen(x: Any) -> Any:
+def _leaf_to_float32(x: Any) -> Any:
     if isinstance(x, float):
         return jnp.asarray(x, jnp.float32)
     if is_floating_array(x):
@@ -305,13 +311,17 @@ def _over(x: Any, scale: Any) -> Any:
 
 
 def _like(scale: Any, x: Any) -> jax.Array:
-    """The scale in the shape and type of x: float64 and complex keep theirs (in Flax they do not)."""
+    """Broadcasts the scale to the shape and dtype of x, so that float64 and complex x keep their dtype."""
     shape, dtype = np.shape(x), jnp.asarray(x).dtype
     return lax.broadcast(lax.convert_element_type(scale, dtype), shape)
 
 
 def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:
-    """A strongly typed float32 scalar; a concrete one is checked to lie within [low, high]."""
+    """Converts a loss scale to a strongly typed float32 scalar.
+
+    Raises:
+      ValueError: for a value that is not a scalar; for one known before tracing that is outside [low, high].
+    """
     shape = np.shape(value)
     if shape != ():
         raise ValueError(
@@ -329,7 +339,7 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
 
 
 def bounds(low: Any, high: Any) -> dict[str, float]:
-    """Floor and ceiling, checked."""
+    """Checks floor and ceiling of a loss scale, and returns them as fields by name."""
     low, high = number(low, "min_loss_scale"), number(high, "max_loss_scale")
     for value, name in ((low, "min_loss_scale"), (high, "max_loss_scale")):
         if not SMALLEST_SCALE <= value <= float(jnp.finfo(jnp.float32).max):
@@ -344,7 +354,7 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
 
 
 def positive_int(value: Any, name: str) -> int:
-    """A static count of at least 1."""
+    """Checks a static count, and returns it as an int from 1 to 2**31 - 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name} must be a whole number, got {value!r} of {type(value).__name__}.")
     if not 1 <= value < 2**31:
@@ -353,7 +363,7 @@ def positive_int(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str, above: float = -math.inf, below: float = math.inf) -> float:
-    """A static finite number, strictly between two bounds."""
+    """Checks a static number, and returns it as a finite float strictly between two bounds."""
     try:
         result = float(value)
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The optax wrapper: unscale, test, update or skip.
+"""Wraps an optax transformation: unscales gradients, tests them, and updates or skips the step.
 
-Different from the peers: the scale that divides is the one that multiplied (mpx divides by the adjusted
-one), both outcomes are selected instead of branched to (Keras branches, which costs 3.4x the temporary
+Different from the peers: gradients are divided by the scale that the loss was multiplied by (mpx divides by
+the adjusted one), the outcome is selected and not branched to (Keras branches, which costs 3.4x the temporary
 memory), and the wrapped transformation only ever sees float32.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
-from jmp_policy._src.loss_scaling.losses import count, losses_of
+from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
 from jmp_policy._src.loss_scaling.state import LossScaledState
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, unalias
@@ -45,18 +45,18 @@ def loss_scaled(
         a scale each, a mapping from their names: `{"adversarial": DynamicLossScale(), ...}`.
       axis_name: mapped axis or axes over which all devices must agree whether to skip (`shard_map`,
         `pmap`). Not needed under `jax.jit` with shardings.
-      count_mode: whether step counts inside `inner` (leaves named `count`, which move learning-rate
-        schedules and bias corrections) hold still on a skipped step, or advance with the calendar.
-      on_nonfinite: of several losses, whether one with infinite or NaN gradients skips the step, or is left
-        out of it. With all of them left out the step is skipped.
+      count_mode: "hold": step counts inside `inner` (leaves named `count`, which move learning-rate schedules
+        and bias corrections) stay the same on a skipped step. "advance": they count skipped steps too.
+      on_nonfinite: where there are several losses, one with infinite or NaN gradients makes the step skipped
+        ("skip_step"), or is left out of it ("drop_loss"). With all of them left out the step is skipped.
       monitor: keep magnitudes of the gradients by group of parameters, for `metrics`. True for one group
         per part of the model, or a function from a parameter's path to its group. False adds nothing.
 
     Returns:
       A transformation. `init(params)` gives a `LossScaledState`. `update(grads, state, params, **extra)`
       divides the gradients by the scale they were multiplied with, and runs `inner` on them as float32
-      (float64 and complex keep their types, integers and `float0` pass; 16-bit `params` are shown to it
-      as float32 as well). Where a gradient is infinite or NaN, the updates are -0.0, which leaves every
+      (float64 and complex keep their types, integers and `float0` pass through; 16-bit `params` are passed to
+      it as float32 as well). Where a gradient is infinite or NaN, the updates are -0.0, which leaves every
       bit of a parameter as it was, and `inner_state` is the old one. An extra argument `grad`, as the
       line searches of optax take, is unscaled too; `value` must be the unscaled loss. `overflowed`, a
       boolean scalar, says that gradients left out of `grads` were not finite (a dropped micro-batch): the
@@ -64,12 +64,14 @@ def loss_scaled(
       skipped step: of the metrics only `loss_scale` and `stuck` show it.
 
       For several losses `update({"adversarial": grads, ...}, state, params)` takes the gradients of each,
-      divides them by their own scale and tests them on their own; `inner` gets the sum. Each scale adjusts by
-      its own loss alone. `grad` is by name too; `overflowed` may be. Of optax's wrappers only `optax.chain`
-      can stand around it: the others want gradients that look like the parameters.
+      divides them by the scale of that loss and tests them separately; `inner` gets the sum. Each scale
+      adjusts by the gradients of its loss only. `grad` is by name too; `overflowed` may be. Of optax's
+      wrappers only `optax.chain` can stand around it: the others expect gradients of the parameters'
+      structure.
 
     Raises:
-      TypeError, ValueError: for arguments that are no transformation, no loss scale, no known mode.
+      TypeError, ValueError: for something that is not a transformation or a loss scale, and for an unknown
+        mode.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -113,7 +115,7 @@ def loss_scaled(
         # growth_factor times larger, and the gradient would come out halved.
         grads = losses.unscale(state.loss_scale, updates)
         each_finite = losses.test(grads)
-        finite = losses.usable(each_finite)
+        finite = losses.takes_step(each_finite)
         if "grad" in extra_args:
             line_grads = losses.unscale(state.loss_scale, extra_args["grad"])
             extra_args["grad"] = losses.total(line_grads, each_finite)
@@ -121,12 +123,12 @@ def loss_scaled(
             losses.total(grads, each_finite), state.inner_state, tree_to_float32(params), **extra_args
         )
         skipped = ~finite
-        return map_changed(lambda u: _nothing_unless(finite, u), new_updates), LossScaledState(
-            inner_state=_keep_unless(finite, inner_state, state.inner_state, count_mode),
+        return map_changed(lambda u: _update_unless_skipped(finite, u), new_updates), LossScaledState(
+            inner_state=_state_unless_skipped(finite, inner_state, state.inner_state, count_mode),
             loss_scale=losses.adjust(state.loss_scale, grads, each_finite, overflowed),
             grads_finite=finite,
-            skipped=count(skipped, state.skipped),
-            consecutive_skips=count(skipped, state.consecutive_skips, jnp.int32(0)),
+            skipped=count_if(skipped, state.skipped),
+            consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=optax.safe_increment(state.steps),
             gradients=losses.magnitudes(grads, state.loss_scale) if groups else None,
         )
@@ -134,7 +136,8 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _nothing_unless(finite: jax.Array, update: Any) -> Any:
+def _update_unless_skipped(finite: jax.Array, update: Any) -> Any:
+    """Returns an update on a finite step, else one that leaves every bit of a parameter unchanged."""
     if not isinstance(update, jax.Array | np.ndarray | np.generic):
         return update
     if update.dtype == jax.dtypes.float0 or not jnp.issubdtype(update.dtype, jnp.number):
@@ -146,8 +149,8 @@ def _nothing_unless(finite: jax.Array, update: Any) -> Any:
     return lax.select(finite, jnp.asarray(update), lax.full_like(update, zero))
 
 
-def _keep_unless(finite: jax.Array, new: PyTree, old: PyTree, count_mode: str) -> PyTree:
-    """The new inner state on a finite step, the old one otherwise, in the old one's dtypes."""
+def _state_unless_skipped(finite: jax.Array, new: PyTree, old: PyTree, count_mode: str) -> PyTree:
+    """Returns the new inner state on a finite step, else the old one; both in the dtypes of the old one."""
     old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
     new_leaves, new_treedef = jax.tree.flatten(new)
     if treedef != new_treedef:

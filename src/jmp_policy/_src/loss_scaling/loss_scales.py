@@ -1,6 +1,5 @@
-"""Several loss scales at once: one for each loss, by its name."""
+"""Holds several loss scales at once: one for each loss, by its name."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.core.pytree import pytree_dataclass
+from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 
 
 @pytree_dataclass
 class LossScales:
-    """The loss scales of several losses, and how each loss's gradients have been.
+    """Loss scales of several losses by name, with counts of each loss's non-finite gradients.
 
     Made by `loss_scaled(inner, {"name": loss_scale, ...})`; `get_loss_scale_state(opt_state).loss_scale` is
     one, and `.loss_scale["name"]` the loss scale of that loss. Iterating gives the names.
@@ -51,7 +51,7 @@ class LossScales:
 
 
 def start(scales: Mapping[str, LossScale]) -> LossScales:
-    """Copies of the given loss scales, before the first step."""
+    """Copies the given loss scales into the state before the first step."""
     return LossScales(
         scales={name: jax.tree.map(jnp.array, scale) for name, scale in scales.items()},
         grads_finite={name: jnp.ones((), jnp.bool_) for name in scales},
@@ -61,20 +61,20 @@ def start(scales: Mapping[str, LossScale]) -> LossScales:
 
 
 def is_one(x: Any) -> bool:
-    """Whether this is a loss scale."""
+    """Returns whether a value is a loss scale."""
     return isinstance(x, LossScale) and not isinstance(x, type)
 
 
 def are_several(x: Any) -> bool:
-    """Whether these are loss scales by name."""
+    """Returns whether a value is a mapping from names to loss scales."""
     return isinstance(x, LossScales) or (isinstance(x, Mapping) and bool(x) and all(map(is_one, x.values())))
 
 
 def pick(scale: Any, loss: str | None) -> Any:
-    """The loss scale of a loss, out of one for all (`loss` is None then) or several by name.
+    """Returns the loss scale of a loss from one for all (`loss` is None then) or from several by name.
 
     Raises:
-      ValueError: for a missing name, an unknown one, and one too many.
+      ValueError: for a name that is missing, unknown, or given where there is one loss scale for all.
     """
     if not are_several(scale):
         if loss is None:
@@ -94,14 +94,13 @@ def pick(scale: Any, loss: str | None) -> Any:
 
 
 def check_names(given: Any, known: Any, what: str) -> None:
-    """Raises for names that are no losses; the message has the nearest ones that are."""
+    """Raises ValueError for names that are not losses; the message suggests the nearest one."""
     for name in given:
         if name not in set(known):
-            near = difflib.get_close_matches(str(name), list(known), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(name), known)
             raise ValueError(f"{what} names {name!r}, which is none of the losses: {listed(known)}.{hint}")
 
 
 def listed(names: Any) -> str:
-    """Names as a message shows them."""
+    """Formats names for a message."""
     return ", ".join(map(repr, names))

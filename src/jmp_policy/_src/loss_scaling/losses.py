@@ -1,7 +1,7 @@
-"""What `loss_scaled` does with the gradients of one loss, and with those of several.
+"""Unscales, tests and adds up the gradients of one loss or of several, for `loss_scaled`.
 
-Both unscale, test, add up and adjust; `loss_scaled` is the same for both. Several losses with a scale each:
-NVIDIA's apex has them as `num_losses` and `loss_id`.
+`OneLoss` and `SeveralLosses` have the same methods, so that `loss_scaled` is the same for both. NVIDIA's apex
+has several losses with a scale each as `num_losses` and `loss_id`.
 """
 
 from collections.abc import Mapping
@@ -14,56 +14,56 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.finiteness import all_finite
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
 from jmp_policy._src.loss_scaling.monitor import Groups, magnitudes
 
 
 class OneLoss(NamedTuple):
-    """One loss scale, whose gradients are those that the optimizer gets."""
+    """One loss scale, for gradients that the optimizer gets unscaled."""
 
     scale: LossScale
     axis_name: Any
     groups: Groups
 
     def start(self) -> LossScale:
-        """The loss scale before the first step."""
+        """Copies the loss scale for the state before the first step."""
         return jax.tree.map(jnp.array, self.scale)
 
     def unscale(self, scale: LossScale, grads: PyTree) -> PyTree:
-        """The gradients divided by the scale that they were multiplied by."""
-        return tree_to_float32(scale.unscale(grads))  # Other libraries' loss scales may leave them half.
+        """Divides the gradients by the scale that they were multiplied by, and returns them as float32."""
+        return tree_to_float32(scale.unscale(grads))  # Loss scales of other libraries may leave them half.
 
     def test(self, grads: PyTree) -> jax.Array:
-        """Whether they are finite."""
+        """Returns whether all gradients are finite; boolean scalar."""
         return all_finite(grads, self.axis_name)
 
-    def usable(self, finite: jax.Array) -> jax.Array:
-        """Whether there is a step."""
+    def takes_step(self, finite: jax.Array) -> jax.Array:
+        """Returns whether the step is taken; boolean scalar."""
         return finite
 
     def total(self, grads: PyTree, finite: jax.Array) -> PyTree:
-        """What the optimizer gets."""
+        """Returns the gradients that the optimizer gets."""
         return grads
 
     def adjust(self, scale: LossScale, grads: PyTree, finite: jax.Array, overflowed: Any) -> LossScale:
-        """The loss scale of the next step."""
-        clean = finite if overflowed is None else finite & ~anywhere(overflowed, self.axis_name)
+        """Returns the loss scale of the next step."""
+        clean = finite if overflowed is None else finite & ~on_any_device(overflowed, self.axis_name)
         return _adjust(scale, clean, grads)
 
     def magnitudes(self, grads: PyTree, scale: LossScale) -> Any:
-        """What is monitored."""
+        """Measures the magnitudes that the state keeps, by group of parameters."""
         return magnitudes(grads, scale.loss_scale, self.groups)
 
     def no_magnitudes(self, params: PyTree) -> Any:
-        """What is monitored, before the first step."""
+        """Returns zeros in the place of magnitudes, for the state before the first step."""
         return jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
 
 
 class SeveralLosses(NamedTuple):
-    """A scale for each loss, whose gradients the optimizer gets added up."""
+    """Loss scales by loss; the optimizer gets the sum of the unscaled gradients."""
 
     scales: dict[str, LossScale]
     axis_name: Any
@@ -71,11 +71,11 @@ class SeveralLosses(NamedTuple):
     on_nonfinite: Literal["skip_step", "drop_loss"]
 
     def start(self) -> LossScales:
-        """The loss scales before the first step."""
+        """Copies the loss scales for the state before the first step."""
         return start(self.scales)
 
     def unscale(self, scales: LossScales, grads: Any) -> dict[str, PyTree]:
-        """Each loss's gradients divided by its own scale."""
+        """Divides the gradients of each loss by the scale of that loss, and returns them as float32."""
         names = grads.keys() if hasattr(grads, "keys") else ()  # A dictionary, or an nnx.State.
         if not set(names) & set(self.scales):
             raise TypeError(
@@ -96,21 +96,21 @@ class SeveralLosses(NamedTuple):
         return {name: tree_to_float32(scales[name].unscale(grads[name])) for name in self.scales}
 
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
-        """Whether those of each loss are finite."""
+        """Returns, for each loss, whether its gradients are finite; boolean scalars."""
         finite = {name: all_finite(tree) for name, tree in grads.items()}
         if self.axis_name is None:
             return finite
-        # One all-reduce for all of them.
+        # One all-reduce for all losses.
         agreed = lax.pmin(jnp.stack(list(finite.values())).astype(jnp.int32), self.axis_name) > 0
         return {name: agreed[i] for i, name in enumerate(finite)}
 
-    def usable(self, finite: dict[str, jax.Array]) -> jax.Array:
-        """Whether there is a step."""
+    def takes_step(self, finite: dict[str, jax.Array]) -> jax.Array:
+        """Returns whether the step is taken; boolean scalar."""
         flags = jnp.stack(list(finite.values()))
         return flags.all() if self.on_nonfinite == "skip_step" else flags.any()
 
     def total(self, grads: dict[str, PyTree], finite: dict[str, jax.Array]) -> PyTree:
-        """The sum, in the order of the names: of all losses, or of those that are finite."""
+        """Adds up the gradients of all losses, or of those that are finite, in the order of the names."""
         trees = list(grads.values())
         if self.on_nonfinite == "drop_loss":
             trees = [jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()]
@@ -119,17 +119,18 @@ class SeveralLosses(NamedTuple):
     def adjust(
         self, scales: LossScales, grads: dict[str, PyTree], finite: dict[str, jax.Array], overflowed: Any
     ) -> LossScales:
-        """The loss scales of the next step; each goes by its own loss."""
+        """Returns the loss scales of the next step, each adjusted by the gradients of its loss."""
         left_out = self._left_out(overflowed)
         clean = {
-            n: f & ~anywhere(left_out[n], self.axis_name) if n in left_out else f for n, f in finite.items()
+            n: f & ~on_any_device(left_out[n], self.axis_name) if n in left_out else f
+            for n, f in finite.items()
         }
         return LossScales(
             scales={name: _adjust(scales[name], clean[name], grads[name]) for name in finite},
             grads_finite=finite,
-            nonfinite_steps={n: count(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
+            nonfinite_steps={n: count_if(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
             consecutive_nonfinite={
-                n: count(~f, scales.consecutive_nonfinite[n], jnp.int32(0)) for n, f in finite.items()
+                n: count_if(~f, scales.consecutive_nonfinite[n], jnp.int32(0)) for n, f in finite.items()
             },
         )
 
@@ -142,7 +143,7 @@ class SeveralLosses(NamedTuple):
         return overflowed
 
     def magnitudes(self, grads: dict[str, PyTree], scales: LossScales) -> Any:
-        """What is monitored."""
+        """Measures the magnitudes that the state keeps, by loss and group of parameters."""
         return {
             f"{name}/{group}": values
             for name, tree in grads.items()
@@ -150,17 +151,17 @@ class SeveralLosses(NamedTuple):
         }
 
     def no_magnitudes(self, params: PyTree) -> Any:
-        """What is monitored, before the first step."""
+        """Returns zeros in the place of magnitudes, for the state before the first step."""
         found = jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
         return {f"{name}/{group}": values for name in self.scales for group, values in found.items()}
 
 
 def losses_of(loss_scale: Any, on_nonfinite: Any, axis_name: Any, groups: Groups) -> OneLoss | SeveralLosses:
-    """How to treat the gradients, from what `loss_scaled` was given.
+    """Makes `OneLoss` or `SeveralLosses` from the arguments of `loss_scaled`.
 
     Raises:
-      TypeError: for what is no loss scale.
-      ValueError: for names that are no text, no losses at all, and an unknown `on_nonfinite`.
+      TypeError: for something that is not a loss scale.
+      ValueError: for names that are not text, an empty mapping, and an unknown `on_nonfinite`.
     """
     if on_nonfinite not in ("skip_step", "drop_loss"):
         raise ValueError(f"on_nonfinite must be 'skip_step' or 'drop_loss', got {on_nonfinite!r}.")
@@ -194,8 +195,8 @@ def _check_loss_scale(loss_scale: Any, where: str = "") -> None:
         )
 
 
-def anywhere(overflowed: Any, axis_name: Any) -> jax.Array:
-    """Whether `overflowed` holds on any device of the mapped axis."""
+def on_any_device(overflowed: Any, axis_name: Any) -> jax.Array:
+    """Returns whether `overflowed` holds on any device of the mapped axis; boolean scalar."""
     if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
         raise TypeError(
             "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
@@ -206,8 +207,8 @@ def anywhere(overflowed: Any, axis_name: Any) -> jax.Array:
     return lax.pmax(jnp.asarray(overflowed, jnp.int32), axis_name) > 0
 
 
-def count(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
-    """One more where it happened; otherwise as many as so far, or as given."""
+def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
+    """Adds one to a count where something happened, and elsewhere returns it unchanged, or `otherwise`."""
     return jnp.where(happened, optax.safe_increment(so_far), so_far if otherwise is None else otherwise)
 
 

@@ -1,4 +1,4 @@
-"""What a training loop shows of the loss scale."""
+"""Reads from an optimizer state what a training loop logs about the loss scale."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jmp_policy._src.loss_scaling.state import get_loss_scale_state
 
 
 def grads_finite(opt_state: PyTree, loss: str | None = None) -> Any:
-    """Whether the last update was applied; boolean scalar.
+    """Returns whether the last update was applied; boolean scalar.
 
-    For keeping other state on a skipped step, since a forward pass that overflowed poisons batch
+    Use it to keep other state on a skipped step, since a forward pass that overflowed leaves NaN in batch
     statistics for good: `batch_stats = select_tree(grads_finite(opt_state), new, old)`.
 
     Args:
       opt_state: an optimizer state that holds a loss scale, or one for each of several losses.
-      loss: of several losses, whether the last gradients of this one were finite.
+      loss: of several losses, the one whose last gradients are asked about.
 
     Raises:
       ValueError: when `opt_state` holds no loss scale, or several; for an unknown name.
@@ -23,16 +23,16 @@ def grads_finite(opt_state: PyTree, loss: str | None = None) -> Any:
     state = get_loss_scale_state(opt_state)
     if loss is None:
         return state.grads_finite
-    pick(state.loss_scale, loss)  # Raises for a name that is none of the losses.
+    pick(state.loss_scale, loss)  # Raises for a name that is not one of the losses.
     return state.loss_scale.grads_finite[loss]
 
 
 def metrics(opt_state: PyTree) -> dict[str, Any]:
-    """A flat dictionary of scalars for a logger; usable inside `jax.jit`.
+    """Returns a flat dictionary of scalars for a logger; usable inside `jax.jit`.
 
     Returns:
       `loss_scale` (float32), `grads_finite` (bool), `skipped_steps`, `consecutive_skips`, `steps`
-      (int32), and `stuck` (bool) where the loss scale knows it. With `loss_scaled(..., monitor=True)` also
+      (int32), and `stuck` (bool) where the loss scale has it. With `loss_scaled(..., monitor=True)` also
       `grad_max/G`, `grad_min/G` and `grad_underflow/G` (float32) for each group G of parameters: largest and
       smallest magnitude other than zero, and the share that float16 holds as zero at this scale.
 

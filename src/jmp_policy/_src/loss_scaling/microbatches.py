@@ -1,4 +1,4 @@
-"""The arguments of a loss function, split into micro-batches."""
+"""Splits the arguments of a loss function into micro-batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,20 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.dtypes import array_type_text
+
 
 def is_key(x: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
+    """Returns whether a leaf is an array of typed PRNG keys."""
     return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 class Batch(NamedTuple):
-    """The arguments that are split, leaf by leaf.
+    """Arguments of a loss function that are to be split, leaf by leaf.
 
     Args:
-      leaves: of the arguments.
-      treedef: of the arguments.
-      names: of the leaves, for messages.
-      axis: along which arrays are split.
+      leaves: leaves of the arguments.
+      treedef: tree structure of the arguments.
+      names: names of the leaves, for messages.
+      axis: axis along which arrays are split.
     """
 
     leaves: tuple[Any, ...]
@@ -31,7 +33,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, arguments: tuple[tuple[Any, ...], dict[str, Any]], axis: int) -> "Batch":
-        """The batch `(args, kwargs)`, split along an axis."""
+        """Makes the batch of the arguments `(args, kwargs)`, to be split along an axis."""
         found = []
         for group, name in zip(arguments, ("batch", "kwargs"), strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(group):
@@ -40,21 +42,21 @@ class Batch(NamedTuple):
         return cls(leaves, jax.tree.structure(arguments), names, axis)
 
     def is_split(self, leaf: Any) -> bool:
-        """Whether a leaf has rows."""
+        """Returns whether a leaf is an array with rows, which is split."""
         return isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim > 0
 
     @property
     def rows(self) -> list[Any]:
-        """The arrays that are split."""
+        """Returns the arrays that are split."""
         return [x for x in self.leaves if self.is_split(x)]
 
     @property
     def others(self) -> list[Any]:
-        """The arrays without axes, PRNG keys among them."""
+        """Returns the arrays without axes, PRNG keys among them."""
         return [x for x in self.leaves if isinstance(x, jax.Array) and not self.is_split(x)]
 
     def with_arrays(self, rows: list[Any], others: list[Any]) -> "Batch":
-        """The same arguments with other arrays."""
+        """Returns the same arguments with other arrays."""
         split, whole = iter(rows), iter(others)
 
         def new(leaf: Any) -> Any:
@@ -65,9 +67,9 @@ class Batch(NamedTuple):
         return self._replace(leaves=tuple(map(new, self.leaves)))
 
     def check(self, parts: int, meant: str) -> None:
-        """Raises unless all arrays have the same number of rows, which can be split into equal parts."""
+        """Raises ValueError unless all arrays have the same number of rows, a multiple of `parts`."""
         named = [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if self.is_split(x)]
-        shapes = ", ".join(f"{name}: {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in named)
+        shapes = ", ".join(f"{name}: {array_type_text(x)}" for name, x in named)
         if not named and parts > 1 and not any(map(is_key, self.leaves)):
             raise ValueError(
                 f"There is no array to split into {meant}: pass the batch as an argument, "
@@ -89,9 +91,10 @@ class Batch(NamedTuple):
             )
 
     def microbatches(self, n: int, *, is_only: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """A function of a micro-batch's index and its number among those of all devices: `(args, kwargs)`.
+        """Returns a function that gives the arguments `(args, kwargs)` of a micro-batch.
 
-        Rows of a micro-batch lie n apart. In runs of neighbouring rows, each would lie on few devices.
+        The function takes the micro-batch's index and its number among those of all devices. Rows of a
+        micro-batch lie n apart: as runs of neighbouring rows, each micro-batch would lie on few devices.
         """
         axis, is_split = self.axis, [self.is_split(x) for x in self.leaves]
         leaves = self.leaves

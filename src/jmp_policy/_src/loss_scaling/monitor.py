@@ -1,4 +1,4 @@
-"""Magnitudes of gradients by group of parameters, kept in the optimizer's state."""
+"""Measures magnitudes of gradients by group of parameters, for the optimizer's state."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
@@ -16,7 +16,7 @@ _BECOMES_ZERO = 2.0**-25
 
 
 def check_groups(groups: Any) -> Groups:
-    """Raises for something that does not say which parameter is in which group."""
+    """Raises TypeError for something that does not say which parameter is in which group."""
     if isinstance(groups, bool):
         return groups
     if callable(groups):
@@ -28,7 +28,7 @@ def check_groups(groups: Any) -> Groups:
 
 
 def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict[str, jax.Array]]:
-    """Largest, smallest and vanishing magnitudes per group of parameters.
+    """Measures the largest, the smallest and the vanishing magnitudes per group of parameters.
 
     Args:
       grads: unscaled gradients.
@@ -46,7 +46,7 @@ def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict
     ]
     parts: dict[str, list[jax.Array]] = {}
     for text, leaf in leaves:
-        # Of Linen's variables the parts are below.
+        # Linen's variables have the parts of the model below "params".
         name = groups(text) if callable(groups) else text.removeprefix("params/").split("/")[0] or "all"
         parts.setdefault(name, []).append(jnp.abs(leaf).astype(jnp.float32))
     limit = _BECOMES_ZERO / jnp.asarray(loss_scale, jnp.float32)

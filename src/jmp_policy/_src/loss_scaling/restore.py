@@ -1,8 +1,8 @@
-"""Bringing what a checkpoint gave into the state of the program that goes on with it.
+"""Fits restored training states (from a checkpoint) into the structure and dtypes of this program's state.
 
 Orbax and `flax.serialization` restore the very structure that was saved and nothing else, and Orbax casts to
-the dtypes of its target without a word. Here values are matched by name, only what `loss_scaled` and its
-loss scales add may be missing, and a change of dtype is an error.
+the dtypes of its target silently. Here values are matched by name, only what `loss_scaled` and its loss
+scales add may be missing, and a change of dtype is an error.
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.cast import strip_weak_type
-from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.dtypes import array_type_text, is_floating
 from jmp_policy._src.core.types import PyTree
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)
 _ABSENT = object()
-#: By these fields a state is told, since one that was read without a target has no class: of `loss_scaled`
-#: (no other has both), of `master_weights`.
+#: Fields by which the states of `loss_scaled` (no other has both) and of `master_weights` are recognised: a
+#: state that was read without a target has no class.
 _LOSS_SCALED = frozenset(("grads_finite", "skipped"))
 _MASTERS = frozenset(("inner_state", "masters"))
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyTree:
-    """The saved training state in the structure, the dtypes and the shardings of this program's.
+    """Returns a saved training state in the structure, the dtypes and the shardings of this program's state.
 
-    Use it after any restore, and when the checkpoint is not quite what the program has: made by an older
+    Use it after any restore, also of a checkpoint that differs from the program's state: made by an older
     version that lacked a field, by a float32 run whose optimizer was not in `loss_scaled` yet, on other
     devices, or read without a target. Values are matched by the names on their paths.
 
@@ -39,9 +39,9 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
       template: a freshly initialised state, such as `tx.init(params)`, a `TrainState`, or
         `nnx.state(optimizer)`, or a dict of several; arrays, or `jax.ShapeDtypeStruct`s (with shardings)
         for what need not exist twice.
-      saved: what the checkpoint gave: the same structure, an older one, nested dicts and lists (Orbax
-        without a target, Flax state dicts), or the state of the optimizer that `loss_scaled` or
-        `master_weights` wraps now.
+      saved: the restored state: of the same structure, an older one, nested dicts and lists (Orbax without a
+        target, Flax state dicts), or the state of the optimizer that `loss_scaled` or `master_weights` wraps
+        now.
       cast: convert numbers that were saved in another precision, instead of raising.
 
     Returns:
@@ -78,12 +78,12 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
 
 
 def check_restored(restored: PyTree, expected: PyTree) -> None:
-    """Raises when a restored state has not the paths, shapes and dtypes of the state that was expected.
+    """Raises when the paths, shapes or dtypes of a restored state are not those of the expected state.
 
-    Orbax, given a target, casts to its dtypes without a word: a checkpoint of bfloat16 parameters makes
-    float32 ones that have lost their digits. So look at what the checkpoint holds before restoring it:
+    Orbax, given a target, casts to its dtypes silently: a checkpoint of bfloat16 parameters makes float32
+    ones that have lost their digits. So compare the metadata of the checkpoint before restoring it:
     `check_restored(checkpointer.metadata(path).item_metadata, expected)`, or a `CheckpointManager`'s
-    `item_metadata(step)`, which is None without `item_handlers`. `restore_state` checks what it is given.
+    `item_metadata(step)`, which is None without `item_handlers`. `restore_state` checks its input itself.
 
     Args:
       restored: a pytree of arrays, of `jax.ShapeDtypeStruct`s, or of Orbax's metadata.
@@ -107,9 +107,10 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pair:
-    """A leaf of the template and the saved leaf on its path; one of them may be absent.
+    """Leaf of the template and the saved leaf on the same path; one of them may be absent.
 
-    `field` names the field of the wrapper's state whose value the template is asked for.
+    `field` names the field of the wrapper's state that the leaf belongs to, "" for other leaves. A leaf with
+    a field need not have been saved: it then takes the template's value.
     """
 
     path: str
@@ -118,7 +119,7 @@ class _Pair:
     field: str = ""
 
     def default(self) -> Any:
-        """The value of a fresh state."""
+        """Returns the value of a freshly initialised state."""
         if not isinstance(self.wanted, jax.ShapeDtypeStruct):
             return jnp.array(self.wanted)  # A copy: the restored state may be donated.
         if self.field == "masters":
@@ -135,9 +136,9 @@ class _Pair:
 
 
 def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pair]:
-    """Every leaf of the template, in its order, with what was saved; then what else was saved.
+    """Yields every leaf of the template with the saved leaf, in the template's order; then leaves only saved.
 
-    Nodes without leaves (None, `optax.EmptyState`) count as nothing: checkpoints write them as they please.
+    Nodes without leaves (None, `optax.EmptyState`) are ignored: checkpoints differ in how they write them.
     """
     children, found = _children(wanted), _children(given)
     if children is None or _is_box(wanted, children):
@@ -150,8 +151,8 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
     if _is_loss_scale(wanted) and children.keys() & saved.keys():
         field = field or "loss_scale"
     for name, child in children.items():
-        own = name if wraps and name != "inner_state" else field
-        yield from _match(_join(path, name), child, saved.get(name), own)
+        child_field = name if wraps and name != "inner_state" else field
+        yield from _match(_join(path, name), child, saved.get(name), child_field)
     if found is None:
         yield _Pair(path, _ABSENT, given)
     for name, child in saved.items():
@@ -160,7 +161,10 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
 
 
 def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pair]:
-    """Either side may be in a box, such as `nnx.Variable`; a raw restore gives {"value": array} for one."""
+    """Yields the pair of one leaf; either may be in a box such as `nnx.Variable` or {"value": array}.
+
+    {"value": array} is what Orbax restores for a Variable without a target.
+    """
     (leaf,) = jax.tree.leaves(wanted) if _children(wanted) else [wanted]
     found = _children(given)
     while found is not None and found.keys() == {"value"}:
@@ -179,7 +183,7 @@ def _left_over(path: str, given: Any) -> Iterator[_Pair]:
 
 
 def _children(node: Any) -> dict[str, Any] | None:
-    """The children of a pytree's node by name, list items by number; None for a leaf."""
+    """Returns the children of a pytree's node by name, list items by number; None for a leaf."""
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if flat and not flat[0][0]:
         return None
@@ -190,7 +194,7 @@ def _children(node: Any) -> dict[str, Any] | None:
 
 
 def _is_box(node: Any, children: dict[str, Any]) -> bool:
-    """Whether it is metadata around one array: `nnx.Variable`, `nn.Partitioned`."""
+    """Returns whether a node is metadata around one array, such as `nnx.Variable` or `nn.Partitioned`."""
     named_value = not isinstance(node, dict) and children.keys() == {"value"}
     return named_value and _children(children["value"]) is None
 
@@ -250,7 +254,7 @@ def _check_types(pairs: Iterable[_Pair]) -> None:
 
 
 def _change(wanted: Any, given: Any) -> str:
-    """What became of a type, in words; nothing where it is as it was."""
+    """Describes how the type of a leaf has changed; returns "" where it has not."""
     if not hasattr(wanted, "dtype") and not isinstance(wanted, _SCALARS):
         return "" if type(given) is type(wanted) else f"{type(wanted).__name__} -> {_show(given)}"
     if isinstance(wanted, _SCALARS):
@@ -269,7 +273,10 @@ def _change(wanted: Any, given: Any) -> str:
 
 
 def _converted(pair: _Pair, cast: bool) -> Any:
-    """The saved value, a Python number or a strongly typed array as the template's; cast where asked for."""
+    """Converts a saved value to a Python number or a strongly typed array, as the template's is.
+
+    With `cast` it is cast to the template's dtype if both are of one kind (integer, floating, ...).
+    """
     wanted, given = pair.wanted, pair.given
     if isinstance(wanted, _SCALARS):
         return type(wanted)(np.asarray(given).item()) if _kind(given) is _kind(wanted) else given
@@ -286,7 +293,7 @@ def _converted(pair: _Pair, cast: bool) -> Any:
 
 
 def _placed(value: Any, wanted: Any) -> Any:
-    """The value where the template's is."""
+    """Places a value on the devices of the template's value."""
     if not hasattr(wanted, "dtype") or not hasattr(value, "dtype"):
         return value
     sharding = getattr(wanted, "sharding", None)
@@ -329,7 +336,7 @@ def _is_weak(x: Any) -> bool:
 def _show(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return f"{type(x).__name__} (a Python number)" if isinstance(x, _SCALARS) else type(x).__name__
-    return f"{x.dtype}[{','.join(map(str, _shape(x)))}]{' (weak)' * _is_weak(x)}"
+    return f"{array_type_text(x)}{' (weak)' * _is_weak(x)}"
 
 
 def _first(lines: list[str]) -> str:

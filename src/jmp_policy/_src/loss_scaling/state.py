@@ -1,4 +1,4 @@
-"""The optimizer state of `loss_scaled`, and finding it inside any other optimizer state."""
+"""Defines the optimizer state of `loss_scaled`, and finds it inside any other optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class LossScaledState(NamedTuple):
 
 
 def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
-    """The one `LossScaledState` inside an optimizer state, however deeply nested.
+    """Returns the one `LossScaledState` inside an optimizer state, however deeply nested.
 
     Args:
       opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
@@ -68,21 +68,21 @@ def _find_one(opt_state: PyTree) -> LossScaledState:
 
 
 def _is_variable(x: Any) -> bool:
-    """Whether `nnx.Optimizer` has put an array of the state into a Variable."""
+    """Returns whether a leaf is a Variable, into which `nnx.Optimizer` puts the arrays of its state."""
     return is_instance_of(x, "flax.nnx", "Variable")
 
 
 def _unwrapped(state: Any) -> Any:
-    """The state with plain arrays, and the very state where it has them already."""
+    """Returns the state with plain arrays, and the same object where it has them already."""
     return map_changed(lambda x: x.get_value() if _is_variable(x) else x, state, _is_variable)
 
 
 def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
-    """The loss scale itself, given one or several or anything that `get_loss_scale_state` takes.
+    """Returns the loss scale in a loss scale, in several, or in anything that `get_loss_scale_state` takes.
 
     Args:
-      scale_or_state: where to look.
-      loss: which of several is meant.
+      scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
+      loss: name of the loss whose scale is meant, where there are several.
     """
     if is_one(scale_or_state) or are_several(scale_or_state):
         return pick(scale_or_state, loss)
@@ -90,18 +90,18 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
 
 
 def replace_loss_scale(scale_or_state: Any, new: LossScale, loss: str | None = None) -> Any:
-    """What was given to `find_loss_scale`, with another loss scale in the same place."""
+    """Returns what `find_loss_scale` takes, with another loss scale in the place of the one that it finds."""
     if is_one(scale_or_state) or are_several(scale_or_state):
         return _with(scale_or_state, new, loss)
     old = _find_one(scale_or_state)
-    kept_as = jax.tree.map(
+    new_scale = jax.tree.map(
         lambda before, value: before.replace(value) if _is_variable(before) else value,
         old.loss_scale,
         _with(_unwrapped(old.loss_scale), new, loss),
         is_leaf=_is_variable,
     )
     return jax.tree.map(
-        lambda x: x._replace(loss_scale=kept_as) if x is old else x,
+        lambda x: x._replace(loss_scale=new_scale) if x is old else x,
         scale_or_state,
         is_leaf=lambda x: x is old,
     )

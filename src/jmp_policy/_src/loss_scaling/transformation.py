@@ -1,4 +1,4 @@
-"""What every wrapper of an optax transformation needs of what it wraps."""
+"""Checks and runs the optax transformation that `loss_scaled`, `master_weights` and others wrap."""
 
 from typing import Any
 
@@ -14,7 +14,11 @@ from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 
 
 def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
-    """The transformation, taking extra arguments, or a TypeError that names the wrapper."""
+    """Returns the wrapped transformation with support for extra arguments.
+
+    Raises:
+      TypeError: for something that is not a transformation; the message names the wrapper.
+    """
     if isinstance(inner, type) or not all(callable(getattr(inner, n, None)) for n in ("init", "update")):
         hint = " Did you forget to call it?" if callable(inner) else ""
         raise TypeError(
@@ -34,7 +38,7 @@ def check_state(state: Any, cls: type, wrapper: str) -> None:
 
 
 def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
-    """Raises ValueError where there are gradients, and the parameters were not passed."""
+    """Raises ValueError where there are gradients but the parameters were not passed."""
     if params is None and jax.tree.leaves(updates):
         raise ValueError(
             f"{wrapper} needs the parameters to compute their updates: call tx.update(grads, state, params)."
@@ -42,7 +46,7 @@ def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises TypeError for a seed that is no integer."""
+    """Raises TypeError for a seed that is not an integer."""
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
     if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
         return
@@ -51,10 +55,10 @@ def check_seed(seed: Any) -> None:
 
 
 def unalias(state: PyTree, *others: PyTree) -> PyTree:
-    """The state as every later step returns it: strongly typed, and in buffers that `others` don't hold.
+    """Makes a state strongly typed, in buffers that it shares neither with `others` nor among its leaves.
 
-    A weak type would compile the step twice; some optimizers keep the very arrays of the parameters (L-BFGS),
-    and those could not be donated together with them.
+    A weak type would compile the step twice, since every later state is strongly typed. Some optimizers
+    (L-BFGS) keep the very arrays of the parameters, which could then not be donated together with them.
     """
     taken = {id(x) for x in jax.tree.leaves(others)}
 
@@ -77,7 +81,11 @@ def run_inner(
     params: PyTree,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """The updates of what is wrapped, which sees float32 gradients, and its state, strongly typed."""
+    """Runs the wrapped transformation on float32 gradients.
+
+    Returns:
+      Its updates, and its state, strongly typed.
+    """
     if "grad" in extra_args:
         extra_args = extra_args | {"grad": tree_to_float32(extra_args["grad"])}
     new_updates, new_state = inner.update(tree_to_float32(updates), state, params, **extra_args)

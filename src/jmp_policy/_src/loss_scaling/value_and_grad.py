@@ -1,7 +1,7 @@
-"""Gradients of a scaled loss.
+"""Differentiates a loss times its loss scale.
 
-The gradients come out scaled and the loss as the user wrote it; `loss_scaled` (or `LossScale.unscale`)
-divides. Unscaling here already would hide from the optimizer which scale was used.
+The gradients are returned scaled and the loss unscaled; `loss_scaled` (or `LossScale.unscale`) divides. If
+gradients were unscaled here, the optimizer could not know which scale was used.
 """
 
 import operator
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.cast import map_changed
-from jmp_policy._src.core.device_dispatch import varies_over_devices
 from jmp_policy._src.core.dtypes import promote_dtype
-from jmp_policy._src.core.finiteness import all_finite, select_tree
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr.compat import varies_over_devices
+from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
 
-#: The largest power of two that float16 holds: what a float16 loss may be multiplied by at most.
-_LARGEST_HALF_SEED = 2.0**15
+#: The largest power of two in float16, and so the largest cotangent that a float16 loss may have.
+_LARGEST_FLOAT16_COTANGENT = 2.0**15
 
 
 def scaled_value_and_grad(
@@ -35,13 +35,13 @@ def scaled_value_and_grad(
     loss: str | None = None,
     retries: int = 0,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
+    """Differentiates the loss times its scale, as `jax.value_and_grad` does, and returns the loss unscaled.
 
     Args:
       fun: the loss function, returning a real scalar, or `(loss, aux)` with `has_aux`. Compute the loss
         in float32; a float16 loss draws a warning.
       argnums, has_aux, holomorphic, allow_int: as for `jax.value_and_grad`.
-      loss: of several losses with a loss scale each, the name of this one.
+      loss: where there are several losses with a loss scale each, the name of this one.
       retries: repeat a step whose gradients are not finite up to this many times, each time with the
         scale that `adjust(False)` gives, instead of skipping it. Each repetition costs a whole forward
         and backward pass; a step without overflow costs nothing more.
@@ -53,8 +53,8 @@ def scaled_value_and_grad(
       dtypes `jax.value_and_grad` would give. Where the loss is not finite, neither are the gradients,
       so that the step is skipped.
 
-      With `retries` it returns `((value, grads), scale_or_opt_state)`: the state as it came in, with the
-      scale that the gradients were computed with. Pass that to `update`.
+      With `retries` it returns `((value, grads), scale_or_opt_state)`: the state that was passed in, with
+      the scale that the gradients were computed with. Pass that to `update`.
 
     Raises:
       TypeError: when `fun` returns no scalar.
@@ -100,7 +100,7 @@ def scaled_value_and_grad(
 
 
 def _shift(argnums: int | Sequence[int]) -> Any:
-    """Argument numbers behind the loss scale, which is the first argument of what is differentiated."""
+    """Shifts argument numbers by one: the differentiated function takes the loss scale first."""
 
     def one(argnum: int) -> int:
         return argnum + 1 if argnum >= 0 else argnum
@@ -109,7 +109,7 @@ def _shift(argnums: int | Sequence[int]) -> Any:
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The loss and what comes beside it, of what a loss function returned."""
+    """Splits what a loss function returned into the loss and the auxiliary output."""
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise TypeError(
@@ -125,14 +125,14 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def scale_loss(scale: LossScale, loss: Any) -> Any:
-    """The loss times its scale, in float32; NaN gradients where the loss is not finite."""
+    """Multiplies the loss by its scale in float32; gradients of a loss that is not finite become NaN."""
     dtype = getattr(loss, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
     if dtype == jnp.float16:
         warnings.warn(
             "The loss is float16. Its cotangent is the loss scale itself, and float16 ends at 65504: a "
-            "scale of 2**16 would overflow on every step. It is held at 2**15 here, and the gradients are "
+            "scale of 2**16 would overflow on every step. It is limited to 2**15 here, and the gradients are "
             "multiplied by the rest. Compute the loss in float32: cast the logits, or give the model the "
             "output dtype float32 (as mixed_float16 has).",
             UserWarning,
@@ -140,26 +140,26 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
         )
     # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
     # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
-    # x - x is 0 for every number, and NaN for inf and NaN.
-    wide = loss.astype(promote_dtype(dtype))
-    poison = lax.stop_gradient(wide - wide) + 1
+    # x - x is 0 for every finite number, and NaN for inf and NaN.
+    promoted = loss.astype(promote_dtype(dtype))
+    one_if_finite = lax.stop_gradient(promoted - promoted) + 1
     if dtype == jnp.float16:
-        factor = jnp.minimum(jnp.asarray(scale.loss_scale, jnp.float32), _LARGEST_HALF_SEED)
-        return wide * (factor * poison)
-    return scale.scale(loss) * poison
+        factor = jnp.minimum(jnp.asarray(scale.loss_scale, jnp.float32), _LARGEST_FLOAT16_COTANGENT)
+        return promoted * (factor * one_if_finite)
+    return scale.scale(loss) * one_if_finite
 
 
 def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
-    """Gradients of a float16 loss carry less than the loss scale: multiply by what is missing."""
+    """Multiplies gradients of a float16 loss by the part of the scale that its cotangent could not hold."""
     if getattr(loss, "dtype", None) != jnp.float16:
         return grads
-    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_HALF_SEED, 1)
+    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_FLOAT16_COTANGENT, 1)
 
     def multiply(g: Any) -> Any:
         if not jnp.issubdtype(g.dtype, jnp.inexact):
             return g
-        wide = promote_dtype(g.dtype)
-        return (g.astype(wide) * rest.astype(wide)).astype(g.dtype)
+        dtype = promote_dtype(g.dtype)
+        return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
 
     return map_changed(multiply, grads)
 
@@ -167,11 +167,11 @@ def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
 def _with_retries(
     step: Callable[[LossScale], tuple[Any, PyTree]], scale: LossScale, retries: int
 ) -> tuple[tuple[Any, PyTree], LossScale]:
-    """Runs `step` until its gradients are finite, at most `retries` times more than once."""
+    """Runs `step` until its gradients are finite: once, and at most `retries` times more."""
 
     def body(carry: Any) -> Any:
         tries, scale, _, _ = carry
-        # The first pass uses the scale as it is, so that the body is traced and compiled once.
+        # The first pass, with the unchanged scale, runs in the loop too: one body to trace and compile.
         lowered = select_tree(tries > 0, scale.adjust(jnp.zeros((), jnp.bool_)), scale)
         result = jax.tree.map(jnp.asarray, step(lowered))
         return tries + jnp.int32(1), lowered, result, all_finite(result[1])

@@ -1,1 +1,1 @@
-"""What precision a module computes in: policies, rules, which are active, casts at policy boundaries."""
+"""Decides the precision of every module: policies, rules, which are active, casts at policy boundaries."""

@@ -1,4 +1,4 @@
-"""What leaves a module: results in the dtype its policy says, carries in the dtype they came in."""
+"""Casts what a module returns: outputs to the dtype of its policy, carries to the dtype they came in."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,30 +17,30 @@ def cast_outputs(
     *,
     policy_changes: bool,
     may_be_scanned: bool,
-    alone: bool = False,
+    may_return_carry_only: bool = False,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """The result of a module's method as its caller is to see it.
+    """Casts the outputs of a module's method for its caller.
 
     Args:
       out: what the method returned.
       given: the positional arguments as they came, before any cast.
       policy: the module's policy.
-      policy_changes: whether the caller is under another policy, so that the output dtype applies. Inside,
-        results are handed on in compute dtype.
-      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry must keep its dtype:
-        the first of a pair.
-      alone: whether the carry may be all that it returns.
-      is_leaf: as for `jax.tree.flatten`: what is not to be looked into.
+      policy_changes: whether the caller is under another policy, so that the output dtype applies. Between
+        modules of one policy, outputs stay in compute dtype.
+      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry (the first of a pair)
+        must keep its dtype.
+      may_return_carry_only: whether the carry may be all that the method returns.
+      is_leaf: as for `jax.tree.flatten`.
     """
 
     def cast(x: Any) -> Any:
         if policy_changes:
             return cast_leaf(x, policy.output_dtype)
-        # Scalars stay: they cost nothing and are mostly losses, whose cotangent is the loss scale.
+        # Scalars keep their dtype: they cost nothing and are mostly losses, whose cotangent is the scale.
         return x if not is_floating_array(x) or np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
 
-    if alone and given:
+    if may_return_carry_only and given:
         kept = _in_dtypes_of(given[0], out, is_leaf)
         if kept is not None:
             return kept
@@ -55,15 +55,15 @@ def cast_outputs(
 
 
 def _children_def(pair: Any) -> Any:
-    """The structure of a pair (a NamedTuple, say) whose two children count as leaves."""
+    """Returns the tree structure of a pair (such as a NamedTuple) whose two children count as leaves."""
     return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
 
 
 def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
-    """A returned carry in the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
+    """Casts a returned carry to the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
 
-    A method that returns a pair whose first part has the structure and shapes of its first argument is
-    the body of a scan as far as types go; the method that makes its first carry knows no policy.
+    What has the structure and the shapes of the method's first argument counts as a carry. The method that
+    makes the first carry (`initialize_carry`) knows no policy, so the dtypes of that first carry are kept.
     """
     before, before_def = jax.tree.flatten(given, is_leaf)
     after, after_def = jax.tree.flatten(carry, is_leaf)

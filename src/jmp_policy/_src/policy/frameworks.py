@@ -1,7 +1,7 @@
-"""What the rest of the library asks of a module framework, and which one answers for a module.
+"""Defines what a module framework (Flax Linen, Flax NNX) implements, and finds the framework of a module.
 
-`flax.linen` and `flax.nnx` each implement `Framework`. The rooms below Flax ask here, and so never import it:
-a framework's implementation is loaded when one of its modules is met.
+`flax.linen` and `flax.nnx` each implement `Framework`. The rooms below Flax look frameworks up here, and so
+never import Flax: a framework's implementation is loaded when one of its modules is met.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from jmp_policy._src.core.imported import imported_attr, is_instance_of
 
 
 class Framework:
-    """What a module framework implements; the defaults are right for one that does nothing special."""
+    """Operations that a module framework implements; the defaults do nothing."""
 
     def wrap(self, module: Any, policy: Any) -> Any:
         """Returns the module under a policy."""
@@ -24,7 +24,7 @@ class Framework:
 
         Args:
           module: a module.
-          rules: what governs it; that they match something is checked by whoever has the whole model.
+          rules: the rules that govern it; whoever has the whole model checks that each matches something.
 
         Returns:
           The module under the rules, and the (path, module) pairs that the rules were asked about already.
@@ -36,14 +36,14 @@ class Framework:
         raise NotImplementedError
 
     def marking(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
-        """Returns a with-block in which modules mark their operations with the policy that governs them.
+        """Returns a context manager in which modules mark their operations with the policy that governs them.
 
-        It gives a `policy.scope.Seen`, of the modules met, or None.
+        It yields a `policy.scope.Seen` of the modules that ran, or None.
         """
         return contextlib.nullcontext()
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a with-block in which the results of modules are handed to the active taps."""
+        """Returns a context manager in which the outputs of modules are passed to the active taps."""
         return contextlib.nullcontext()
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -68,9 +68,9 @@ def register_framework(module: str, base: str, load: Callable[[], Framework]) ->
     """Registers a framework.
 
     Args:
-      module: name of the package in which its modules' base class is.
+      module: name of the package that defines the base class of its modules.
       base: name of that class.
-      load: gives its implementation; called once, when the first of its modules is met.
+      load: returns the implementation; called once, for the first of its modules.
     """
     _FRAMEWORKS[module] = _Registered(module, base, functools.cache(load))
 

@@ -1,4 +1,4 @@
-"""What the rules mean for one module."""
+"""Holds what the rules decide for one module: its policy, and whether it computes in float32 all the same."""
 
 import dataclasses
 
@@ -10,22 +10,26 @@ from jmp_policy._src.policy.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class ModulePrecision:
-    """The policy of one module, and whether the module is a float32 island within it."""
+    """Policy of one module, and whether the module is a float32 island.
+
+    A float32 island is a module that computes in float32 inside a half-precision model, such as a
+    normalisation layer; it takes and returns the compute dtype of its policy.
+    """
 
     policy: Policy
     island: bool
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """Dtype that values are handed on in."""
+        """Returns the dtype in which the module passes values on."""
         return self.policy.compute_dtype
 
     @property
     def param_dtype(self) -> np.dtype:
-        """Dtype that parameters are stored in."""
+        """Returns the dtype in which parameters are stored."""
         return promote_dtype(self.policy.param_dtype) if self.island else self.policy.param_dtype
 
     @property
     def used_param_dtype(self) -> np.dtype:
-        """Dtype that parameters have where they are used."""
+        """Returns the dtype of parameters where they are used."""
         return self.param_dtype if self.island else self.policy.compute_dtype

@@ -1,7 +1,7 @@
-"""A precision policy: which dtype parameters, computation and outputs have.
+"""Defines a precision policy: which dtype parameters, computation and outputs have.
 
 The text grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `str` parses back,
-and an unknown word is named together with the words that would do.
+and the error for an unknown word lists the known ones.
 """
 
 import dataclasses
@@ -17,15 +17,16 @@ from jmp_policy._src.core.types import DTypeLike, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of a mixed-precision computation.
+    """Dtypes of a mixed-precision computation.
 
     Frozen and hashable: a policy may be a static argument of `jax.jit` or a field of a module.
 
     Args:
-      param_dtype: what parameters are stored and updated in (the master weights).
-      compute_dtype: what parameters and inputs are cast to for the computation.
-      output_dtype: what leaves the governed part of a model for code under another policy or none.
-      grad_dtype: what weight gradients leave half-precision products in; None leaves them in
+      param_dtype: dtype in which parameters are stored and updated (the master weights).
+      compute_dtype: dtype to which parameters and inputs are cast for the computation.
+      output_dtype: dtype of values that leave the governed part of a model for code under another policy or
+        none.
+      grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in
         `compute_dtype` until the transpose of the parameter's cast.
 
     Raises:
@@ -56,19 +57,19 @@ class Policy:
             object.__setattr__(self, field.name, dtype)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `param_dtype`; all others stay the same objects."""
+        """Casts floating leaves to `param_dtype`, and returns all others as the same objects."""
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `compute_dtype`; all others stay the same objects."""
+        """Casts floating leaves to `compute_dtype`, and returns all others as the same objects."""
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `output_dtype`; all others stay the same objects."""
+        """Casts floating leaves to `output_dtype`, and returns all others as the same objects."""
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """The same policy with another output dtype."""
+        """Returns the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ _MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
 
 
 def get_policy(text: PolicyLike) -> Policy:
-    """The policy that a text names.
+    """Parses a policy from its text.
 
     Args:
       text: one of
@@ -106,10 +107,10 @@ def get_policy(text: PolicyLike) -> Policy:
         - `"params=float32,compute=float16,output=float32"`, or short `"p=f32, c=f16, o=f32"`, and `g`
           for `grad`: params default to float32, compute to params, output to compute.
 
-        A `Policy` is handed back as it is.
+        A `Policy` is returned unchanged.
 
     Raises:
-      ValueError: naming the bad word and the words that would do.
+      ValueError: for an unknown word; the message lists the known ones.
       TypeError: for anything that is neither a text nor a policy.
 
     Example:

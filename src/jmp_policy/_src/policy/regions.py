@@ -1,7 +1,7 @@
-"""Which precision a part of the program is under: markers in the name stack, and rules for its paths.
+"""Finds the precision that autocast uses in a part of a program, by the markers and rules for its name stack.
 
-A marker is a named scope, which every operation traced within it carries into the jaxpr, whoever traces
-it. Nothing ambient is read, so a jitted function that is traced once is right everywhere, and a marker
+A marker is a named scope, which every operation traced within it carries into the jaxpr. No global or
+thread-local state is read, so a jitted function that was traced once is right everywhere, and a marker
 outside of `autocast` does nothing.
 """
 
@@ -22,20 +22,20 @@ from jmp_policy._src.policy.rules import PolicyMap, matches
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: "off": as traced. "lower": every listed operation in half.
+#: "off": operations run as traced. "lower": every listed operation runs in half precision.
 RegionName: TypeAlias = Literal["off", "lower"]
 
 _MARKER = re.compile(r"autocast\[(\w+)\]")
 
 
 class Region(NamedTuple):
-    """The precision that a part of the program is under.
+    """Precision of a part of a program.
 
     Args:
       half: the half dtype, None where operations run as they were traced.
       lower: whether operations of all lists run in half.
       path: names of the scopes around it.
-      why: what decided, as it is shown.
+      why: the marker or rule that decided, as reports show it.
     """
 
     half: Any
@@ -45,7 +45,7 @@ class Region(NamedTuple):
 
 
 def compute_dtype(dtype: np.dtype, given: object) -> np.dtype | None:
-    """The half dtype that a policy's compute dtype asks for; None for float32.
+    """Returns the half dtype that a policy's compute dtype asks for; None for float32.
 
     Raises:
       ValueError: for other dtypes than float16, bfloat16 and float32.
@@ -62,17 +62,18 @@ def compute_dtype(dtype: np.dtype, given: object) -> np.dtype | None:
 
 @contextlib.contextmanager
 def region(precision: "str | Policy | DTypeLike") -> Iterator[None]:
-    """Marks the operations of a with-block for `autocast`, which traces them; also inside a module's method.
+    """Marks the operations of a with-block for the `autocast` around it; also inside a module's method.
 
     The innermost marker wins. Outside of `autocast` it only names the operations in profiles.
 
     Args:
-      precision: `"off"`: every operation as traced, its half operands cast up; `"lower"`: every listed
-        operation in half, those that autocast would keep in float32 included, but for constants that
-        half can't hold; or a half dtype or policy, which takes the place of the one of `autocast`.
+      precision: `"off"`: every operation runs as traced, with its half operands cast to float32; `"lower"`:
+        every listed operation runs in half precision, those that autocast would keep in float32 included
+        (constants that do not fit into half excepted); or a half dtype or policy, which replaces the one
+        given to `autocast`.
 
     Raises:
-      ValueError: for an unknown word or dtype, when it is made.
+      ValueError: for an unknown word or dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,18 +83,18 @@ def region(precision: "str | Policy | DTypeLike") -> Iterator[None]:
       >>> head(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype
       dtype('float32')
     """
-    with jax.named_scope(f"autocast[{_word(precision)}]"):
+    with jax.named_scope(f"autocast[{_region_word(precision)}]"):
         yield
 
 
 def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
-    """A function whose operations `autocast` leaves as they were traced: `region("off")` as a decorator.
+    """Makes `autocast` leave the operations of a function as traced: `region("off")` as a decorator.
 
     Args:
       fn: any function, also a method of a module.
 
     Raises:
-      TypeError: for something that is no function.
+      TypeError: for something that is not a function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,17 +116,12 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
     return in_full
 
 
-def scopes(name_stack: Any) -> list[str]:
-    """The names of a name stack that a scope put there, outermost first; transforms are left out."""
-    return [part.name for part in name_stack.stack if type(part).__name__ == "Scope"]
-
-
 def is_marker(scope: str) -> bool:
-    """Whether a scope of a name stack is a marker, and no name of the user's."""
+    """Returns whether a scope of a name stack is a marker, and not a name that the user gave."""
     return _MARKER.fullmatch(scope) is not None
 
 
-def _word(given: "str | Policy | DTypeLike") -> str:
+def _region_word(given: "str | Policy | DTypeLike") -> str:
     precision: Any = given.compute_dtype.name if isinstance(given, Policy) else given
     if precision in ("off", "lower"):
         return precision
@@ -137,12 +133,12 @@ def _word(given: "str | Policy | DTypeLike") -> str:
 
 
 class Regions:
-    """Reads name stacks: the outermost region, and what markers and rules make of each operation's scopes.
+    """Resolver of an operation's region from the names of its scopes, by markers and rules.
 
     Args:
       half: half dtype outside of markers and rules.
       rules: `(path glob, word for region)`. A glob matches a scope with any scopes around it, and governs
-        what is inside, unless something inside is matched or marked itself.
+        everything inside, unless something inside is matched or marked itself.
       anchored: rules whose globs are matched against the whole path.
     """
 
@@ -159,34 +155,34 @@ class Regions:
         self.paths: set[str] = set()
         self.matched: set[str] = set()
 
-    def enter(self, region: Region, name_stack: Any) -> Region:
-        """The region of an operation whose name stack continues that of the code around it."""
-        if not name_stack.stack:
+    def enter(self, region: Region, scopes: Sequence[str]) -> Region:
+        """Returns the region of an operation that is in these scopes, inside the code of another region."""
+        if not scopes:
             return region
-        key = (region, name_stack)
+        key = (region, *scopes)
         if key not in self._known:
-            self._known[key] = functools.reduce(self._inside, scopes(name_stack), region)
+            self._known[key] = functools.reduce(self._enter_scope, scopes, region)
         return self._known[key]
 
-    def _inside(self, region: Region, scope: str) -> Region:
+    def _enter_scope(self, region: Region, scope: str) -> Region:
         marker = _MARKER.fullmatch(scope)
         if marker:
-            return self._set(region, marker.group(1), f"region({marker.group(1)!r})")
+            return self._with_precision(region, marker.group(1), f"region({marker.group(1)!r})")
         if not self._rules:
             # Without rules the path decides nothing, and equal parts of a model share one plan.
             return region
-        return functools.reduce(self._below, scope.split("/"), region)
+        return functools.reduce(self._enter_name, scope.split("/"), region)
 
-    def _below(self, region: Region, name: str) -> Region:
+    def _enter_name(self, region: Region, name: str) -> Region:
         region = region._replace(path=(*region.path, name))
         path = "/".join(region.path)
         self.paths.add(path)
         hits = [(word, shown) for glob, word, shown in self._rules if matches(glob, path, None)]
         self.matched.update(shown for _, shown in hits)
-        return self._set(region, *hits[0]) if hits else region
+        return self._with_precision(region, *hits[0]) if hits else region
 
     @staticmethod
-    def _set(region: Region, word: str, why: str) -> Region:
+    def _with_precision(region: Region, word: str, why: str) -> Region:
         if word == "off":
             return region._replace(half=None, lower=False, why=why)
         if word == "lower":
@@ -195,10 +191,10 @@ class Regions:
 
 
 def as_rules(rules: Any) -> list[tuple[str, str]]:
-    """The checked form of `rules=`: pairs of a path glob and a region.
+    """Checks the argument `rules=` and returns it as pairs of a path glob and the word for a region.
 
     Raises:
-      TypeError, ValueError: naming what is no pair, glob or region.
+      TypeError, ValueError: for something that is not a pair, glob or region; the message names it.
     """
     pairs = rules.items() if hasattr(rules, "items") else rules
     try:
@@ -214,9 +210,9 @@ def as_rules(rules: Any) -> list[tuple[str, str]]:
                 f"The rule for {glob!r} of autocast is no path glob: operations are known by the names of "
                 "the scopes around them. Rules by class or predicate go into a PolicyMap, for Flax modules."
             )
-    return [(glob, _word(precision)) for glob, precision in checked]
+    return [(glob, _region_word(precision)) for glob, precision in checked]
 
 
 def rules_of(policy_map: PolicyMap) -> list[tuple[str, str]]:
-    """The path rules of a `PolicyMap`, for functions whose scopes no module of Flax named."""
-    return [(p, _word(policy)) for p, policy in policy_map.overrides if isinstance(p, str)]
+    """Returns the path rules of a `PolicyMap`, for functions whose scopes are not named by Flax modules."""
+    return [(p, _region_word(policy)) for p, policy in policy_map.overrides if isinstance(p, str)]

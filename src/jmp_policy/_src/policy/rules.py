@@ -1,4 +1,4 @@
-"""Which policy governs which module: an ordered map from patterns to policies."""
+"""Decides which policy governs which module: an ordered map from patterns to policies."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ Pattern: TypeAlias = str | type | Callable[[str, Any], bool]
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class PolicyMap:
-    """A default policy, and overrides for the modules that match a pattern.
+    """Default policy of a model, and overrides for the modules that match a pattern.
 
     A rule governs the module it matches and everything below it, unless something below is matched
     itself. Among rules that match the same module the first listed wins.
@@ -30,14 +30,14 @@ class PolicyMap:
         `*` stays within one name and whose `**` spans any number of them
         (`"decoder/layer_*/attention"`, `"**/head"`), a module class (matched with `isinstance`), or a
         predicate `(path, module) -> bool` with the path as text.
-      keep_module_dtypes: let a module's own `dtype=` win over the policy. Off by default: published
+      keep_module_dtypes: let the `dtype=` field of a module win over the policy. Off by default: published
         Flax models pass `dtype=jnp.float32` to every layer, and a policy that yielded would do nothing.
       float32_islands: compute normalisation layers and the softmax of attention in float32 wherever a
         policy computes in 16 bits or fewer. A rule that matches a normalisation layer by its class or
-        by its name also decides for that layer alone.
+        by its name overrides this for that layer.
 
     Raises:
-      TypeError, ValueError: for patterns and policies that are none.
+      TypeError, ValueError: for something that is not a pattern or not a policy.
 
     Example:
       >>> rules = PolicyMap("mixed_float16", {"decoder/head": "float32"})
@@ -94,7 +94,7 @@ class PolicyMap:
         return f"PolicyMap({str(self.default)!r}{inside}{flags})"
 
     def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
-        """Index of the first rule whose pattern matches this very module, or None."""
+        """Returns the index of the first rule whose pattern matches this very module, or None."""
         text = path_text(path)
         for index, (pattern, _) in enumerate(self.overrides):
             if matches(pattern, text, module):
@@ -107,13 +107,13 @@ class PolicyMap:
         module: Any = None,
         ancestors: Iterable[tuple[str | Sequence[Any], Any]] | None = None,
     ) -> Policy:
-        """The policy that governs a module.
+        """Returns the policy that governs a module.
 
         Args:
           path: where the module is: `"decoder/layer_0"`, or its names in sequence.
           module: the module itself, for patterns that are classes or predicates.
-          ancestors: `(path, module)` of the modules above, nearest first. Left out, the ancestors are
-            known by their paths alone, so that only path patterns can match them.
+          ancestors: `(path, module)` of the modules above, nearest first. Left out, only the paths of the
+            ancestors are known, so that only path patterns can match them.
         """
         above = _paths_above(path) if ancestors is None else ancestors
         for place, candidate in ((path, module), *above):
@@ -123,10 +123,10 @@ class PolicyMap:
         return self.default
 
     def names(self, index: int, module: Any) -> bool:
-        """Whether rule `index` singles out its module rather than sweeping it up with others.
+        """Returns whether rule `index` singles out its module, instead of matching it along with all others.
 
-        A class pattern does when it is the module's class or a base with a meaning of its own; a path
-        does when its last part is no bare `*` or `**`; a predicate always does.
+        A class pattern does unless it is a base class of all modules; a path does unless its last part is a
+        bare `*` or `**`; a predicate always does.
         """
         pattern = self.overrides[index][0]
         if isinstance(pattern, str):
@@ -137,7 +137,7 @@ class PolicyMap:
         return True
 
     def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
-        """The patterns that match none of the given modules.
+        """Returns the patterns that match none of the given modules.
 
         Args:
           modules: `(path, module)` of every module of the model.
@@ -150,11 +150,11 @@ class PolicyMap:
         )
 
     def relative_to(self, path: str | Sequence[Any], policy: Policy) -> "PolicyMap":
-        """The same rules for a model that is part of a larger one, with paths counted from the part.
+        """Returns the same rules for a part of the model, with paths counted from that part.
 
         Args:
           path: where the part is in the larger model.
-          policy: what governs the part itself.
+          policy: the policy that governs the part itself.
         """
         start = path_text(path)
         names = [name for name in start.split("/") if name]
@@ -162,16 +162,16 @@ class PolicyMap:
         for pattern, override in self.overrides:
             if isinstance(pattern, str):
                 parts = [part for part in pattern.split("/") if part]
-                rest = dict.fromkeys("/".join(r) for r in _rests(parts, names) if r)
+                rest = dict.fromkeys("/".join(r) for r in _remaining_globs(parts, names) if r)
                 overrides += [(glob, override) for glob in rest]
             elif isinstance(pattern, type):
                 overrides.append((pattern, override))
             else:
-                overrides.append((_Below(pattern, start), override))
+                overrides.append((_PredicateOnWholePath(pattern, start), override))
         return self._with(policy, overrides)
 
     def without_output_cast(self, policy: Policy) -> "PolicyMap":
-        """The same rules, with one policy's results left in its compute dtype for code under that policy."""
+        """Returns the same rules, with a policy's outputs in compute dtype for code under that policy."""
         inner = policy.with_output_dtype(policy.compute_dtype)
 
         def replaced(p: Policy) -> Policy:
@@ -189,8 +189,8 @@ class PolicyMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Below:
-    """A predicate that is asked about modules of a part, and answers with paths of the whole."""
+class _PredicateOnWholePath:
+    """Predicate on the modules of a part of a model, which calls the user's with paths of the whole model."""
 
     predicate: Callable[[str, Any], bool]
     start: str
@@ -204,12 +204,12 @@ PolicyMapLike: TypeAlias = PolicyMap | Policy | str
 
 
 def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
-    """A `PolicyMap` as it is; a policy or its text as the default of one without overrides."""
+    """Returns a `PolicyMap` unchanged, and a policy or its text as the default of one without overrides."""
     return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
 
 
 def check_grad_dtypes(rules: PolicyMap) -> None:
-    """Raises for policies whose `grad_dtype` cannot be had."""
+    """Raises ValueError for policies whose `grad_dtype` no product can return."""
     for policy in (rules.default, *(p for _, p in rules.overrides)):
         grad = policy.grad_dtype
         if grad in (None, policy.compute_dtype):
@@ -217,7 +217,7 @@ def check_grad_dtypes(rules: PolicyMap) -> None:
         if grad != np.float32:
             raise ValueError(
                 f"The policy {str(policy)!r} asks for weight gradients in {grad.name}. Products of "
-                f"{policy.compute_dtype.name} hand on that or what they accumulate in: leave grad out, or "
+                f"{policy.compute_dtype.name} return that or what they accumulate in: leave grad out, or "
                 "set it to float32."
             )
         if is_half(policy.param_dtype):
@@ -229,12 +229,12 @@ def check_grad_dtypes(rules: PolicyMap) -> None:
 
 
 def path_text(path: str | Sequence[Any]) -> str:
-    """The one written form of a path: names joined by slashes, "" for the root."""
+    """Returns the text of a path: names joined by slashes, "" for the root."""
     return path if isinstance(path, str) else "/".join(map(str, path))
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
-    """Whether one pattern matches one module. Without a module only path patterns can."""
+    """Returns whether one pattern matches one module; without a module only path patterns can."""
     if isinstance(pattern, str):
         return _glob_matches(pattern, path)
     if module is None:
@@ -245,14 +245,14 @@ def matches(pattern: Pattern, path: str, module: Any) -> bool:
 
 
 def show_pattern(pattern: Pattern) -> str:
-    """A pattern as the user wrote it."""
+    """Formats a pattern as the user wrote it."""
     if isinstance(pattern, str):
         return repr(pattern)
     return getattr(pattern, "__qualname__", None) or repr(pattern)
 
 
 def unused_error(unused: Sequence[Pattern], model: str, paths: Iterable[str]) -> ValueError:
-    """The error for rules that match nothing, with the nearest real paths."""
+    """Makes the error for rules that match nothing, with the nearest real paths."""
     known = sorted({path for path in paths if path})
     lines = []
     for pattern in unused:
@@ -287,15 +287,18 @@ def _parts_match(parts: list[str], names: list[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
 
 
-def _rests(parts: list[str], names: list[str]) -> list[list[str]]:
-    """What is left of a glob to match the rest of a path that begins with `names`."""
+def _remaining_globs(parts: list[str], names: list[str]) -> list[list[str]]:
+    """Returns the globs that the rest of a path must match after its first parts, `names`, matched."""
     if not names:
         return [parts]
     if not parts:
         return []
     if parts[0] == "**":
-        return [parts, *(rest for skip in range(len(names)) for rest in _rests(parts[1:], names[skip:]))]
-    return _rests(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
+        return [
+            parts,
+            *(rest for skip in range(len(names)) for rest in _remaining_globs(parts[1:], names[skip:])),
+        ]
+    return _remaining_globs(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
 
 
 def _as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
@@ -318,7 +321,7 @@ def _check_pattern(pattern: Any) -> Pattern:
             name = show_pattern(cast(Pattern, pattern))
             raise TypeError(f"The predicate {name} of a PolicyMap must take (path, module).") from error
         except ValueError:
-            pass  # A builtin without a signature: it is called and seen.
+            pass  # A builtin has no signature to check; a wrong one fails when it is called.
         return cast(Pattern, pattern)
     raise TypeError(
         "A pattern of a PolicyMap is a path glob, a module class or a predicate (path, module) -> "

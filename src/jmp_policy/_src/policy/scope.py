@@ -1,7 +1,7 @@
-"""The ambient policy: which rules are active in this thread, and on whose behalf code runs.
+"""Holds the ambient policy: which rules are active in this thread, and for which module code runs.
 
 `jax.make_user_context` makes it part of the `jax.jit` cache key, so that a function traced outside a
-policy is traced again inside it (Haiku's and Flax's own interceptors are invisible to the cache).
+policy is traced again inside it (the cache does not see Haiku's and Flax's interceptors).
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from jmp_policy._src.policy.rules import PolicyMap, path_text
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Paths of the modules met, and indices of the rules that matched one of them.
+    """Paths of the modules that ran, and indices of the rules that matched one of them.
 
-    No modules: jit caches keep the scopes they were traced under, and a module holds its parameters.
+    It holds paths and no modules: jit caches keep the scopes they were traced under, and a module would keep
+    its parameters alive.
     """
 
     paths: set[str]
@@ -28,17 +29,17 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """One entry of the ambient state. Equal scopes trace equal programs.
+    """Entry of the ambient state; equal scopes trace equal programs.
 
     Args:
       rules: the innermost active rules.
-      mark_only: modules mark their operations for `autocast` instead of casting.
+      mark_only: whether modules mark their operations for `autocast` instead of casting.
       caller: the policy of the module whose code is running, None for code outside every module.
       root_path: path of the module below which `rules` counts paths.
-      current_module: identity of the module whose code is running, to tell a call among its own methods.
+      current_module: identity of the module whose code is running, to recognise calls between its methods.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
-      seen: what the rules were asked about and what matched; shared by all scopes below one entry, to
-        find rules that matched nothing.
+      seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
+        entry, to find rules that matched nothing.
     """
 
     rules: PolicyMap
@@ -50,7 +51,7 @@ class Scope:
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:
-        """A module's path as the rules count it."""
+        """Returns a module's path, counted from the root of the rules."""
         inside = path[: len(self.root_path)] == self.root_path
         return path_text(path[len(self.root_path) :] if inside else path)
 
@@ -59,7 +60,7 @@ _CONTEXT = jax.make_user_context(default_value=None)
 
 
 def current() -> Scope | None:
-    """The active scope of this thread, or None."""
+    """Returns the active scope of this thread, or None."""
     return _CONTEXT.value
 
 

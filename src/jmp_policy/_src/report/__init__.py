@@ -1,1 +1,1 @@
-"""Reports: what runs in which precision, where gradients vanish, what the compilers make of it."""
+"""Reports what runs in which precision, where gradients vanish, and what the compilers make of a program."""

@@ -1,4 +1,4 @@
-"""The number formats of mixed precision, and what a number becomes in each."""
+"""Reports the number formats of mixed precision, and what a number becomes in each."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,22 +9,24 @@ import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table
 
-#: From wide to narrow. TensorFloat-32 is in Tensor Cores alone: float32's exponent, float16's significand.
+#: From most bits to fewest. TensorFloat-32 exists in Tensor Cores only: float32's exponent, float16's
+#: significand.
 _FORMATS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A floating-point format.
+    """Floating-point format.
 
     Args:
-      name: of the dtype; "tf32" is none, but what Tensor Cores make of float32.
-      bits: of storage.
-      exponent_bits, significand_bits: the latter with the leading bit that is not stored.
-      largest: finite number.
-      smallest_normal, smallest_subnormal: numbers above zero.
+      name: name of the dtype; "tf32" is not a dtype, but what Tensor Cores round float32 to.
+      bits: bits of storage.
+      exponent_bits, significand_bits: bits of each; the significand with the leading bit, which is not
+        stored.
+      largest: largest finite number.
+      smallest_normal, smallest_subnormal: smallest numbers above zero.
       epsilon: distance from 1 to the next larger number.
-      becomes: per number that was asked about, what it is in this format; text.
+      becomes: per number that was asked about, its value in this format; text.
     """
 
     name: str
@@ -40,11 +42,11 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Formats(Report):
-    """The formats, widest first; `str` is a table.
+    """Formats from most bits to fewest; `str` is a table.
 
     Args:
       formats: one row each.
-      numbers: what was asked about.
+      numbers: the numbers that were asked about.
     """
 
     formats: tuple[Format, ...]
@@ -78,7 +80,9 @@ class Formats(Report):
 
 
 def formats(*numbers: float) -> Formats:
-    """The formats that training uses, and what numbers become in each, rounded to nearest, ties to even.
+    """Lists the formats that training uses, and what numbers become in each.
+
+    Numbers are rounded to nearest, ties to even.
 
     Args:
       numbers: any finite or infinite numbers.
@@ -87,7 +91,7 @@ def formats(*numbers: float) -> Formats:
       `Formats`; `print` shows it.
 
     Raises:
-      TypeError: for what is no number.
+      TypeError: for something that is not a number.
 
     Example:
       >>> {f.name: f.becomes[0] for f in formats(70000.0).formats if f.bits == 16}
@@ -99,21 +103,25 @@ def formats(*numbers: float) -> Formats:
 
 def _format(name: str, numbers: Sequence[float]) -> Format:
     info = jnp.finfo("float16" if name == "tf32" else name)
-    wide = jnp.finfo("float32") if name == "tf32" else info
+    exponent_info = jnp.finfo("float32") if name == "tf32" else info
     # TensorFloat-32 is stored in 32 bits; its significand is float16's.
     least = (
-        float(wide.smallest_normal) * float(info.eps) if name == "tf32" else float(info.smallest_subnormal)
+        float(exponent_info.smallest_normal) * float(info.eps)
+        if name == "tf32"
+        else float(info.smallest_subnormal)
     )
     largest = (
-        float(wide.smallest_normal) ** -1 * 2 * (2 - float(info.eps)) if name == "tf32" else float(info.max)
+        float(exponent_info.smallest_normal) ** -1 * 2 * (2 - float(info.eps))
+        if name == "tf32"
+        else float(info.max)
     )
     return Format(
         name=name,
-        bits=int(wide.bits),
-        exponent_bits=int(wide.nexp),
+        bits=int(exponent_info.bits),
+        exponent_bits=int(exponent_info.nexp),
         significand_bits=int(info.nmant) + 1,
         largest=largest,
-        smallest_normal=float(wide.smallest_normal),
+        smallest_normal=float(exponent_info.smallest_normal),
         smallest_subnormal=least,
         epsilon=float(info.eps),
         becomes=tuple(_becomes(number, name) for number in numbers),
@@ -128,7 +136,7 @@ def _becomes(number: float, name: str) -> str:
 
 
 def _rounded_to_tf32(number: float) -> float:
-    """A float32 with 10 bits behind the leading one, rounded to nearest, ties to even."""
+    """Rounds to a float32 with 10 bits after the leading one, to nearest, ties to even."""
     with np.errstate(over="ignore", under="ignore"):
         single = np.float32(number)
     if not np.isfinite(single):

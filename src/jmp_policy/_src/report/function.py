@@ -1,4 +1,4 @@
-"""What a report is asked about as a function of arrays: of plain functions and those of NNX modules alike."""
+"""Turns the function that a report is about, which may take NNX modules, into a function of arrays only."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
 class Argument(NamedTuple):
-    """One array among the arguments.
+    """Description of one array among the arguments.
 
     Args:
-      path: "params/Dense_0/kernel": the argument's name and the way to the array within it.
-      position: which argument it is part of: a position, or the name of a keyword.
-      trainable: whether it is a floating array; in NNX models also, whether it belongs to a Param.
+      path: the argument's name and the path within it: "params/Dense_0/kernel".
+      position: the argument that it is part of: a position, or the name of a keyword.
+      trainable: whether it is a floating array, and, in NNX models, belongs to a Param.
     """
 
     path: str
@@ -27,16 +27,16 @@ class Argument(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A function of arrays alone.
+    """Function of arrays only, with the arrays to call it with.
 
     Args:
-      call: takes a list like `arrays`; gives the result. Of functions of NNX modules: the result and
-        what the modules hold afterwards.
-      arrays: what the function was to be called with; may be `ShapeDtypeStruct`s.
-      arguments: what each of them is.
-      name: what to call the function in messages.
-      has_state: whether `call` gives a pair, as for NNX modules.
-      args: what it was given, an NNX module that was called itself first.
+      call: takes a list like `arrays`, and returns the result; for functions of NNX modules, the pair of the
+        result and the modules' state after the call.
+      arrays: the arrays among the arguments; may be `ShapeDtypeStruct`s.
+      arguments: description of each of them.
+      name: name of the function, for messages.
+      has_state: whether `call` returns a pair, as for NNX modules.
+      args: the positional arguments; where the function is itself an NNX module, that module first.
     """
 
     call: Callable[[Sequence[Any]], Any]
@@ -47,17 +47,17 @@ class Function(NamedTuple):
     args: tuple[Any, ...] = ()
 
     def result(self, arrays: Sequence[Any]) -> Any:
-        """The function's result alone."""
+        """Returns the function's result, without the state of modules."""
         out = self.call(arrays)
         return out[0] if self.has_state else out
 
     def jaxpr(self) -> Any:
-        """The closed jaxpr of the function; nothing is run."""
+        """Traces the function to its closed jaxpr; nothing is run."""
         return jax.make_jaxpr(self.call)(self.arrays)
 
 
 def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: str) -> Function:
-    """A function and its arguments as a function of arrays; arguments that are no arrays are static.
+    """Turns a function and its arguments into a function of arrays; other arguments are static.
 
     Args:
       fn: any function that `jax.jit` could trace, or one of NNX modules; an NNX module itself.
@@ -65,7 +65,7 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
       use: the name of the report, for messages.
 
     Raises:
-      TypeError: when `fn` is no function.
+      TypeError: when `fn` is not a function.
     """
     if is_instance_of(fn, "flax.linen", "Module"):
         raise TypeError(
@@ -99,7 +99,7 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def is_floating(array: Any) -> bool:
-    """Whether an array or its type is of real floating numbers."""
+    """Returns whether an array, or the type of one, is of a real floating dtype."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 

@@ -1,4 +1,4 @@
-"""What a report is told about the loss scale: a number will do."""
+"""Converts the argument `scale=` of reports, which may be a number, to a loss scale."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 
 def as_loss_scale(scale: Any) -> LossScale:
-    """A loss scale, given one, a number, or an optimizer state that holds one.
+    """Converts a number to a loss scale, and finds the loss scale in an optimizer state.
+
+    Args:
+      scale: a loss scale, a number, or an optimizer state that holds a loss scale.
 
     Raises:
       ValueError: when an optimizer state holds none, or several.

@@ -1,4 +1,4 @@
-"""Which policy governs which module, and what that makes of the values between them."""
+"""Summarises a model under a policy: which rule governs each module, and the dtypes of its values."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,21 +18,23 @@ from jmp_policy._src.policy.rules import PolicyMap, show_pattern
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
-    """One module under a policy.
+    """Row of a summary: one module under a policy.
 
     Args:
-      path: as rules match it: "decoder/layer_0"; "" for the model itself.
+      path: the path that rules match: "decoder/layer_0"; "" for the model itself.
       type: name of its class.
-      rule: what governs it: the pattern of a rule, "default", or "float32 island" for a normalisation layer.
-      param_dtype, compute_dtype, output_dtype: of its policy; the first of its own parameters where it has
-        some. "-" for the scopes of functions, whose arguments and results stay as they are.
-      parameters: number of its own; those of modules below it are theirs.
-      bytes: what its own parameters take, as they are stored.
-      receives, returns: dtypes of the floating arrays that it is called with and gives back. Of a function's
-        scope, those of its first and last operation.
+      rule: the pattern of the rule that governs it, "default", or "float32 island" for a normalisation layer,
+        which computes in float32 inside a half-precision model.
+      param_dtype, compute_dtype, output_dtype: dtypes of its policy; the first is that of its parameters
+        where it has some. "-" for the scopes of functions, whose arguments and results are not cast.
+      parameters: number of its parameters, without those of modules below it.
+      bytes: bytes of these parameters, as they are stored.
+      receives, returns: dtypes of the floating arrays among its inputs and outputs; for a function's scope,
+        those of its first and last operation.
       calls: how often it is called.
-      note: what to know of it, or "".
-      grad_dtype: in which its weight gradients leave half-precision products; None as the product gives them.
+      note: a remark, or "".
+      grad_dtype: dtype in which half-precision products return its weight gradients; None for the products'
+        default.
     """
 
     path: str
@@ -52,17 +54,17 @@ class ModuleRow:
 
 @dataclasses.dataclass(frozen=True)
 class Summary(Report):
-    """What a policy means for a model. `str` is a table of its modules, with totals.
+    """Summary of a model under a policy; `str` is a table of its modules, with totals.
 
     Args:
       model: name of its class.
-      policy: as text.
-      modules: in the order in which they are called first; those of NNX as their attributes are.
+      policy: the policy as text.
+      modules: one row per module, in the order of their first calls; for NNX in the order of attributes.
       parameters: number of all parameters.
-      bytes: what they take as they are stored.
-      compute_bytes: what they take in the dtypes in which they are used.
-      no_rule: paths of modules that are under the default while there are rules.
-      pointless_casts: casts there and back, by place: nothing reads the value in between.
+      bytes: their bytes as they are stored.
+      compute_bytes: their bytes in the dtypes in which they are used.
+      no_rule: paths of modules that are under the default although there are rules.
+      pointless_casts: places of casts to a dtype and back, where nothing reads the value in between.
     """
 
     model: str
@@ -77,7 +79,7 @@ class Summary(Report):
     _rows = "modules"
 
     def __getitem__(self, path: str) -> ModuleRow:
-        """The row of a module by its path."""
+        """Returns the row of a module by its path."""
         for row in self.modules:
             if row.path == path:
                 return row
@@ -87,7 +89,7 @@ class Summary(Report):
 
     @property
     def verdict(self) -> str:
-        """Totals, and what to look at."""
+        """Returns totals, modules without a rule and pointless casts, in a sentence or two."""
         count = f"{len(self.modules)} module{'s' * (len(self.modules) != 1)}"
         text = (
             f"{count}, {count_text(self.parameters)} parameters: "
@@ -120,20 +122,20 @@ class Summary(Report):
 
 
 def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summary:
-    """One row per module: which rule governs it, and the dtypes of its parameters, computation and output.
+    """Lists, per module, which rule governs it, and the dtypes of its parameters, computation and output.
 
     The model is traced, and nothing runs: inputs may be `jax.ShapeDtypeStruct`s.
 
     Args:
       model: a Linen or NNX module, bare or wrapped; or any function, whose named scopes are its rows.
       policy: a `PolicyMap`, a policy or its text. None for a wrapped Linen module: the policy that it has.
-      inputs, kwargs: what the model is called with. What is no array is static.
+      inputs, kwargs: arguments of the model's call. Those that are not arrays are static.
 
     Returns:
       A `Summary`; `print` shows it.
 
     Raises:
-      TypeError, ValueError: for something that is no model or policy, and for rules that match nothing.
+      TypeError, ValueError: for something that is not a model or policy, and for rules that match nothing.
 
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -152,26 +154,26 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
     return _of_function(model, policy, inputs, kwargs)
 
 
-def row(
+def make_row(
     path: str,
     module: Any,
     rule: str,
     precision: ModulePrecision,
-    own: Sequence[Any],
+    params: Sequence[Any],
     calls: Sequence[Any],
     note: str = "",
 ) -> ModuleRow:
-    """The row of a module.
+    """Makes the row of a module.
 
     Args:
       path, rule, note: as in the row.
-      module: of the class that it is shown with.
-      precision: what the policy means for it.
-      own: its own parameters, arrays or their types.
-      calls: what was written down of its calls.
+      module: the class that the row shows.
+      precision: the module's precision under the policy.
+      params: its parameters, without those of modules below it; arrays or their types.
+      calls: its calls, as `spectrum.tapping.Calls` recorded them.
     """
     policy = precision.policy
-    stored = {leaf.dtype.name for leaf in own}
+    stored = {leaf.dtype.name for leaf in params}
     return ModuleRow(
         path=path,
         type=module.__name__,
@@ -179,8 +181,8 @@ def row(
         param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
         compute_dtype="float32" if precision.island else policy.compute_dtype.name,
         output_dtype=policy.output_dtype.name,
-        parameters=sum(leaf.size for leaf in own),
-        bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in own),
+        parameters=sum(leaf.size for leaf in params),
+        bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in params),
         receives=tuple(dict.fromkeys(dtype for call in calls for dtype in call.receives)),
         returns=tuple(dict.fromkeys(dtype for call in calls for dtype in call.returns)),
         calls=len(calls),
@@ -190,14 +192,14 @@ def row(
 
 
 def rule_text(rules: PolicyMap, index: int | None, precision: ModulePrecision) -> str:
-    """How a row names the rule that governs its module."""
+    """Formats the rule that governs a module, as its row shows it."""
     if precision.island:
         return "float32 island"
     return "default" if index is None else show_pattern(rules.overrides[index][0])
 
 
-def made(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
-    """The summary of rows, with what the trace shows."""
+def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
+    """Makes the summary of a model from its rows, and from its jaxpr, which shows pointless casts."""
     return Summary(
         model=name,
         policy=str(rules.default) if not rules.overrides else repr(rules),
@@ -211,15 +213,15 @@ def made(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> 
 
 
 def pointless_casts(jaxpr: Any) -> list[str]:
-    """Casts of values to a dtype and back that nothing reads in between, by place."""
-    looks = _RoundTrips()
-    for fact in walk(jaxpr, looks):
-        looks.read(fact)
-    return looks.found()
+    """Finds casts to a dtype and back where nothing reads the value in between, by place."""
+    visitor = _RoundTrips()
+    for value in walk(jaxpr, visitor):
+        visitor.read(value)
+    return visitor.found()
 
 
 class _RoundTrips:
-    """A visitor that follows casts to where they are undone."""
+    """Visitor of a jaxpr that finds casts whose result is cast back."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[Any, Any, Site]] = {}
@@ -229,8 +231,8 @@ class _RoundTrips:
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         return frozenset()
 
-    def read(self, fact: ValueInfo) -> None:
-        self._reads[fact.key] = self._reads.get(fact.key, 0) + 1
+    def read(self, value: ValueInfo) -> None:
+        self._reads[value.key] = self._reads.get(value.key, 0) + 1
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         for operand in operands:
@@ -254,7 +256,7 @@ class _RoundTrips:
 def _of_function(
     fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Summary:
-    """The rows of a function's named scopes, as autocast treats it."""
+    """Summarises a function by its named scopes, in the precision that autocast gives them."""
     rules = autocast_policy(policy)
     operations = explain(fn, policy)(*inputs, **kwargs).operations
     paths: dict[str, list[Any]] = {}
@@ -271,7 +273,7 @@ def _of_function(
                 path=path,
                 type="scope" if path else getattr(fn, "__name__", "function"),
                 rule="default" if index is None else show_pattern(rules.overrides[index][0]),
-                # Autocast leaves arguments and results as they are.
+                # Autocast does not cast arguments and results.
                 param_dtype="-",
                 compute_dtype=chosen.compute_dtype.name,
                 output_dtype="-",

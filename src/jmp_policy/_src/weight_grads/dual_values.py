@@ -1,48 +1,55 @@
-"""A program in which parameters are cast at their use, run so that their gradients are float32.
+"""Runs a program so that the gradients of its parameters are float32: each weight is carried as two values.
 
-Values are those of the program as it was traced. Beside the half value of a weight, through reshapes, slices,
-masks and look-ups, into loops and calls, goes the same of the float32 parameter. Nobody reads that one (the
-compiler drops it), but the gradient takes its way: so what is summed, over a batch, the rows of a look-up,
-the steps of a loop or the devices of a mesh, is summed in float32. Products get derivatives of their own
-(`products`). Where a weight meets an activation, what comes of it is an activation.
+A half product hands its weight gradient on in half, and a sum of such gradients (over a batch, the rows of a
+look-up, the steps of a loop, the devices of a mesh) is a sum in half. So beside the half value of a weight
+goes the float32 parameter that it was cast from, through the same reshapes, slices and masks, into loops and
+calls. For::
+
+    w16 = w.astype(float16)         # DualWeight(value=w16, fp32=w)
+    v16 = w16.T                     # DualWeight(value=w16.T, fp32=w.T)
+    y = x @ v16                     # Activation(x @ v16); its gradient by the weight goes to w.T, in float32
+
+values are those of the program as it was traced. Nobody reads the float32 twin, and the compiler drops it;
+but the gradient takes its way, and is summed in float32. Products get derivatives of their own (`products`).
+Where a weight meets an activation, what comes of it is an activation.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import binding, compat, evaluator, ir, op_lists, rebuild_control_flow, source_lines
+from jmp_policy._src.jaxpr import (
+    calls,
+    compat,
+    evaluator,
+    ir,
+    op_lists,
+    rebuild_control_flow,
+    source_lines,
+)
+from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import Mark, param_cast_kind
 from jmp_policy._src.weight_grads.products import joined, product
 
 #: "own": a parameter, or what was made of parameters alone. "argument": the same of a function's argument,
 #: of which nobody knows whether it is a parameter. "rows": looked up in one. "copies": of one.
-Kind: TypeAlias = Mark | Literal["rows", "copies"]
+WeightKind: TypeAlias = Mark | Literal["rows", "copies"]
 
 _WHOLE = ("own", "argument")
 
 #: Of one array that may be a weight, and of others that are none.
-_MOVES = frozenset(
-    [
-        *(name for name in op_lists.MOVES if name not in ("name", "stop_gradient")),
-        *("gather", "dynamic_slice", "sharding_constraint", "layout_constraint", "mesh_cast", "reshard"),
-        *("all_gather", "all_gather_invariant"),
-    ]
-)
-
-_PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"])
+_MOVES = having(Trait.KEEPS_WEIGHT)
 
 #: Name of autocast's products with a float32 result.
 WIDENED = "product_with_float32_result"
-
-#: Jits with at most so many operations are inlined.
-_INLINED = 24
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +65,7 @@ class DualWeight:
 
     value: Any
     fp32: Any
-    kind: Kind = dataclasses.field(default="own", metadata={"static": True})
+    kind: WeightKind = dataclasses.field(default="own", metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +77,7 @@ class Activation:
 
 
 def read(value: Any) -> Any:
-    """A value as the program has it, with its gradient."""
+    """Returns a value as the program has it, with its gradient."""
     if isinstance(value, DualWeight):
         return joined(value.value, value.fp32)
     return value.value if isinstance(value, Activation) else value
@@ -88,7 +95,7 @@ class Run:
         self._holds: dict[int, bool] = {}
 
     def evaluate(self, jaxpr: Any, values: Sequence[Any], opens_scope: bool = False) -> list[Any]:
-        """The results of a jaxpr for arrays, weights and activations, each of which is one of them.
+        """Returns the results of a jaxpr for arrays, weights and activations, each of which is one of them.
 
         Args:
           jaxpr: closed or not.
@@ -104,7 +111,7 @@ class Run:
         return evaluator.evaluate(jaxpr, values, step)
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
-        """A jaxpr as a function of arrays, weights and activations to arrays."""
+        """Returns a jaxpr as a function of arrays, weights and activations to arrays."""
 
         def call(*values: Any) -> list[Any]:
             with binding.program(is_body=True):
@@ -118,30 +125,15 @@ class Run:
 
     def _one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         weights = [value for value in operands if isinstance(value, DualWeight)]
-        name = eqn.primitive.name
-        if name in _CALLS and (weights or self._holds_marks(eqn)):
-            return _CALLS[name](self, eqn, operands)
-        if not weights:
-            outs = binding.bind(eqn, *map(read, operands))
-            is_active = self._holds_marks(eqn) or any(isinstance(value, Activation) for value in operands)
-            return list(map(Activation, outs)) if is_active else outs
-        if name in _PRODUCTS:
-            return [_product(eqn, operands)]
-        if name == "stop_gradient":
-            return binding.bind(eqn, *map(_value, operands))
-        if name == "name":
-            return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
-        if name == "optimization_barrier":
-            return _barrier(eqn, operands)
-        if name == "convert_element_type" and is_floating(eqn.params["new_dtype"]):
-            return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
-        if name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
-            return _moved(eqn, operands)
-        if _makes_weights(eqn, operands, weights):
-            return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
-        if name in op_lists.BROADCASTING:
-            operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
-        return list(map(Activation, binding.bind(eqn, *map(read, operands))))
+        kind = calls.kind_of(eqn)
+        if kind is not None and (weights or self._holds_marks(eqn)):
+            return _CALLS[kind](self, eqn, operands)
+        if weights:
+            rule = _RULES.get(eqn.primitive.name, _with_weights)
+            return rule(eqn, operands, weights)
+        outs = binding.bind(eqn, *map(read, operands))
+        is_active = self._holds_marks(eqn) or any(isinstance(value, Activation) for value in operands)
+        return list(map(Activation, outs)) if is_active else outs
 
     def _holds_marks(self, eqn: Any) -> bool:
         return any(map(self._is_marked_inside, ir.subjaxprs(eqn)))
@@ -153,25 +145,25 @@ class Run:
         return self._holds[id(jaxpr)]
 
 
-def _cast(eqn: Any, value: Any, kind: Kind) -> DualWeight:
-    """The cast of a parameter."""
-    wide = read(value)
-    value = binding.bind(eqn, lax.stop_gradient(wide))[0]
-    return DualWeight(value, lax.convert_element_type(wide, FLOAT32), kind)
+def _cast(eqn: Any, value: Any, kind: WeightKind) -> DualWeight:
+    """Casts a parameter to half, and keeps the float32 value beside it."""
+    fp32 = read(value)
+    value = binding.bind(eqn, lax.stop_gradient(fp32))[0]
+    return DualWeight(value, lax.convert_element_type(fp32, FLOAT32), kind)
 
 
-def _kind_of(kinds: set[Kind]) -> Kind:
-    """What weights of these kinds make together."""
+def _kind_of(kinds: set[WeightKind]) -> WeightKind:
+    """Returns what weights of these kinds make together."""
     return "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
 
 
 def _value(value: Any) -> Any:
-    """A value without its gradient, where it is a weight."""
+    """Returns a value without its gradient, where it is a weight."""
     return value.value if isinstance(value, DualWeight) else read(value)
 
 
 def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> bool:
-    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
+    """Returns whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
     if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
         return False
     if any(isinstance(value, Activation) for value in operands):
@@ -183,11 +175,11 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     return all(ir.shape_of(atom) == () for atom in others)
 
 
-def _dual(eqn: Any, operands: Sequence[Any], kind: Kind) -> list[Any]:
-    """An operation done as it was traced, without a gradient, and in float32 for the gradient."""
+def _dual(eqn: Any, operands: Sequence[Any], kind: WeightKind) -> list[Any]:
+    """Does an operation as it was traced, without a gradient, and in float32 for the gradient."""
     values = binding.bind(eqn, *(lax.stop_gradient(_value(value)) for value in operands))
     float32_values = binding.bind(eqn, *map(_fp32_of, operands))
-    return [DualWeight(value, wide, kind) for value, wide in zip(values, float32_values, strict=True)]
+    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
 
 
 def _fp32_of(value: Any) -> Any:
@@ -197,18 +189,50 @@ def _fp32_of(value: Any) -> Any:
 
 
 def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    kind: Kind = operands[0].kind
+    kind: WeightKind = operands[0].kind
     if eqn.primitive.name == "gather":
         kind = "rows"
     elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
         kind = "copies"
     values = binding.bind(eqn, *map(_value, operands))
     float32_values = binding.bind(eqn, operands[0].fp32, *map(read, operands[1:]))
-    return [DualWeight(value, wide, kind) for value, wide in zip(values, float32_values, strict=True)]
+    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
 
 
-def _barrier(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Several arrays, each on its own."""
+def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
+    """Does an operation of weights that has no rule of its own.
+
+    What moves one weight moves both of its values. What computes with weights alone computes with both. What
+    is computed with an activation is one.
+    """
+    if eqn.primitive.name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
+        return _moved(eqn, operands)
+    if _makes_weights(eqn, operands, weights):
+        return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
+    if eqn.primitive.name in op_lists.BROADCASTING:
+        operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
+    return list(map(Activation, binding.bind(eqn, *map(read, operands))))
+
+
+def _stopped(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
+    """Stops the gradient: without the float32 value it has no way."""
+    return binding.bind(eqn, *map(_value, operands))
+
+
+def _named(eqn: Any, _: Sequence[Any], weights: Sequence[DualWeight]) -> list[Any]:
+    """Names the half value: that is the one which a policy of jax.checkpoint is to save."""
+    return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
+
+
+def _converted(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
+    """Casts the half value; the float32 one stays."""
+    if is_floating(eqn.params["new_dtype"]):
+        return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
+    return _with_weights(eqn, operands, weights)
+
+
+def _barrier(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
+    """Puts a barrier on several arrays, each for itself."""
     outs = binding.bind(eqn, *map(_value, operands))
     return [
         dataclasses.replace(value, value=out) if isinstance(value, DualWeight | Activation) else out
@@ -217,15 +241,15 @@ def _barrier(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _broadcast(value: Any, like: Any) -> Any:
-    """An operand of an operation that copies smaller ones: copied before, so that its gradient is summed."""
+    """Broadcasts an operand before the operation does, so that its gradient is summed in float32."""
     if not isinstance(value, DualWeight) or value.value.shape == ir.shape_of(like):
         return value
-    whole, wide = (ir.broadcast_like(x, like) for x in (value.value, value.fp32))
-    return DualWeight(whole, wide, value.kind)
+    whole, fp32 = (ir.broadcast_like(x, like) for x in (value.value, value.fp32))
+    return DualWeight(whole, fp32, value.kind)
 
 
 def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
-    """A product: of weights alone it is one (LoRA's `a @ b`), otherwise an activation."""
+    """Does a product: of weights alone it is a weight (LoRA's `a @ b`), otherwise an activation."""
     floats = [v for v, a in zip(operands, eqn.invars, strict=True) if is_floating(ir.dtype_of(a))]
     if any(v.value.dtype == FLOAT32 for v in floats if isinstance(v, DualWeight)):
         return Activation(binding.bind(eqn, *map(read, operands))[0])  # Cast back by the program.
@@ -233,17 +257,17 @@ def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
     has_whole = bool(kinds.intersection(_WHOLE))
     is_factor = [isinstance(v, DualWeight) and (v.kind in _WHOLE or not has_whole) for v in operands]
     values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
-    wide = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
+    fp32 = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
     if sum(is_factor) < len(floats) or "argument" in kinds:
-        return Activation(product(eqn, values, wide, cotangent=cotangent))
+        return Activation(product(eqn, values, fp32, cotangent=cotangent))
     # Its cotangent is summed already, and may be beyond half.
-    return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, wide, result=FLOAT32))
+    return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, fp32, result=FLOAT32))
 
 
 def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    if any(eqn.params.get("donated_invars", ())) or ir.has_shardings(eqn.params):
+    if calls.is_bound(eqn):
         return _closed(run, eqn, operands)
-    if len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _INLINED:
+    if calls.is_inlined(eqn):
         return run.evaluate(eqn.params["jaxpr"], operands)
     call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
     outs = call(*operands)
@@ -253,15 +277,15 @@ def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
-    """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr, traced once."""
+    """Returns a jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
     run = Run()
     function = run.function(jaxpr)
     function.__name__ = name
     return jax.jit(function), run.missed
 
 
-def _inlined(parameter: str) -> Callable[..., Sequence[Any]]:
-    return lambda run, eqn, operands: run.evaluate(eqn.params[parameter], operands)
+def _call(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    return run.evaluate(eqn.params["call_jaxpr"], operands)
 
 
 def _checkpoint(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -290,7 +314,7 @@ def _scan(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _cond(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    if eqn.params.get("branches_platforms") is not None:
+    if compat.platforms_of_branches(eqn) is not None:
         return _closed(run, eqn, operands)
     functions = list(map(run.function, eqn.params["branches"]))
     return list(map(Activation, rebuild_control_flow.cond(functions, [read(operands[0]), *operands[1:]])))
@@ -305,7 +329,7 @@ def _custom_jvp(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _closed(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """A call that brings its own derivative, has none, or cannot be made again."""
+    """Does a call that brings its own derivative, has none, or cannot be rebuilt."""
     name = eqn.primitive.name
     why = "which is bound to its shardings or donations" if name == "jit" else "whose derivative is given"
     if name != "while":
@@ -313,16 +337,24 @@ def _closed(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return list(map(Activation, binding.bind(eqn, *map(read, operands))))
 
 
-_CALLS: dict[str, Callable[[Run, Any, Sequence[Any]], Sequence[Any]]] = {
-    "jit": _jit,
-    "closed_call": _inlined("call_jaxpr"),
-    "core_call": _inlined("call_jaxpr"),
-    "remat2": _checkpoint,
-    "checkpoint": _checkpoint,
-    "shard_map": _shard_map,
-    "scan": _scan,
-    "cond": _cond,
-    "while": _closed,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _closed,
+_CALLS: Mapping[Kind, Callable[[Run, Any, Sequence[Any]], Sequence[Any]]] = {
+    Kind.JIT: _jit,
+    Kind.CALL: _call,
+    Kind.CHECKPOINT: _checkpoint,
+    Kind.SHARD_MAP: _shard_map,
+    Kind.SCAN: _scan,
+    Kind.COND: _cond,
+    Kind.WHILE: _closed,
+    Kind.PLATFORM: _closed,
+    Kind.CUSTOM_JVP: _custom_jvp,
+    Kind.CUSTOM_VJP: _closed,
+}
+
+#: Operations of weights that are done in a way of their own.
+_RULES: Mapping[str, Callable[[Any, Sequence[Any], Sequence[DualWeight]], Sequence[Any]]] = {
+    "stop_gradient": _stopped,
+    "name": _named,
+    "optimization_barrier": _barrier,
+    "convert_element_type": _converted,
+    **dict.fromkeys(op_lists.LOWERED, lambda eqn, operands, _: [_product(eqn, operands)]),
 }

@@ -1,4 +1,4 @@
-"""Casts of parameters whose gradients are to stay wide, told by the named scope around them."""
+"""Casts of parameters whose gradients are to be float32, told by the named scope around them."""
 
 import contextlib
 import re
@@ -9,6 +9,7 @@ import numpy as np
 
 from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
@@ -21,7 +22,7 @@ _MARKED = re.compile(rf"(?:^|[/(])({_PARAMETER}|{_ARGUMENT})\)*$")
 
 
 def cast_weight(tree: PyTree, dtype: np.dtype, policy: Policy) -> PyTree:
-    """`cast_floating` of parameters, marked where their gradients are to leave products in float32."""
+    """Casts parameters, marked where their gradients are to leave products in float32."""
     if not wants_fp32_weight_grads(policy):
         return cast_floating(tree, dtype)
     with jax.named_scope(_PARAMETER):
@@ -29,26 +30,26 @@ def cast_weight(tree: PyTree, dtype: np.dtype, policy: Policy) -> PyTree:
 
 
 def argument_marked() -> contextlib.AbstractContextManager[Any]:
-    """A with-block whose casts are marked as those of an argument."""
+    """Returns a with-block whose casts are marked as those of an argument."""
     return jax.named_scope(_ARGUMENT)
 
 
 def wants_fp32_weight_grads(policy: Policy) -> bool:
-    """Whether weight gradients under a policy are wider than its products."""
+    """Returns whether weight gradients under a policy are wider than its products."""
     grad = policy.grad_dtype
     return grad is not None and grad.itemsize > policy.compute_dtype.itemsize
 
 
 def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:
-    """Whether a policy among rules asks for wider weight gradients."""
+    """Returns whether a policy among rules asks for wider weight gradients."""
     return any(map(wants_fp32_weight_grads, (rules.default, *(policy for _, policy in rules.overrides))))
 
 
 def param_cast_kind(eqn: Any) -> Mark | None:
-    """Whether an equation is the cast of a parameter, or argument, whose gradient is to stay float32."""
+    """Returns whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
         return None
-    found = _MARKED.search(str(eqn.source_info.name_stack))
+    found = _MARKED.search(compat.name_stack_text(eqn))
     if found is None:
         return None
     return "own" if found.group(1) == _PARAMETER else "argument"

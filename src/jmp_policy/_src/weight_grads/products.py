@@ -13,11 +13,12 @@ from jax import lax
 
 from jmp_policy._src.jaxpr import compat, evaluator
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.products.binding import bind_product
 
 
 @jax.custom_jvp
-def joined(value: Any, wide: Any) -> Any:
-    """A half value, as if it were the cast of a float32 one."""
+def joined(value: Any, fp32: Any) -> Any:
+    """Returns a half value, as if it were the cast of a float32 one."""
     return value
 
 
@@ -28,42 +29,42 @@ def _joined_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def product(
-    eqn: Any, operands: Sequence[Any], wide: Sequence[Any], *, cotangent: Any = None, result: Any = None
+    eqn: Any, operands: Sequence[Any], fp32: Sequence[Any], *, cotangent: Any = None, result: Any = None
 ) -> Any:
-    """A product, the gradients of some of whose operands go to float32 arrays.
+    """Computes a product, the gradients of some of whose operands go to float32 arrays.
 
     Args:
       eqn: a product with `preferred_element_type`, linear in each floating operand.
       operands: half arrays.
-      wide: for each operand the float32 array that it is the cast of, or None.
+      fp32: for each operand the float32 array that it is the cast of, or None.
       cotangent: a dtype to round the cotangent to before it meets half operands.
       result: dtype of the result, if it is to be another one.
     """
     params = eqn.params if result is None else eqn.params | {"preferred_element_type": result}
-    function = _product(eqn.primitive, tuple(params.items()), eqn.ctx, cotangent)
-    return function(tuple(operands), tuple(wide))
+    function = _product(eqn.primitive, tuple(params.items()), compat.context_of(eqn), cotangent)
+    return function(tuple(operands), tuple(fp32))
 
 
 @functools.lru_cache(maxsize=4096)
 def _product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Callable[..., Any]:
-    """One function per kind of product, so that JAX traces it once."""
+    """Returns one function per kind of product, so that JAX traces it once."""
 
     def bound(*operands: Any, **changed: Any) -> Any:
-        return compat.bind_primitive(primitive, operands, dict(params) | changed)[0]
+        return bind_product(primitive, operands, dict(params) | changed)[0]
 
     @jax.custom_vjp
-    def call(operands: Any, wide: Any) -> Any:
+    def call(operands: Any, fp32: Any) -> Any:
         return bound(*operands)
 
-    def forward(operands: Any, wide: Any) -> Any:
+    def forward(operands: Any, fp32: Any) -> Any:
         taken = [operand.value for operand in operands]
         asked = tuple(operand.perturbed for operand in operands)
-        asked_wide = tuple(w is not None and w.perturbed for w in wide)
-        return bound(*taken), (taken, _Static((asked, asked_wide)))
+        asked_fp32 = tuple(w is not None and w.perturbed for w in fp32)
+        return bound(*taken), (taken, _Static((asked, asked_fp32)))
 
     def backward(residuals: Any, ct: Any) -> Any:
         taken, static = residuals
-        asked, asked_wide = static.value
+        asked, asked_fp32 = static.value
         if isinstance(ct, jax.custom_derivatives.SymbolicZero):
             return (None,) * len(taken), (None,) * len(taken)
         linear = bound
@@ -74,7 +75,8 @@ def _product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Callable[..
         return (
             tuple(_transposed(linear, taken, i)(ct)[0] if asked[i] else None for i in places),
             tuple(
-                _wide_derivative(_transposed(linear, taken, i), ct) if asked_wide[i] else None for i in places
+                _float32_derivative(_transposed(linear, taken, i), ct) if asked_fp32[i] else None
+                for i in places
             ),
         )
 
@@ -97,7 +99,7 @@ class _Static:
 
 
 def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any], Any]:
-    """The transpose of a product by one operand, as JAX has it."""
+    """Returns the transpose of a product by one operand, as JAX has it."""
 
     def of_operand(x: Any) -> Any:
         return linear(*taken[:place], x, *taken[place + 1 :])
@@ -105,8 +107,8 @@ def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any]
     return jax.linear_transpose(of_operand, taken[place])
 
 
-def _wide_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
-    """What a transpose gives, in the float32 that its product accumulates in."""
+def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
+    """Returns what a transpose gives, in the float32 that its product accumulates in."""
 
     def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "convert_element_type" and values[0].dtype == FLOAT32:
@@ -115,7 +117,7 @@ def _wide_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
         if "preferred_element_type" in params:
             params["preferred_element_type"] = FLOAT32
         with compat.eqn_context(eqn):
-            return compat.bind_primitive(eqn.primitive, values, params)
+            return bind_product(eqn.primitive, values, params)
 
     jaxpr = jax.make_jaxpr(lambda ct: transpose(ct)[0])(ct)
     return lax.convert_element_type(evaluator.evaluate(jaxpr, [ct], step)[0], FLOAT32)

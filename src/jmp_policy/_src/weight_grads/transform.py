@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from jmp_policy._src.jaxpr import binding, compat, ir
+from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.dual_values import Run, read
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads, wants_fp32_weight_grads
 
@@ -19,14 +20,14 @@ _INSIDE = jax.make_user_context(default_value=False)
 
 
 def starts(rules: PolicyMap | Policy) -> bool:
-    """Whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
+    """Returns whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
     return not _INSIDE.value and (
         any_wants_fp32_weight_grads(rules) if isinstance(rules, PolicyMap) else wants_fp32_weight_grads(rules)
     )
 
 
 def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
-    """The function, with float32 gradients of every parameter that it casts by `cast_weight`.
+    """Returns the function, with float32 gradients of every parameter that it casts by `cast_weight`.
 
     Where nothing is traced nobody differentiates, and the function runs as it is.
 

@@ -11,8 +11,11 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax import lax
 
 from jmp_policy._src.flax.attention_weights import attention_weights, drop
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.products.functions import stand_in
 
 
 @functools.wraps(nn.dot_product_attention)
@@ -36,11 +39,8 @@ def attention(
 ) -> Any:
     """Stands in for `nn.dot_product_attention`, with the same arguments and variables."""
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    einsum = functools.partial(
-        jnp.einsum,
-        precision=precision,
-        **({"_dot_general": einsum_dot_general} if einsum_dot_general else {}),
-    )
+    dot_general = einsum_dot_general or stand_in(lax.dot_general, query.dtype)
+    einsum = functools.partial(compat.einsum_with(dot_general), precision=precision)
     scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
     logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", scaled, key)
     weights = attention_weights(logits, bias, mask, query.dtype)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
-from flax.core import lift
-from flax.linen import transforms
 
 from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
 from jmp_policy._src.flax.linen.shadowing import shadowed
@@ -30,7 +29,6 @@ from jmp_policy._src.policy.rules import (
     check_grad_dtypes,
 )
 from jmp_policy._src.policy.scope import Scope, Seen, current, entered
-from jmp_policy._src.products import cpu_bfloat16
 from jmp_policy._src.weight_grads import transform
 
 
@@ -99,6 +97,10 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     def __repr__(self) -> str:
         return f"intercept({self.rules!r})"
 
+    def __reduce__(self) -> Any:
+        # What is entered belongs to threads of this process.
+        return type(self), (self.rules,)
+
 
 @contextlib.contextmanager
 def pushed(scope: Scope) -> Iterator[Scope]:
@@ -110,7 +112,7 @@ def pushed(scope: Scope) -> Iterator[Scope]:
 
 
 def _running_module_path() -> tuple[str, ...]:
-    """Path of the module in whose method we are, if that method is governed; else the root's."""
+    """Returns the path of the module in whose method we are, if it is governed; else the root's."""
     outer = current()
     return outer.current_module[0] if outer is not None and outer.current_module is not None else ()
 
@@ -144,7 +146,7 @@ def marking(rules: PolicyMap) -> Iterator[Scope]:
 
 @functools.cache
 def _seen_under(_: PolicyMap) -> Seen:
-    """What equal rules have met so far: a jitted function that they once traced calls no module again."""
+    """Returns what equal rules have met so far: a function that they once traced calls no module again."""
     return Seen(set(), set())
 
 
@@ -158,7 +160,7 @@ def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args
 
 
 def is_method(module: nn.Module, name: str) -> bool:
-    """Whether the module's class has such a method, and not one that Python calls (`__getattr__`).
+    """Returns whether the module's class has such a method, and Python does not call it (`__getattr__`).
 
     Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
     """
@@ -178,31 +180,21 @@ def _call_with_float32_gradients(
       args, kwargs: what it is called with.
     """
 
-    def lifted(fn: Callable[..., Any], scopes: Any, *given: Any) -> Any:
-        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *given: Any) -> Any:
-            def pure(variables: Any, rngs: Any, given: Any) -> Any:
-                scopes = scope_of(variables, rngs)
-                return fn(scopes, *given), repacked(scopes)
-
-            return transform.with_float32_gradients(pure, opens_scope=True)(variables, rngs, given)
-
-        return lift.pack(inner, (True,), (True,), (True,))(scopes, *given)
-
     def float32_gradients(clone: nn.Module, args: Any, kwargs: Any) -> Any:
         active = current()
         assert active is not None
         return _call_governed(active, clone, functools.partial(method, clone), args, kwargs)
 
-    if hasattr(method, "compact"):
-        float32_gradients.compact = True  # type: ignore[attr-defined]
+    function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
+    transformed = functools.partial(transform.with_float32_gradients, opens_scope=True)
     with entered(dataclasses.replace(scope, cloned=module.path)):
-        return transforms.lift_direct_transform(lifted, (float32_gradients,), module, args, kwargs)
+        return compat.over_variables(transformed, function, module, args, kwargs)
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
     own_call = scope.current_module == identity(module)
-    with _governed(scope, module) as precision, cpu_bfloat16.scope(precision.compute_dtype):
+    with _governed(scope, module) as precision:
         if own_call:
             # A method called by a method of the same module: no border is crossed, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.

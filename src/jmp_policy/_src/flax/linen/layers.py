@@ -1,13 +1,15 @@
 """What is special about Flax's own Linen layers: the float32 islands and the recurrent cells."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
-from flax.linen import recurrent
+from jax import lax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.products.functions import stand_in
 
 #: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
 NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
@@ -15,14 +17,18 @@ NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 #: Layers that normalise the weights of another layer: they hand on weights, which that layer casts.
 WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 
+#: Layers whose products are fields, and the fields with the functions that they stand for when unset.
+_HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
+_PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}
+
 
 def is_island(module: nn.Module) -> bool:
-    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS))
 
 
 def keeps_carry(module: nn.Module) -> bool:
-    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
+    """Returns whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
 
     Its cell state then accumulates in float32, as it does when the cell is written with `dtype=float16`;
     only the products are in half.
@@ -30,12 +36,12 @@ def keeps_carry(module: nn.Module) -> bool:
     if not isinstance(module, nn.RNNCellBase):
         return False
     # A lifted class (nn.scan(nn.LSTMCell)) inherits the method of the cell it was made from.
-    return type(module).__call__.__module__ == recurrent.__name__
+    return type(module).__call__.__module__ == nn.RNNCellBase.__module__
 
 
 def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:
-    """The fields that make a layer follow a policy, for those that it has."""
-    fields = type(module).__dataclass_fields__
+    """Returns the fields that make a layer follow a policy, for those that it has."""
+    fields = {field.name for field in dataclasses.fields(module)}
     new: dict[str, Any] = {}
     if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
         # The weights that a weight normalisation hands on are stored as the layer's own at init.
@@ -46,8 +52,25 @@ def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str
     return new
 
 
+def product_overrides(module: nn.Module, dtype: Any) -> dict[str, Any]:
+    """Returns the products of a layer of Flax's that computes in a dtype, where they differ from JAX's.
+
+    A layer that was given a function or class for them keeps it.
+    """
+    new = {}
+    for field, function in _PRODUCTS.items():
+        now = getattr(module, field, None)
+        is_default = isinstance(module, _HAS_PRODUCTS) and now is None
+        if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
+            ours = stand_in(function, dtype)
+            if ours is not function:
+                new[field] = ours
+    fields = {field.name for field in dataclasses.fields(module)}
+    return {field: ours for field, ours in new.items() if field in fields}
+
+
 def attention_overrides(module: nn.Module) -> dict[str, Any]:
-    """Attention with its softmax in float32, where the layer uses Flax's own attention function."""
+    """Returns attention with its softmax in float32, where the layer uses Flax's own function."""
     if (
         isinstance(module, nn.MultiHeadDotProductAttention)
         and module.attention_fn is nn.dot_product_attention

@@ -30,12 +30,12 @@ def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
 
 
 def governing_rule(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, int | None]:
-    """What is done with a module that is called in a scope, and the index of the rule that says so."""
+    """Returns the precision of a module that is called in a scope, and the index of the rule for it."""
     return module_precision(scope, module), _governing(scope, module)[2]
 
 
 def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | None]:
-    """The nearest match at or above a module: policy, whether the rule names the module itself, its index."""
+    """Returns the nearest match at or above a module: policy, whether it names the module, its index."""
     rules, path = scope.rules, scope.relative(module.path)
     matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
     scope.seen.paths.add(path)
@@ -56,17 +56,17 @@ def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | Non
 
 
 def is_lifted(scope: Scope, module: nn.Module) -> bool:
-    """Whether a transform (nn.scan, nn.remat, nn.jit) runs the module: it has a scope, but no parent."""
+    """Returns whether a transform (nn.scan, nn.remat, nn.jit) runs the module: it has no parent then."""
     return not isinstance(module.parent, nn.Module) and module.path not in (scope.root_path, scope.cloned)
 
 
 def identity(module: nn.Module) -> Any:
-    """Equal for a module and the clones of it that lifted transforms make."""
+    """Returns what is equal for a module and the clones of it that lifted transforms make."""
     return (module.path, type(module))
 
 
 def original_fields(module: nn.Module) -> dict[str, Any]:
-    """The fields of a module that are overridden just now, as they were; empty if none are."""
+    """Returns the fields of a module that are overridden just now, as they were; empty if none are."""
     return module.__dict__.get(ORIGINAL, {})
 
 
@@ -74,7 +74,7 @@ ORIGINAL = "_jmp_policy_original"
 
 
 def is_handed_on(module: nn.Module, field: str) -> bool:
-    """Whether a field is what the module's parent has by its policy: parents hand on their `dtype`."""
+    """Returns whether a field has the value that the module's parent has by its policy."""
     parent = module.parent
     if not isinstance(parent, nn.Module) or field not in original_fields(parent):
         return False

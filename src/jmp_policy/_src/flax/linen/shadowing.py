@@ -35,7 +35,8 @@ def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Ite
         new.update(layers.field_overrides(module, precision.policy, precision.island))
     if scope.rules.float32_islands and is_half(precision.compute_dtype):
         new.update(layers.attention_overrides(module))
-    if is_instance_of(module, "flax.nnx.bridge.wrappers", "ToLinen"):
+    new.update(layers.product_overrides(module, precision.compute_dtype))
+    if is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = _under_rules(scope, module, precision)
     state = module.__dict__
     # What an enclosing call of the same instance has put there already comes back afterwards.
@@ -55,7 +56,7 @@ def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Ite
 
 
 def _under_rules(scope: Scope, module: Any, precision: ModulePrecision) -> Callable[..., Any]:
-    """The class of a bridged NNX module, with modules that are under the same rules as the bridge."""
+    """Returns the class of a bridged NNX module, with modules under the same rules as the bridge."""
     make, path = module.nnx_class, scope.relative(module.path)
     inside = scope.rules.relative_to(path, precision.policy).without_output_cast(precision.policy)
 
@@ -76,7 +77,7 @@ def _under_rules(scope: Scope, module: Any, precision: ModulePrecision) -> Calla
 
 
 def _shadow_param(module: nn.Module) -> Callable[..., Any]:
-    """`module.param` that creates in param dtype and returns in the dtype of use."""
+    """Returns a `module.param` that creates in param dtype and returns in the dtype of use."""
     param = module.param
 
     @functools.wraps(param)
@@ -107,7 +108,7 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
 
 
 def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
-    """`module.get_variable` that casts what it reads from the parameters."""
+    """Returns a `module.get_variable` that casts what it reads from the parameters."""
     get_variable = module.get_variable
 
     @functools.wraps(get_variable)
@@ -136,7 +137,7 @@ def _fields(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
-    """Whether an argument of an initialiser is the half type that the policy put into `dtype` fields."""
+    """Returns whether an initialiser's argument is the half type that the policy put into `dtype` fields."""
     if not is_half(dtype) or not isinstance(value, type | np.dtype | str):
         return False
     try:

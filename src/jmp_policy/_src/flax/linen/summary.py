@@ -20,7 +20,7 @@ from jmp_policy._src.report.spectrum import tapping
 
 
 def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The `Summary` of a Linen module, from traces of its `init` and `apply`."""
+    """Returns the `Summary` of a Linen module, from traces of its `init` and `apply`."""
     rules = policy_of(model) if policy is None else as_policy_map(policy)
     if rules is None:
         raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
@@ -54,11 +54,13 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
-    return module_summary.made(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
+    return module_summary.make_summary(
+        type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
+    )
 
 
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
-    """What to say of a module that has a dtype of its own."""
+    """Returns what to say of a module that has a dtype of its own."""
     own = getattr(module, "dtype", None)
     if own is None or not is_dtype_or_none(own) or is_handed_on(module, "dtype"):
         return ""
@@ -82,12 +84,14 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
         made = [c for c, _ in by_path[path]]
         rule = module_summary.rule_text(rules, index, precision)
         cls = bare_class(call.module)
-        rows.append(module_summary.row("/".join(path), cls, rule, precision, own.get(path, ()), made, note))
+        rows.append(
+            module_summary.make_row("/".join(path), cls, rule, precision, own.get(path, ()), made, note)
+        )
     return rows
 
 
 def _own_parameters(params: Any, paths: Any) -> dict[tuple[str, ...], list[Any]]:
-    """The parameters of each module: those of which no module further down is the owner."""
+    """Returns the parameters of each module: those of which no module further down is the owner."""
     own: dict[tuple[str, ...], list[Any]] = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = tuple(str(getattr(key, "key", key)) for key in key_path)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.intercept import pushed
 from jmp_policy._src.policy.rules import (
     PolicyMap,
@@ -38,7 +39,7 @@ _BASE = "_jmp_policy_base"
 
 
 def wrap(module: M, policy: PolicyMapLike) -> M:
-    """A Linen module that computes under a policy.
+    """Returns a Linen module that computes under a policy.
 
     Args:
       module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
@@ -71,33 +72,33 @@ def wrap(module: M, policy: PolicyMapLike) -> M:
 
 
 def wrap_part(module: M, rules: PolicyMap) -> M:
-    """A Linen module inside a larger model, whose rules are checked to match by whoever has the whole."""
+    """Wraps a Linen module inside a larger model, whose owner checks that its rules match."""
     wrapped = wrap(module, rules)
     wrapped.__dict__[_CHECKED] = True
     return wrapped
 
 
 def policy_of(module: nn.Module) -> PolicyMap | None:
-    """The rules that a wrapped module computes under; None for a bare one."""
+    """Returns the rules that a wrapped module computes under; None for a bare one."""
     return getattr(type(module), "_jmp_policy_rules", None)
 
 
 def bare(module: M) -> M:
-    """The module without a policy of its own; itself if it has none."""
+    """Returns the module without a policy of its own; itself if it has none."""
     return module if policy_of(module) is None else _with_class(module, bare_class(module))
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as its author wrote it."""
+    """Returns the class of a module as its author wrote it."""
     return getattr(type(module), "_jmp_policy_bare", type(module))
 
 
 def _with_class(module: Any, cls: type[nn.Module]) -> Any:
-    """The module with another class, over the same scope if it is bound."""
+    """Returns the module with another class, over the same scope if it is bound."""
     if module.scope is None:
         new = module.clone(parent=module.parent)
     else:
-        # One state for both faces: Flax replaces `scope` after each call, and the other must see it.
+        # One state for both objects: Flax replaces `scope` after each call, and the other must see it.
         new = object.__new__(type(module))
         object.__setattr__(new, "__dict__", module.__dict__)
     object.__setattr__(new, "__class__", cls)
@@ -106,7 +107,7 @@ def _with_class(module: Any, cls: type[nn.Module]) -> Any:
 
 @functools.cache
 def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
-    """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
+    """Returns one class per module class and rules, so that equal wraps are equal and jit caches hit."""
     namespace: dict[str, Any] = {
         "__module__": bare.__module__,
         "__qualname__": bare.__qualname__,
@@ -135,12 +136,12 @@ def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
 def _method_names(cls: type) -> list[str]:
     """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
     own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    names = {name for c in own for name, value in vars(c).items() if hasattr(value, "method_handler_wrapped")}
+    names = {name for c in own for name, value in vars(c).items() if compat.is_managed(value)}
     return sorted(n for n in names if n == "__call__" or (not n.startswith("__") and n != "setup"))
 
 
 def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
-    """A method of the wrapped class: the bare one, inside the policy."""
+    """Returns a method of the wrapped class: the bare one, inside the policy."""
     method = getattr(bare, name)
 
     @functools.wraps(method, updated=())
@@ -154,7 +155,7 @@ def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
-    """`apply` and its like: whatever they call, `method=` included, runs inside the policy."""
+    """Returns `apply` or its like: whatever it calls, `method=` included, runs inside the policy."""
     run = getattr(bare, name)
 
     @functools.wraps(run)
@@ -169,7 +170,7 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[None]:
-    """The module's policy, unless it is active for this very module already."""
+    """Makes the module's policy active, unless it is active for this very module already."""
     rules = policy_of(module)
     assert rules is not None
     if _is_active(module, rules):
@@ -189,7 +190,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
 
 
 def _base(module: nn.Module) -> tuple[str, ...]:
-    """The path from which the module's rules count."""
+    """Returns the path from which the module's rules count."""
     return module.__dict__.get(_BASE, module.path if module.scope is not None else ())
 
 
@@ -252,7 +253,7 @@ def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: boo
 
 
 def _variable_paths(variables: Any) -> set[str]:
-    """The module paths that a variable collection tells of."""
+    """Returns the module paths that a variable collection tells of."""
     paths = set()
     for key_path, _ in jax.tree_util.tree_leaves_with_path(variables):
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in key_path][1:-1]

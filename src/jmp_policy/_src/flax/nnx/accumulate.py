@@ -10,13 +10,13 @@ from flax import nnx
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import (
-    MicrobatchResult,
     OnNonfinite,
     as_arrays,
     make_window,
     run_window,
 )
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 
@@ -34,7 +34,7 @@ def accumulate_gradients(
     mesh: Any = None,
     batch_axis: int = 0,
 ) -> Callable[..., Any]:
-    """`jmp_policy.accumulate_gradients` for loss functions that take an NNX module first.
+    """Accumulates gradients of a loss function that takes an NNX module first.
 
     Args:
       loss_fn: the loss function `(model, *batch, **kwargs)`, returning a real scalar, or `(loss, aux)` with

@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax import lax
 
 from jmp_policy._src.flax.attention_weights import attention_weights, drop
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.products.functions import stand_in
 
 #: Rotary embeddings, with their attention: newer versions of Flax have them.
 _with_rope: Any = getattr(nnx, "dot_product_attention_with_rope", None)
@@ -57,21 +60,27 @@ def attention(
     return _weighted_sum(weights, value, precision)
 
 
+def _einsum(dtype: Any, precision: Any) -> Callable[..., jax.Array]:
+    return functools.partial(compat.einsum_with(stand_in(lax.dot_general, dtype)), precision=precision)
+
+
 def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    einsum = _einsum(query.dtype, precision)
     heads, key_heads = query.shape[-2], key.shape[-2]
     if heads == key_heads:  # The grouped products of one head each would move 4 % more bytes.
-        return jnp.einsum("...qhd,...khd->...hqk", query, key, precision=precision)
+        return einsum("...qhd,...khd->...hqk", query, key)
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
-    logits = jnp.einsum("...qhgd,...khd->...hgqk", grouped, key, precision=precision)
+    logits = einsum("...qhgd,...khd->...hgqk", grouped, key)
     return logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])
 
 
 def _weighted_sum(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+    einsum = _einsum(value.dtype, precision)
     heads, value_heads = weights.shape[-3], value.shape[-2]
     if heads == value_heads:
-        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+        return einsum("...hqk,...khd->...qhd", weights, value)
     grouped = weights.reshape(*weights.shape[:-3], value_heads, heads // value_heads, *weights.shape[-2:])
-    out = jnp.einsum("...hgqk,...khd->...qhgd", grouped, value, precision=precision)
+    out = einsum("...hgqk,...khd->...qhgd", grouped, value)
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
 
@@ -84,7 +93,7 @@ def attention_with_rope(
 
 
 def with_float32_softmax(attention_fn: Any) -> Any:
-    """What to call instead of an attention function of Flax's own; any other comes back as it is."""
+    """Returns what to call instead of an attention function of Flax's own; any other unchanged."""
     if attention_fn is nnx.dot_product_attention:
         return attention
     if _with_rope is not None and attention_fn is _with_rope:
@@ -93,7 +102,7 @@ def with_float32_softmax(attention_fn: Any) -> Any:
 
 
 def as_in_flax(attention_fn: Any) -> Any:
-    """The inverse of `with_float32_softmax`."""
+    """Returns the function that `with_float32_softmax` replaced."""
     if attention_fn is attention:
         return nnx.dot_product_attention
     if attention_fn is attention_with_rope:

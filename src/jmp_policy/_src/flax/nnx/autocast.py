@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def autocast(fn: F, policy: PolicyMapLike, **options: Any) -> F:
-    """`jmp_policy.autocast` of a function that takes NNX modules.
+    """Returns `jmp_policy.autocast` of a function that takes NNX modules.
 
     Stands where the function stands, under `nnx.jit` and inside `nnx.value_and_grad` or
     `jmp_policy.nnx.scaled_value_and_grad`. What the function changes in its modules (batch statistics,
@@ -51,7 +51,7 @@ def autocast(fn: F, policy: PolicyMapLike, **options: Any) -> F:
 def explain(
     fn: Callable[..., Any], policy: PolicyMapLike, **options: Any
 ) -> Callable[..., explanation.Explanation]:
-    """What `autocast` would do with a function of NNX modules; `jmp_policy.explain` for them.
+    """Shows what `autocast` would do with a function of NNX modules.
 
     Args:
       fn, policy, options: as `autocast` takes them.
@@ -75,7 +75,7 @@ def explain(
 
 
 def _checked(fn: F, policy: Any, name: str) -> tuple[F, PolicyMap]:
-    """The function with modules that name scopes and mark what governs them, and the default policy."""
+    """Returns the function with modules that name scopes and mark their policy, and the default policy."""
     if isinstance(fn, nnx.Module) or not callable(fn):
         raise TypeError(
             f"nnx.{name} takes a function of modules, got {type(fn).__name__}. For a module give it "

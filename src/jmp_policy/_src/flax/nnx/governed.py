@@ -1,7 +1,7 @@
 """Modules that need more than settings: a subclass whose calls cast parameters, inputs and results.
 
 One subclass per class and specification, of the same name. Its methods run the bare class's method on the
-module's face (see `param_cast_proxy`), in which its own Params read in compute dtype.
+module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
 """
 
 import copyreg
@@ -20,7 +20,6 @@ from jmp_policy._src.flax.nnx.states import transformed
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.products import cpu_bfloat16
 from jmp_policy._src.weight_grads import transform
 
 
@@ -40,12 +39,12 @@ class Specification:
 
 
 def specification(module: Any) -> Specification | None:
-    """How a module is governed; None for one that is not, or by settings alone."""
+    """Returns how a module is governed; None for one that is not, or by settings alone."""
     return getattr(type(module), "_jmp_policy_specification", None)
 
 
 def policy_of(module: nnx.Module) -> Policy | None:
-    """The policy that a wrapped module computes under.
+    """Returns the policy that a wrapped module computes under.
 
     None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
     somebody could have written by hand.
@@ -55,12 +54,12 @@ def policy_of(module: nnx.Module) -> Policy | None:
 
 
 def bare_class(cls: type) -> type:
-    """The class that a governed one was made from; any other class itself."""
+    """Returns the class that a governed one was made from; any other class itself."""
     return vars(cls).get("_jmp_policy_bare", cls)
 
 
 def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the named methods that a class has, `__call__` among them."""
+    """Returns those of the named methods that a class has, `__call__` among them."""
     has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
     return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))
 
@@ -72,7 +71,7 @@ def own_methods(cls: type) -> set[str]:
 
 
 def governed_class(bare: type, spec: Specification) -> type:
-    """The subclass that stands in for `bare`; the same one for equal specifications, so that caches hit.
+    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit.
 
     Raises:
       TypeError: for a class that cannot be subclassed.
@@ -107,7 +106,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
 
 
 def _class_dtype(bare: type, spec: Specification) -> Any:
-    """What a `dtype` that the class defines (and not the instance) is overruled with; None if it does not."""
+    """Returns what overrules a `dtype` that the class defines (not the instance); None if it does not."""
     own = inspect.getattr_static(bare, "dtype", None)
     is_dtype = own is not None and is_dtype_or_none(own) and not isinstance(own, property)
     return layers.scalar_type(spec.precision.compute_dtype) if is_dtype else None
@@ -115,7 +114,7 @@ def _class_dtype(bare: type, spec: Specification) -> Any:
 
 @functools.cache
 def _metaclass(base: type) -> type:
-    """A metaclass whose classes can be pickled, as graph definitions that name them are."""
+    """Returns a metaclass whose classes can be pickled, as graph definitions that name them are."""
     meta = type(base.__name__, (base,), {})
     copyreg.pickle(meta, _reduce_class)  # type: ignore[arg-type]
     return meta
@@ -162,8 +161,8 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     in_loop = param_cast_proxy.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
-    with param_cast_proxy.opened(module, *seen_as) as face, cpu_bfloat16.scope(precision.compute_dtype):
-        bound = method.__get__(face, type(face)) if hasattr(method, "__get__") else method
+    with param_cast_proxy.opened(module, *seen_as) as proxy:
+        bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
         out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
     return cast_outputs(
         out,
@@ -171,7 +170,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         precision.policy,
         policy_changes=spec.policy_changes,
         may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
-        alone=in_loop,
+        may_return_carry_only=in_loop,
         is_leaf=graph_nodes.is_node,
     )
 

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.core import dtypes as dtypes_
+from jmp_policy._src.flax import compat
 
 Path = tuple[Any, ...]
 
@@ -19,14 +20,14 @@ class Child(NamedTuple):
 
 
 def is_node(value: Any) -> bool:
-    """Whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
+    """Returns whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def children(node: nnx.Pytree) -> Iterator[Child]:
-    """The nodes and Variables that an NNX object holds, in plain containers too; sorted, as Flax does."""
+    """Yields the nodes and Variables that an NNX object holds, in plain containers too; sorted as in Flax."""
     for name, attribute in sorted(vars(node).items()):
-        if name.startswith("_pytree__"):
+        if compat.is_bookkeeping(name):
             continue
         for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
             if is_node(leaf):
@@ -41,7 +42,7 @@ def _key(key: Any) -> Any:
 
 
 def own_params(node: nnx.Pytree) -> Iterator[Child]:
-    """The floating Params that a node holds itself; those of modules below it are theirs."""
+    """Yields the floating Params that a node holds itself; those of modules below it are theirs."""
     for path, value in children(node):
         if isinstance(value, nnx.Param):
             if is_floating(value):
@@ -51,7 +52,7 @@ def own_params(node: nnx.Pytree) -> Iterator[Child]:
 
 
 def variables(node: nnx.Pytree) -> Iterator[Child]:
-    """Every Variable of a model, each once."""
+    """Returns every Variable of a model, each once."""
     seen: set[int] = set()
 
     def visit(node: nnx.Pytree, path: Path) -> Iterator[Child]:
@@ -68,18 +69,18 @@ def variables(node: nnx.Pytree) -> Iterator[Child]:
 
 
 def dtypes(variable: nnx.Variable) -> set[Any]:
-    """The floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
+    """Returns the floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
     stored = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(variable.get_raw_value())]
     return {dtype for dtype in stored if dtype is not None and dtypes_.is_floating(dtype)}
 
 
 def is_floating(variable: nnx.Variable) -> bool:
-    """Whether a Variable stores anything floating."""
+    """Returns whether a Variable stores anything floating."""
     return bool(dtypes(variable))
 
 
 def read(variable: nnx.Variable) -> Any:
-    """The stored value, past any cast of the Variable's class; Refs are read."""
+    """Returns the stored value, past any cast of the Variable's class; Refs are read."""
     value = variable.get_raw_value()
     return value[...] if variable.get_metadata().get("ref") else value
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.nn import recurrent
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
@@ -31,27 +30,29 @@ _PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
 
 def is_island(module: nnx.Module) -> bool:
-    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS, *POSITIONS))
 
 
 def is_flax(cls: type) -> bool:
-    """Whether a class is Flax's own, so that it is known what it does with its settings."""
+    """Returns whether a class is Flax's own, so that it is known what it does with its settings."""
     return cls.__module__.startswith("flax.nnx.")
 
 
 def is_bridge(module: nnx.Module) -> bool:
-    """Whether a module runs a Linen module."""
+    """Returns whether a module runs a Linen module."""
     return isinstance(module, nnx.bridge.ToNNX)
 
 
 def keeps_carry(module: nnx.Module) -> bool:
-    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
-    return isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == recurrent.__name__
+    """Returns whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
+    return (
+        isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == nnx.RNNCellBase.__module__
+    )
 
 
 def follows_by_itself(module: nnx.Module, bare: type) -> bool:
-    """Whether settings alone make a module compute, and hand on values, as the policy says.
+    """Returns whether settings alone make a module compute, and hand on values, as the policy says.
 
     True for Flax's layers with a `dtype`, with exceptions: recurrent cells hand on the wider of compute and
     carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
@@ -65,7 +66,7 @@ def follows_by_itself(module: nnx.Module, bare: type) -> bool:
 
 
 def passes_on(module: nnx.Module) -> bool:
-    """Whether the results of a module are those of modules that it holds, in their dtype."""
+    """Returns whether the results of a module are those of modules that it holds, in their dtype."""
     if isinstance(module, nnx.Sequential):
         last = module.layers[-1] if len(module.layers) else None
         # Flax's and JAX's activation functions keep the dtype; of others nobody knows.
@@ -84,7 +85,7 @@ class InFloat32:
     promote: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
-        """The arguments, all but the first in float32 or wider; `dtype` is left to the result."""
+        """Returns the arguments, all but the first in float32 or wider; `dtype` is left to the result."""
         inputs, *rest = args
         wide = jnp.result_type(jnp.float32, *(x for x in rest if x is not None))
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
@@ -93,7 +94,7 @@ class InFloat32:
 def settings(
     module: nnx.Module, precision: ModulePrecision, *, float32_islands: bool, keeps_dtype: bool
 ) -> dict[str, Any]:
-    """The static attributes that make a layer follow a policy, for those that it has.
+    """Returns the static attributes that make a layer follow a policy, for those that it has.
 
     Args:
       module: the layer.
@@ -116,7 +117,7 @@ def settings(
 
 
 def without_settings(module: nnx.Module) -> dict[str, Any]:
-    """The static attributes as they were before `settings`, for those it may have changed."""
+    """Returns the static attributes as they were before `settings`, for those it may have changed."""
     attributes, old = vars(module), {}
     if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]):
         old["dtype"] = own_dtype(module)
@@ -128,7 +129,7 @@ def without_settings(module: nnx.Module) -> dict[str, Any]:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """A dtype as users write it (`jnp.float16`), so that graph definitions equal theirs."""
+    """Returns a dtype as users write it (`jnp.float16`), so that graph definitions equal theirs."""
     return getattr(jnp, dtype.name, dtype)
 
 
@@ -144,14 +145,14 @@ def remember_own_dtype(module: nnx.Module, own: Any, given: Any) -> None:
 
 
 def own_dtype(module: nnx.Module) -> Any:
-    """The `dtype` that a layer was made with, or that was set on it since."""
+    """Returns the `dtype` that a layer was made with, or that was set on it since."""
     now = vars(module).get("dtype")
     reference, own, given = _OVERRULED.get(id(module), (lambda: None, None, None))
     return own if reference() is module and now is given else now
 
 
 def wish(module: nnx.Module, holder: Any) -> Any:
-    """The dtype that a module asks for itself; None if it does not.
+    """Returns the dtype that a module asks for itself; None if it does not.
 
     `nnx.Embed` and `nnx.SimpleCell` say float32 where nobody said anything.
     """

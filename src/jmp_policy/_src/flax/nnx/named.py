@@ -72,7 +72,7 @@ def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _scoped_class(bare: type, place: _Place) -> type:
-    """A subclass whose methods name a scope; the same one for the same place, so that caches hit."""
+    """Returns a subclass whose methods name a scope; the same one for the same place, so that caches hit."""
     namespace: dict[str, Any] = {
         "__module__": bare.__module__,
         "__qualname__": bare.__qualname__,

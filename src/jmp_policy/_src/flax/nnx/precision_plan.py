@@ -54,7 +54,7 @@ class Plan:
     seen: list[tuple[graph_nodes.Path, Any]]
 
     def needs_class(self, place: Place) -> bool:
-        """Whether settings alone do not make a module do all that its policy says."""
+        """Returns whether settings alone do not make a module do all that its policy says."""
         module, policy = place.module, place.precision.policy
         if type(module) in (nnx.List, nnx.Dict):
             # Not called, but what it holds is read in the dtype that its own rule says.
@@ -71,7 +71,7 @@ class Plan:
         return output != policy.compute_dtype or "dtype" not in vars(module)
 
     def _is_uniform(self, module: nnx.Module, policy: Policy) -> bool:
-        """Whether a module and all below it are under one policy."""
+        """Returns whether a module and all below it are under one policy."""
         if not self.rules.overrides and not self.rules.keep_module_dtypes:
             return True
         policies = {id(place.module): place.precision.policy for place in self.places}
@@ -85,14 +85,14 @@ class Plan:
             raise unused_error(unused, name_of(self.module), (path_text(path) for path, _ in self.seen))
 
     def _may_match_inside(self, pattern: Any, bridges: list[Place]) -> bool:
-        """Whether a pattern may be meant for a module inside a bridged Linen module."""
+        """Returns whether a pattern may be meant for a module inside a bridged Linen module."""
         if isinstance(pattern, type) and issubclass(pattern, nnx.Module):
             return False
         alone = PolicyMap("float32", {pattern: "float32"})
         return any(alone.relative_to(place.path, alone.default).overrides for place in bridges)
 
     def params(self) -> Iterator[tuple[graph_nodes.Path, Any, ModulePrecision]]:
-        """Path, Variable and precision of the modules' own floating Params, at every place they have."""
+        """Yields path, Variable and precision of the modules' own floating Params, at every place."""
         for place in self.places:
             for path, variable in graph_nodes.own_params(place.module):
                 yield (*place.path, *path), variable, place.precision
@@ -124,7 +124,7 @@ class Plan:
 
 
 def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
-    """The plan for a module; nothing of the module is changed.
+    """Makes the plan for a module; nothing of the module is changed.
 
     Raises:
       TypeError, ValueError: for what `wrap` raises them, unused rules and dtypes of parameters excepted.
@@ -144,19 +144,19 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
 
 
 def resolved(module: Any, rules: PolicyMap) -> tuple[dict[int, Place], list[tuple[graph_nodes.Path, Any]]]:
-    """What the rules mean for each module of a model by its identity, and every `(path, module)` met."""
+    """Returns what the rules mean for each module of a model by its identity, and the modules met."""
     walk = _Walk(rules)
     walk.visit(module, (), rules.default, None, None)
     return walk.places, walk.seen
 
 
 def name_of(module: Any) -> str:
-    """The class name of a module, as its author wrote it."""
+    """Returns the class name of a module, as its author wrote it."""
     return bare_class(type(module)).__name__
 
 
 def never_cast(place: Place, methods: tuple[str, ...]) -> str | None:
-    """What to say of a module whose own parameters no governed method reads; None if there are none."""
+    """Returns what to say of a module whose own parameters no governed method reads; or None."""
     module, bare = place.module, type(place.module)
     is_holder = isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(bare)
     if is_holder or governed_methods(bare, methods) or next(graph_nodes.own_params(module), None) is None:
@@ -221,7 +221,7 @@ def unwrap(original: nnx.Module, copy: nnx.Module) -> None:
 
 
 def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
-    """A method or partial that a module keeps, bound to the new modules; a warning for a closure."""
+    """Binds a method or partial that a module keeps to the new modules; warns of a closure."""
     if isinstance(function, types.MethodType) and id(function.__self__) in new_of:
         return types.MethodType(function.__func__, new_of[id(function.__self__)])
     if isinstance(function, functools.partial):
@@ -246,7 +246,7 @@ def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
 
 
 def _modules(root: nnx.Module) -> dict[int, Any]:
-    """The modules of a model by identity, each where it is met first."""
+    """Returns the modules of a model by identity, each where it is met first."""
     found: dict[int, Any] = {id(root): root}
 
     def visit(node: Any) -> None:
@@ -298,7 +298,7 @@ class _Walk:
     def _resolve(
         self, module: Any, path: graph_nodes.Path, inherited: Policy, outside: Policy | None, holder: Any
     ) -> tuple[Place, Policy]:
-        """What the rules mean for a module, and the policy that those below it inherit."""
+        """Returns what the rules mean for a module, and the policy that those below it inherit."""
         if isinstance(module, nnx.bridge.Module):
             raise TypeError(
                 f"{name_of(module)} at {path_text(path)!r} is a flax.nnx.bridge.Module, which makes its "

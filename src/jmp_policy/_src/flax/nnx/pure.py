@@ -30,11 +30,11 @@ class Split:
         self._graph, self.state = nnx.split(self.nodes)
 
     def merged(self, state: Any) -> tuple[Any, ...]:
-        """New nodes of another state."""
+        """Returns new nodes of another state."""
         return nnx.merge(self._graph, state)
 
     def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
-        """What the function gives and what it changed: its result, and the values of all Variables."""
+        """Returns the function's result, and what it changed: the values of all Variables."""
         nodes = self.merged(state)
         args, kwargs = filled(self.structure, others, nodes)
         with named(nodes, PolicyMap("float32")):
@@ -43,7 +43,7 @@ class Split:
         return out, [graph_nodes.read(variable) for variable in variables(nodes)]
 
     def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
-        """For each array of the state: its path, the argument it is part of, and whether it is trainable.
+        """Yields for each array of the state: its path, its argument, and whether it is trainable.
 
         Args:
           names: of the positional arguments.

@@ -14,7 +14,7 @@ from jmp_policy._src.report.spectrum import spectrum
 
 
 def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """`jmp_policy.spectrum_value_and_grad` for functions that take an NNX model first.
+    """Counts magnitudes in the gradients of a loss function that takes an NNX model first.
 
     Args:
       loss_fn: a loss function `(model, *args) -> scalar`, or `(loss, aux)` with `has_aux`.

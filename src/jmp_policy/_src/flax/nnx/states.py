@@ -19,20 +19,20 @@ NODE = _Gap()
 
 
 def filled(structure: Any, leaves: Any, nodes: Any) -> Any:
-    """The tree, with the nodes in the places that were left for them."""
+    """Returns the tree, with the nodes in the places that were left for them."""
     given = iter(nodes)
     return jax.tree.unflatten(structure, [next(given) if leaf is NODE else leaf for leaf in leaves])
 
 
 def taken_apart(tree: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
-    """What `filled` puts together: structure, leaves with `NODE` in the places of nodes, and the nodes."""
+    """Returns what `filled` puts together: structure, leaves with `NODE` in place of nodes, the nodes."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
     return structure, [NODE if is_node(leaf) else leaf for leaf in leaves], nodes
 
 
 def variables(nodes: Any) -> Iterator[nnx.Variable]:
-    """Every Variable of these nodes, once per node."""
+    """Returns every Variable of these nodes, once per node."""
     for node in nodes:
         if isinstance(node, nnx.Variable):
             yield node
@@ -41,7 +41,7 @@ def variables(nodes: Any) -> Iterator[nnx.Variable]:
 
 
 def transformed(fn: Callable[..., Any], transform: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of modules that a transformation makes of a function of modules.
+    """Returns the function of modules that a transformation makes of a function of modules.
 
     Args:
       fn: a function of modules, other nodes and anything else.
@@ -74,7 +74,7 @@ class Pure:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def split(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The nodes among the arguments, and the arguments of this function."""
+        """Returns the nodes among the arguments, and the arguments of this function."""
         structure, others, nodes = taken_apart((args, kwargs))
         with nnx.split_context(self) as context:
             graph, state = context.split(nodes)

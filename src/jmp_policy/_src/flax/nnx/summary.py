@@ -14,7 +14,7 @@ from jmp_policy._src.report.spectrum import tapping
 
 
 def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The `Summary` of an NNX module, from a trace of a call of it."""
+    """Returns the `Summary` of an NNX module, from a trace of a call of it."""
     if policy is None:
         raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
     rules = as_policy_map(policy)
@@ -40,7 +40,7 @@ def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, An
         for place in plan.places
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return module_summary.made(precision_plan.name_of(model), rules, rows, jaxpr)
+    return module_summary.make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
 
 
 def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any], calls: Sequence[Any]) -> Any:
@@ -52,13 +52,13 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     holder = modules[above[1]] if len(above) > 1 else None
     notes = _overruled(place, holder), _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
-    return module_summary.row(
+    return module_summary.make_row(
         path_text(place.path), type(module), rule, place.precision, _own(module), calls, note
     )
 
 
 def _overruled(place: precision_plan.Place, holder: Any) -> str:
-    """What to say of a module that has a dtype of its own."""
+    """Returns what to say of a module that has a dtype of its own."""
     wish = layers.wish(place.module, holder)
     if wish is None or (not place.keeps_dtype and wish == place.precision.policy.compute_dtype):
         return ""
@@ -70,7 +70,7 @@ def _uncalled(place: precision_plan.Place, calls: Sequence[Any]) -> str:
 
 
 def _own(module: Any) -> list[Any]:
-    """The arrays of a module's own parameters."""
+    """Returns the arrays of a module's own parameters."""
     return [
         leaf
         for _, param in graph_nodes.own_params(module)

@@ -7,8 +7,8 @@ from typing import Any
 
 from flax import nnx
 
-from jmp_policy._src.core.finiteness import select_tree
 from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.loss_scaling.finiteness import select_tree
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
@@ -25,7 +25,7 @@ def scaled_value_and_grad(
     graph_updates: bool | None = None,
     loss: str | None = None,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` of the loss times its loss scale, with the loss itself as the value.
+    """Differentiates the loss times its loss scale, as `nnx.value_and_grad`; the value is the loss.
 
     Args:
       fun: the loss function, which takes the module (and more), and returns a real scalar, or

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.policy.frameworks import framework_of
@@ -20,7 +21,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
-    """An NNX module that computes under a policy and shares every Variable with the original.
+    """Returns an NNX module that computes under a policy and shares every Variable with the original.
 
     Args:
       module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
@@ -79,7 +80,7 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
 
 
 def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, nnx.Module]]]:
-    """An NNX module inside a larger model, whose rules are checked to match by whoever has the whole.
+    """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
 
     Its parameters are cast to param dtype. The second result tells what the rules were asked about.
     """
@@ -126,6 +127,7 @@ def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
         inside = rules.relative_to(place.path, precision.policy)
         if not place.policy_changes:
             inside = inside.without_output_cast(precision.policy)
-        framework = framework_of(module.to_nnx__module)
+        bridged = compat.linen_module_of(module)
+        framework = framework_of(bridged)
         if framework is not None:
-            vars(module)["to_nnx__module"], _ = framework.wrap_part(module.to_nnx__module, inside)
+            compat.set_linen_module(module, framework.wrap_part(bridged, inside)[0])

@@ -1,1 +1,1 @@
-"""What a traced function computes in which precision."""
+"""Audits a traced function: what it computes in which precision."""

@@ -1,4 +1,4 @@
-"""What a traced function computes in which precision: products, silent upcasts, repeated casts, half sums."""
+"""Audits the jaxpr of a function: precision of products, silent upcasts, repeated casts, sums in half."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -11,6 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.report.audit import matrix_products
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
@@ -18,21 +19,21 @@ from jmp_policy._src.report.function import as_function
 
 
 def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:
-    """Which precision every product of a function is computed in, and what keeps it from half precision.
+    """Reports the precision of every product of a function, and what keeps it from half precision.
 
     The function is traced and nothing runs. Give it a training step, or a function that `jax.grad` is taken
     of inside, to see the backward pass.
 
     Args:
       fn: any function that `jax.jit` could trace, or one of NNX modules.
-      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. What is no array is static.
-      grad: audit the gradients of `fn`, a loss, in its first argument's arrays too.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. Those that are not arrays are static.
+      grad: audit the gradients of `fn`, a loss, with respect to its first argument too.
 
     Returns:
       An `Audit`; `print` shows it, `.verdict` is its last line.
 
     Raises:
-      TypeError: when `fn` is no function; with `grad`, when it does not return a scalar.
+      TypeError: when `fn` is not a function; with `grad`, when it does not return a scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,9 +47,9 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
     if grad:
         function = _with_gradients(function)
     jaxpr = function.jaxpr()
-    looks = AuditVisitor([argument.path for argument in function.arguments])
-    results = walk(jaxpr, looks)
-    return looks.audit(function.name, results)
+    visitor = AuditVisitor([argument.path for argument in function.arguments])
+    walk(jaxpr, visitor)
+    return visitor.audit(function.name)
 
 
 def _with_gradients(function: Any) -> Any:
@@ -75,7 +76,11 @@ def _with_gradients(function: Any) -> Any:
 
 
 class AuditVisitor:
-    """The visitor: collects what an audit holds."""
+    """Visitor of a jaxpr that collects products, upcasts, casts and half operations for an audit.
+
+    The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32: a
+    product that reads the value is in float32 because of them.
+    """
 
     def __init__(self, arguments: Sequence[str]):
         self._arguments = list(arguments)
@@ -91,8 +96,8 @@ class AuditVisitor:
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         outs = [ir.dtype_of(var) for var in eqn.outvars]
         if all(dtype is not None and is_half(dtype) for dtype in outs):
-            return frozenset()  # What was widened is narrow again.
-        causes = frozenset().union(*(fact.provenance for fact in operands))
+            return frozenset()  # The results are half again.
+        causes = frozenset().union(*(value.provenance for value in operands))
         is_cause = _is_silent_upcast(eqn, site) or (_mixes(eqn) and not causes)
         return causes | {self._id(eqn)} if is_cause else causes
 
@@ -101,7 +106,7 @@ class AuditVisitor:
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         name = eqn.primitive.name
-        if name in matrix_products.PRODUCTS:
+        if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
         elif name == "convert_element_type":
             self._see_cast(eqn, site, operands[0])
@@ -112,7 +117,7 @@ class AuditVisitor:
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
         if _mixes(eqn) and not causes:
-            # JAX multiplies a half value by a wider one as they are; no conversion tells of it.
+            # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
             before, after = sorted((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
             shape = tuple(before.shape)
             self._upcasts[self._id(eqn)] = Upcast(
@@ -134,7 +139,7 @@ class AuditVisitor:
                 "times": site.times,
                 "flops": size.flops * site.times,
                 "pad": matrix_products.padding(eqn, size),
-                # Named at the end: in a loop the cause may stand below what it reaches.
+                # Named at the end: in a loop the cause may come after the product that it reaches.
                 "cause": causes,
             }
         )
@@ -146,7 +151,7 @@ class AuditVisitor:
         before, after = ir.dtype_of(var), ir.dtype_of(out)
         if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
             return
-        # What widens a computed value is fused into what reads it.
+        # XLA fuses the upcast of a computed value into the operations that read it.
         costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
         if costs and before != after and size(var) > 1 and not isinstance(var, compat.Literal):
             cost = size(var) * np.dtype(before).itemsize
@@ -166,7 +171,8 @@ class AuditVisitor:
             HalfOperation(name, site.path, site.line, site.backward, str(half), site.times, why)
         )
 
-    def audit(self, function: str, results: Sequence[ValueInfo]) -> Audit:
+    def audit(self, function: str) -> Audit:
+        """Returns the audit of everything visited so far."""
         total = sum(p["flops"] for p in self._products)
         products = tuple(
             Product(**{**p, "cause": self._places(p["cause"])}, share=p["flops"] / total if total else 0.0)
@@ -203,24 +209,24 @@ class AuditVisitor:
         return sorted(found, key=lambda cast: -cast.times * cast.size)
 
 
-#: Kernels without a jaxpr, or with one that is not about whole arrays.
-_KERNELS = frozenset(
-    ["pallas_call", "ffi_call", "custom_call", "custom_partitioning", "pure_callback", "io_callback"]
-)
+_PRODUCTS = having(Trait.PRODUCT)
+
+#: Kernels without a jaxpr, or with one that computes on parts of arrays.
+_KERNELS = having(Trait.KERNEL)
 
 
 def _mixes(eqn: Any) -> bool:
-    """Whether it is a product of a half value and a wider one."""
-    if eqn.primitive.name not in matrix_products.PRODUCTS:
+    """Returns whether an equation is a product of a half value and one of more bits."""
+    if eqn.primitive.name not in _PRODUCTS:
         return False
     dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
     return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)
 
 
 def _is_silent_upcast(eqn: Any, site: Site) -> bool:
-    # In a backward pass, what widens undoes a cast that somebody asked for.
+    # In a backward pass, an upcast is the transpose of a cast that was asked for.
     if eqn.primitive.name != "convert_element_type" or site.backward:
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
-    widens = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
-    return widens and size(eqn.invars[0]) > 1 and source_lines.is_promotion(eqn)
+    is_upcast = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
+    return is_upcast and size(eqn.invars[0]) > 1 and source_lines.is_promotion(eqn)

@@ -1,4 +1,4 @@
-"""What an audit finds: values that are read as tables."""
+"""Defines the findings of an audit, and shows them as tables."""
 
 import dataclasses
 from collections import Counter
@@ -13,21 +13,21 @@ from jmp_policy._src.jaxpr.walk import Site
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution.
+    """Matrix product or convolution.
 
     Args:
       operation: name of the primitive.
       path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
-      line: where the user wrote it: "model.py:12 (function)".
-      backward: whether differentiation put it there.
+      line: source line in the user's code: "model.py:12 (function)".
+      backward: whether it is part of a backward pass.
       lhs, rhs, result: dtypes.
-      batch, m, n, k: sizes, as `batch` products of (m, k) and (k, n). Of convolutions n counts output
-        channels, and k the numbers that make one output.
-      times: how often it runs: the length of the scans around it. Inside a `while` each trip counts once.
-      flops: of all its runs; a multiply-add counts as two.
-      share: of the whole function's `flops`.
+      batch, m, n, k: sizes, as `batch` products of (m, k) and (k, n). For convolutions n is the number of
+        output channels, and k how many inputs each output is computed from.
+      times: how often it runs: the length of the scans around it. A `while` counts as one trip.
+      flops: floating-point operations of all its runs; a multiply-add counts as two.
+      share: its share of the whole function's `flops`.
       pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing.
-      cause: where half precision met float32, if that is why it is not computed in half; else "".
+      cause: places where half precision met float32, if it is not computed in half for that; else "".
     """
 
     operation: str
@@ -49,29 +49,29 @@ class Product:
 
     @property
     def is_half(self) -> bool:
-        """Whether both operands are of 16 bits or fewer, which is what reaches the Tensor Cores."""
+        """Returns whether both operands have 16 bits or fewer, as products on Tensor Cores do."""
         return all(_is_narrow(name) for name in (self.lhs, self.rhs))
 
     @property
     def is_aligned(self) -> bool:
-        """Whether rows of all matrices are multiples of 16 bytes."""
+        """Returns whether rows of all matrices are multiples of 16 bytes."""
         return not self.pad
 
     @property
     def place(self) -> str:
-        """The path, and the file and line: "Net/head (mlp.py:41)"."""
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
         return Site(path=self.path, line=self.line).place
 
 
 @dataclasses.dataclass(frozen=True)
 class Upcast:
-    """A half value that became wider because it met a wider one, without anybody asking.
+    """Half value that JAX promoted to float32 (or float64) silently, because it met such a value.
 
     Args:
-      path, line: where.
+      path, line: its place in the model and in the source.
       narrow, wide: dtypes before and after.
-      shape: of the array.
-      reaches: products that are computed in the wider dtype for it, by place.
+      shape: shape of the array.
+      reaches: places of products that are computed in the larger dtype because of it.
     """
 
     path: str
@@ -83,20 +83,20 @@ class Upcast:
 
     @property
     def place(self) -> str:
-        """The path, and the file and line: "Net/head (mlp.py:41)"."""
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
         return Site(path=self.path, line=self.line).place
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedCast:
-    """One value that is cast to the same dtype several times: an argument, or one that is narrowed.
+    """Value that is cast to the same dtype several times: an argument, or any value cast to fewer bits.
 
     Args:
-      value: the argument that it is ("params/Dense_0/kernel"), or "a computed value".
-      dtype: what it is cast to.
-      times: how often; a cast in the body of a scan counts once per trip.
+      value: path of the argument ("params/Dense_0/kernel"), or "a computed value".
+      dtype: dtype of the casts.
+      times: number of casts; one in the body of a scan counts once per trip.
       size: bytes that one cast reads.
-      places: where the casts are.
+      places: places of the casts.
     """
 
     value: str
@@ -108,14 +108,16 @@ class RepeatedCast:
 
 @dataclasses.dataclass(frozen=True)
 class HalfOperation:
-    """An operation in half precision that the recipe wants in float32: exponentials, logarithms, sums.
+    """Operation in half precision that belongs in float32: an exponential, a logarithm, a sum.
+
+    Which operations do is listed in NVIDIA's mixed-precision training guide.
 
     Args:
       operation: name of the primitive.
-      path, line, backward: where.
-      dtype: what it is computed in.
+      path, line, backward: its place, as of a `Product`.
+      dtype: dtype of the computation.
       times: how often it runs.
-      why: what half precision does to it.
+      why: what goes wrong in half precision.
     """
 
     operation: str
@@ -129,17 +131,17 @@ class HalfOperation:
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Report):
-    """What `audit` found. `str` is a table of the products and a verdict.
+    """Result of `audit`; `str` is a table of the products and a verdict.
 
     Args:
-      function: its name.
+      function: name of the function.
       products: every product, in order.
-      upcasts: half values that were widened by what they met.
+      upcasts: half values that JAX promoted silently.
       repeated_casts: values that are cast more than once.
-      half_operations: what is still in half and the recipe wants in float32.
-      opaque: kernels that nothing is known of, by name and number.
-      flops: of all products.
-      uncounted: whether products stand in a `while`, of whose trips one was counted.
+      half_operations: operations in half precision that should be in float32.
+      opaque: kernels that the audit cannot look into, with their number by name.
+      flops: floating-point operations of all products.
+      uncounted: whether there are products in a `while`, which is counted as one trip.
     """
 
     function: str
@@ -155,23 +157,23 @@ class Audit(Report):
 
     @property
     def half_share(self) -> float:
-        """Share of `flops` in products of half operands; nan without products."""
+        """Returns the share of `flops` in products of half operands; nan without products."""
         return sum(p.flops for p in self.products if p.is_half) / self.flops if self.flops else float("nan")
 
     @property
     def tensor_core_share(self) -> float:
-        """Share of `flops` in products of half operands on aligned shapes; nan without products."""
+        """Returns the share of `flops` in products of aligned half operands; nan without products."""
         reached = sum(p.flops for p in self.products if p.is_half and p.is_aligned)
         return reached / self.flops if self.flops else float("nan")
 
     @property
     def wide_products(self) -> tuple[Product, ...]:
-        """Products with an operand of more than 16 bits."""
+        """Returns the products with an operand of more than 16 bits."""
         return tuple(p for p in self.products if not p.is_half)
 
     @property
     def verdict(self) -> str:
-        """One line: what share of the work reaches Tensor Cores, and what does not."""
+        """Returns one line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
         if not self.products:
             left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
                 self.half_operations

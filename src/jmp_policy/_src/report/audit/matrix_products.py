@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of a jaxpr: their sizes, their cost, what Tensor Cores want of them."""
+"""Measures matrix products and convolutions of a jaxpr: sizes, FLOPs, and padding for Tensor Cores."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,17 +7,15 @@ import numpy as np
 
 from jmp_policy._src.jaxpr.ir import shape_of
 
-#: Tensor Cores are reached efficiently where rows are multiples of this many bytes.
+#: Tensor Cores are efficient where rows are multiples of this many bytes.
 _ALIGNMENT = 16
-
-#: Primitives that are matrix products.
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot")
 
 
 class Size(NamedTuple):
-    """A product as `batch` matrix products of (m, k) and (k, n).
+    """Size of a product, as `batch` matrix products of (m, k) and (k, n).
 
-    Of a convolution m counts the output's places, n its channels, and k the numbers that make one of them.
+    For a convolution m is the number of output positions, n that of output channels, and k how many inputs
+    each output is computed from.
     """
 
     batch: int
@@ -28,7 +26,7 @@ class Size(NamedTuple):
 
 
 def size_of(eqn: Any) -> Size:
-    """How large a product is; floating-point operations of one run, a multiply-add as two."""
+    """Returns the size of a product, with the FLOPs of one run; a multiply-add counts as two."""
     kind = eqn.primitive.name
     if kind == "conv_general_dilated":
         return _of_convolution(eqn)
@@ -37,7 +35,7 @@ def size_of(eqn: Any) -> Size:
     if kind.startswith("ragged_dot"):
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         numbers = ragged.dot_dimension_numbers
-        # Each row meets one group's matrix.
+        # Each row is multiplied by the matrix of one group.
         groups = math.prod(rhs[i] for i in ragged.rhs_group_dimensions)
     (contract, _), (batch, _) = numbers
     batches = math.prod(lhs[i] for i in batch)
@@ -60,7 +58,7 @@ def _of_convolution(eqn: Any) -> Size:
 
 
 def padding(eqn: Any, size: Size) -> str:
-    """What to pad for rows of a multiple of 16 bytes: "n 1001 to 1008"; "" where all are."""
+    """Describes what to pad for rows of a multiple of 16 bytes: "n 1001 to 1008"; "" if nothing."""
     item = min(np.dtype(atom.aval.dtype).itemsize for atom in eqn.invars[:2])
     step = max(_ALIGNMENT // item, 1)
     if eqn.primitive.name == "conv_general_dilated":

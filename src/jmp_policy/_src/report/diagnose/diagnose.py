@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr import calls, compat
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, advice
-from jmp_policy._src.report.diagnose.eager_replay import MOVES, EagerReplay, ReplayedEqn, on_devices, range_of
+from jmp_policy._src.report.diagnose.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
 from jmp_policy._src.report.function import Function, as_function
 from jmp_policy._src.report.loss_scale import as_loss_scale
 
@@ -85,13 +87,13 @@ def diagnose(
     if first < -1:
         return _of_argument(found, replay, -2 - first, function)
     names = {place: function.arguments[i].path for place, i in replay.origins.items()}
-    return _of_step(found, replay, first, names, replay.feeding(replay.results[:2]), {})
+    return _of_step(found, _Fault(replay, first, names, replay.feeding(replay.results[:2]), {}))
 
 
 def _value_and_gradients(
     function: Function, trained: Sequence[int], loss_scale: float, has_aux: bool
 ) -> Callable[..., Any]:
-    """The loss, the loss times its scale, and the gradients of the latter."""
+    """Returns the loss, the loss times its scale, and the gradients of the latter."""
 
     def program(arrays: Sequence[Any]) -> Any:
         def scaled(params: Sequence[Any]) -> Any:
@@ -130,67 +132,100 @@ def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Fu
     )
 
 
-def _of_step(
-    found: Diagnosis,
-    replay: EagerReplay,
-    index: int,
-    names: dict[int, str],
-    forward: set[int],
-    before: dict[Any, tuple[float, str]],
-) -> Diagnosis:
-    """What happened at a step of a replay, or inside it.
+class _Fault(NamedTuple):
+    """The first step that made a non-finite value, and what is known around it.
 
     Args:
-      found: what is known already.
-      replay, index: the step.
+      replay, at: the step, by its place in the replay.
       names: of places that are arguments.
       forward: places of values that the loss is computed from.
-      before: by dtype, the largest magnitude before the replay began, and where.
+      before: by dtype, the largest magnitude before the step, and where.
+      trip: of a loop, in which it happened; None outside of loops.
     """
-    step = replay.steps[index]
-    before = _largest(replay, index, before)
-    if step.eqn.primitive.name == "shard_map" and not replay.is_stacked:
-        inner = on_devices(step, [replay.values[p] for p in step.reads])
+
+    replay: EagerReplay
+    at: int
+    names: dict[int, str]
+    forward: set[int]
+    before: dict[Any, tuple[float, str]]
+    trip: int | None = None
+
+    @property
+    def step(self) -> ReplayedEqn:
+        """Returns the step itself."""
+        return self.replay.steps[self.at]
+
+
+def _of_step(found: Diagnosis, fault: _Fault) -> Diagnosis:
+    """Says what happened at a step of a replay, or inside it.
+
+    Loops and shard_maps run as a whole at first. If one is to blame, it runs again: a loop trip by trip, a
+    shard_map with the devices as an axis. What is at fault inside takes its place.
+    """
+    before = _largest(fault.replay, fault.at, fault.before)
+    fault = fault._replace(before=before)
+    inside = _inside(fault)
+    while inside is not None:
+        fault = inside._replace(before=_largest(inside.replay, inside.at, inside.before))
+        inside = _inside(fault)
+    return _described(found, fault)
+
+
+def _inside(fault: _Fault) -> _Fault | None:
+    """Returns the fault within a loop or shard_map; None for other operations, and if it is not found."""
+    replay, step, kind = fault.replay, fault.step, calls.kind_of(fault.step.eqn)
+    if replay.is_stacked or kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
+        return None
+    if kind is Kind.SHARD_MAP:
+        runs = iter([(fault.trip, on_devices(step, [replay.values[p] for p in step.reads]))])
+    else:
+        runs = enumerate(_trips(replay, step))
+    before = fault.before
+    for trip, inner in runs:
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
-            return _of_step(found, inner, first, {}, _forward_inside(step, inner, forward), before)
-    if step.eqn.primitive.name in ("scan", "while") and not replay.is_stacked:
-        for trip, inner in enumerate(_trips(replay, step)):
-            first = inner.first_nonfinite_step()
-            if first is not None and first >= 0:
-                found = dataclasses.replace(found, trip=trip)
-                return _of_step(found, inner, first, {}, _forward_inside(step, inner, forward), before)
-            before = _largest(inner, len(inner.steps), before)
+            return _Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), before, trip)
+        before = _largest(inner, len(inner.steps), before)
+    return None
+
+
+def _described(found: Diagnosis, fault: _Fault) -> Diagnosis:
+    """Adds to a diagnosis what a step did to its operands, and what to do about it."""
+    replay, step = fault.replay, fault.step
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
     value = replay.values[place]
     in_float32 = range_of(replay.in_float32(place))
-    kind = "not finite"
-    if in_float32.is_finite:
-        kind = "underflow" if _divides_by_lost(replay, step) else "overflow"
-    elif step.eqn.primitive.name in _ENDS_AT_ZERO and any(_lost_its_epsilon(replay, p) for p in step.reads):
-        kind = "underflow"
-    largest, where = before.get(value.dtype, (0.0, ""))
+    largest, where = fault.before.get(value.dtype, (0.0, ""))
     found = dataclasses.replace(
         found,
-        kind=kind,
+        kind=_kind(replay, step, in_float32.is_finite),
         path=step.site.path,
         line=step.site.line,
         # Derivatives such as sqrt's 1 / (2 sqrt(x)) are computed before the transpose begins.
-        backward=step.site.backward or place not in forward,
+        backward=step.site.backward or place not in fault.forward,
         operation=step.eqn.primitive.name,
         dtype=str(value.dtype),
         shape=_shape(replay, place),
         is_nan=replay.ranges[place].nan,
-        operands=tuple(_operand(replay, p, names.get(p, "")) for p in step.reads),
+        operands=tuple(_operand(replay, p, fault.names.get(p, "")) for p in step.reads),
         largest_before=largest,
         largest_before_place=where,
         largest_in_float32=in_float32.largest if in_float32.is_finite else math.nan,
+        trip=fault.trip,
     )
     return dataclasses.replace(found, advice=advice(found, scaled=step.site.backward))
 
 
+def _kind(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool) -> str:
+    """Returns "underflow", "overflow" or "not finite"."""
+    if finite_in_float32:
+        return "underflow" if _divides_by_lost(replay, step) else "overflow"
+    lost = step.eqn.primitive.name in _POLES and any(_lost_its_epsilon(replay, p) for p in step.reads)
+    return "underflow" if lost else "not finite"
+
+
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
-    """Places of the values in one trip of a loop, or in a shard_map, that the loss is computed from."""
+    """Returns the places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
     params = step.eqn.params
     if step.eqn.primitive.name == "scan":
         first, carries = compat.scan_sizes(params)
@@ -215,14 +250,14 @@ def _operand(replay: EagerReplay, place: int, name: str) -> Operand:
 
 
 def _shape(replay: EagerReplay, place: int) -> tuple[int, ...]:
-    """The shape of a value, on one device of a shard_map."""
+    """Returns the shape of a value, on one device of a shard_map."""
     return tuple(replay.values[place].shape)[1 if replay.is_stacked else 0 :]
 
 
 def _largest(
     replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]
 ) -> dict[Any, tuple[float, str]]:
-    """By dtype, the largest finite magnitude that the operations up to a step made, and where."""
+    """Returns, by dtype, the largest finite magnitude that the operations up to a step made, and where."""
     found = dict(before)
     for step in replay.steps[:index]:
         for place in step.writes:
@@ -233,12 +268,12 @@ def _largest(
 
 
 #: Operations for which an operand that was lost to zero is the end.
-_ENDS_AT_ZERO = frozenset(["div", "log", "rsqrt", "pow", "integer_pow", "log1p", "cbrt", "sqrt", "rem"])
+_POLES = having(Trait.POLE)
 
 
 def _divides_by_lost(replay: EagerReplay, step: ReplayedEqn) -> bool:
-    """Whether an operand holds zeros that float32 would not have."""
-    if step.eqn.primitive.name not in _ENDS_AT_ZERO:
+    """Returns whether an operand holds zeros that float32 would not have."""
+    if step.eqn.primitive.name not in _POLES:
         return False
     for place in step.reads:
         zero = np.asarray(replay.values[place]) == 0
@@ -248,7 +283,7 @@ def _divides_by_lost(replay: EagerReplay, step: ReplayedEqn) -> bool:
 
 
 def _lost_its_epsilon(replay: EagerReplay, place: int) -> bool:
-    """Whether a zero is a sum with a constant of zero: an epsilon that was rounded to half."""
+    """Returns whether a zero is a sum with a constant of zero: an epsilon that was rounded to half."""
     makers = {write: step for step in replay.steps for write in step.writes}
     while place in makers:
         step = makers[place]
@@ -264,11 +299,11 @@ def _lost_its_epsilon(replay: EagerReplay, place: int) -> bool:
 
 
 #: Operations that may stand between an epsilon and what it guards.
-_KEEPS_ZERO = MOVES | {"sqrt"}
+_KEEPS_ZERO = VIEWS | {"sqrt"}
 
 
 def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
-    """The trips of a loop, each on its own replay."""
+    """Yields the trips of a loop, each as a replay of its own."""
     params, values = step.eqn.params, [replay.values[place] for place in step.reads]
     if step.eqn.primitive.name == "scan":
         consts, carries = compat.scan_sizes(params)

@@ -74,12 +74,12 @@ class Diagnosis(Report):
 
     @property
     def place(self) -> str:
-        """The path, and the file and line: "Net/head (mlp.py:41)"."""
+        """Returns the path, and the file and line: "Net/head (mlp.py:41)"."""
         return Site(path=self.path, line=self.line).place
 
     @property
     def verdict(self) -> str:
-        """What happened, in one sentence."""
+        """Returns what happened, in one sentence."""
         if self.finite:
             return f"{self.function}: the loss ({self.loss:.6g}) and all gradients are finite."
         what = "NaN" if self.is_nan else "infinite"
@@ -116,7 +116,7 @@ class Diagnosis(Report):
 
 
 def advice(found: Diagnosis, scaled: bool) -> str:
-    """What to do; `scaled` says whether the value has the loss scale in it."""
+    """Returns what to do; `scaled` says whether the value has the loss scale in it."""
     part = f"{found.path!r}" if found.path else f"the function at {found.line}"
     if found.kind == "underflow":
         return (

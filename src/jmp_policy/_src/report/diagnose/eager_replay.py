@@ -12,21 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jmp_policy._src.core.device_dispatch import varying
-from jmp_policy._src.jaxpr import compat, ir, walk
-from jmp_policy._src.jaxpr.float32_replay import wide, widened_equation
-
-#: Calls that are looked into, and the parameter that holds what they call.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
+from jmp_policy._src.jaxpr.op_table import Trait, having
 
 #: Stands for where a non-finite constant of the program comes from.
 _CONSTANT = -1
@@ -42,7 +33,7 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every number is finite; so for arrays without numbers."""
+        """Returns whether every number is finite; so for arrays without numbers."""
         return not (self.nan or self.infinite)
 
 
@@ -90,7 +81,7 @@ class EagerReplay:
         self.steps: list[ReplayedEqn] = []
         self.origins: dict[int, int] = {}
         self._constants: set[int] = set()
-        self._wide: dict[int, Any] = {}
+        self._float32_values: dict[int, Any] = {}
         places = [self._add(value) for value in arguments]
         self.arguments = places
         self.origins.update({place: i for i, place in enumerate(places)})
@@ -105,27 +96,19 @@ class EagerReplay:
         return place
 
     def _run(self, jaxpr: Any, arguments: Sequence[int], outer: walk.Site) -> list[int]:
-        opened = compat.open_jaxpr(jaxpr)
-        places = dict(zip(opened.invars, arguments, strict=True))
-        for var, value in zip(opened.constvars, compat.constants(jaxpr), strict=True):
-            places[var] = self._add(value, constant=True)
-
-        def place(atom: Any) -> int:
-            if not isinstance(atom, compat.Literal):
-                return places[atom]
-            return self._add(np.asarray(atom.val, ir.dtype_of(atom)), constant=True)
-
-        for eqn in opened.eqns:
-            reads = [place(atom) for atom in eqn.invars]
-            writes = self._equation(eqn, reads, walk.site_of(eqn, outer))
-            places.update(zip(eqn.outvars, writes, strict=True))
-        return [place(atom) for atom in opened.outvars]
+        return evaluate(
+            jaxpr,
+            arguments,
+            lambda eqn, reads: self._equation(eqn, reads, walk.site_of(eqn, outer)),
+            constant=lambda _, value: self._add(value, constant=True),
+            literal=lambda atom: self._add(np.asarray(atom.val, ir.dtype_of(atom)), constant=True),
+        )
 
     def _equation(self, eqn: Any, reads: list[int], site: walk.Site) -> list[int]:
-        name = eqn.primitive.name
-        if name in _CALLS:
-            return self._run(eqn.params[_CALLS[name]], reads, site)
-        if name == "cond" and self._is_known:
+        kind, called = calls.kind_of(eqn), calls.called(eqn)
+        if called is not None and kind is not Kind.SHARD_MAP:
+            return self._run(called.jaxpr, reads[called.skipped :], site)
+        if kind is Kind.COND and self._is_known:
             branches = eqn.params["branches"]
             index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
             return self._run(branches[index], reads[1:], site)
@@ -133,24 +116,24 @@ class EagerReplay:
             outs = compat.bind_primitive(eqn.primitive, [self.values[place] for place in reads], eqn.params)
         writes = [self._add(out) for out in outs]
         self.steps.append(ReplayedEqn(eqn, site, reads, writes))
-        if name in MOVES and reads[0] in self.origins:
+        if eqn.primitive.name in VIEWS and reads[0] in self.origins:
             self.origins[writes[0]] = self.origins[reads[0]]
         return writes
 
     def filled(self, values: Sequence[Any]) -> "EagerReplay":
-        """The replay of a trace with what its values, and those in float32, have become; stacked."""
+        """Returns the replay of a trace with what its values, and those in float32, have become; stacked."""
         count = len(self.values)
-        self.values, self._wide = list(values[:count]), dict(enumerate(values[count:]))
+        self.values, self._float32_values = list(values[:count]), dict(enumerate(values[count:]))
         self.ranges = [range_of(value) for value in self.values]
         self.is_stacked, self._is_known = True, True
         return self
 
     def is_constant(self, place: int) -> bool:
-        """Whether a value is a constant of the program."""
+        """Returns whether a value is a constant of the program."""
         return place in self._constants
 
     def first_nonfinite_step(self) -> int | None:
-        """The first step that made a non-finite value which reached a non-finite result.
+        """Returns the first step that made a non-finite value which reached a non-finite result.
 
         Returns:
           Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
@@ -178,7 +161,7 @@ class EagerReplay:
         return min(found, default=None)
 
     def feeding(self, results: Sequence[int]) -> set[int]:
-        """Places of the values that some of the results are computed from, those results included."""
+        """Returns the places of the values that some results are computed from, those included."""
         needed = set(results)
         for step in reversed(self.steps):
             if not needed.isdisjoint(step.writes):
@@ -186,17 +169,19 @@ class EagerReplay:
         return needed
 
     def in_float32(self, place: int) -> Any:
-        """A value as the program would have it if it computed in float32 throughout."""
-        if not self._wide:
-            self._wide = {p: wide(self.values[p]) for p in [*self.arguments, *self._constants]}
+        """Returns a value as the program would have it if it computed in float32 throughout."""
+        if not self._float32_values:
+            self._float32_values = {
+                p: to_float32(self.values[p]) for p in [*self.arguments, *self._constants]
+            }
             for step in self.steps:
-                outs = widened_equation(step.eqn, [self._wide[p] for p in step.reads])
-                self._wide.update(zip(step.writes, outs, strict=True))
-        return self._wide[place]
+                outs = replay_equation(step.eqn, [self._float32_values[p] for p in step.reads])
+                self._float32_values.update(zip(step.writes, outs, strict=True))
+        return self._float32_values[place]
 
 
 def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
-    """The replay of the program inside a shard_map, on all its devices at once."""
+    """Replays the program inside a shard_map, on all its devices at once."""
     params, inside = step.eqn.params, None
     axes = tuple(compat.manual_axes(params))
 
@@ -204,23 +189,16 @@ def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
         nonlocal inside
         inside = EagerReplay(params["jaxpr"], values, step.site, is_known=False)
         places = range(len(inside.values))
-        wide = [inside.in_float32(place) for place in places]
-        return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *wide)]
+        in_float32 = [inside.in_float32(place) for place in places]
+        return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *in_float32)]
 
-    stacked = jax.shard_map(
-        program,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=P(axes),
-        check_vma=params["check_vma"],
-        axis_names=set(axes),
-    )(*arguments)
+    stacked = rebuild_control_flow.shard_map(step.eqn, program, arguments, out_specs=P(axes))
     assert inside is not None
     return inside.filled(stacked)
 
 
 def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
-    """One device's numbers, with an axis for the others; zeros for what is no numbers."""
+    """Returns one device's numbers, with an axis for the others; zeros for what is no numbers."""
     if not jax.numpy.issubdtype(getattr(value, "dtype", np.bool_), jax.numpy.inexact):
         value = np.zeros((), np.float32)
     value = jax.numpy.asarray(value)[None]
@@ -229,7 +207,7 @@ def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
 
 
 def range_of(value: Any) -> Range:
-    """What is in an array; nothing in one that holds no real or complex numbers."""
+    """Returns what is in an array; nothing in one that holds no real or complex numbers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
         return Range(False, False, 0.0)
@@ -246,4 +224,4 @@ def range_of(value: Any) -> Range:
 
 
 #: Operations after which a parameter is still recognised.
-MOVES = frozenset(["convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy"])
+VIEWS = having(Trait.VIEW)

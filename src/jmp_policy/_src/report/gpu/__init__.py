@@ -1,1 +1,1 @@
-"""What XLA's GPU compiler makes of a program."""
+"""Reports what XLA's GPU compiler makes of a program."""

@@ -1,6 +1,6 @@
-"""XLA's GPU compiler on a machine without a GPU, in a process of its own.
+"""Runs XLA's GPU compiler in a separate process, on a machine with or without a GPU.
 
-JAX's CUDA plugin compiles for any card that it is told about; running is another matter. Loading the plugin
+JAX's CUDA plugin compiles for any card that is described to it; only running needs one. Loading the plugin
 changes a process for good (its platform can be registered once, and with a GPU it takes memory), so the
 caller only exports its program, which needs no plugin, and this file, run as a program, compiles it.
 """
@@ -28,15 +28,15 @@ _MESH = re.compile(r"sdy\.mesh @\w+ = <\[((?:\"[^\"]+\"=\d+(?:, )?)+)\]")
 
 
 class LoweringUnavailableError(RuntimeError):
-    """JAX's compiler for GPUs is not installed, or not in the version of JAX."""
+    """Error for JAX's GPU compiler that is not installed, or not in the version of JAX."""
 
 
 class Exported(NamedTuple):
-    """A program to compile.
+    """Program to compile.
 
     Args:
-      data: what `jax.export` wrote.
-      devices: how many it runs on.
+      data: the program as `jax.export` serialised it.
+      devices: number of devices that it runs on.
       mesh: (name, size, type) of each axis of the mesh of its arguments.
       donated: positions of the arguments that it may overwrite.
     """
@@ -48,7 +48,7 @@ class Exported(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled program.
+    """Result of compiling a program.
 
     Args:
       text: optimised HLO.
@@ -66,16 +66,16 @@ class Compiled(NamedTuple):
 def exported(
     function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], donated: Sequence[int] = ()
 ) -> Exported:
-    """The program of a function of a list of arrays, for any GPU; nothing is run, and no plugin is needed.
+    """Exports the program of a function of a list of arrays, for any GPU; needs no plugin, and runs nothing.
 
     Raises:
-      ValueError: when it calls back to the host, or its arguments lie on several meshes.
+      ValueError: when it calls back to the host, or its arguments are on several meshes.
     """
     types = [_type(array) for array in arrays]
     mesh = _mesh_of(types)
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        # Structures with classes that jax.export does not know, an optimizer's state say, it refuses.
+        # jax.export refuses trees with classes that it does not know, such as an optimizer's state.
         return jax.tree.leaves(function(arrays))
 
     program = _export(jax.jit(call), types)
@@ -91,7 +91,7 @@ def exported(
 def compiled(programs: Sequence[Exported], config: str) -> list[Compiled]:
     """Compiles programs for the card that `config` describes, in one process that does nothing else.
 
-    A program that does not compile is an answer with an `error`.
+    For a program that does not compile, `Compiled.error` says why.
 
     Raises:
       LoweringUnavailableError: when the compiler is not installed.
@@ -118,17 +118,17 @@ def compiled(programs: Sequence[Exported], config: str) -> list[Compiled]:
 
 
 def is_installed() -> bool:
-    """Whether programs can be compiled for a GPU here."""
+    """Returns whether programs can be compiled for a GPU here."""
     return not _missing()
 
 
-def compiled_here(function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> tuple[Any, Compiled]:
-    """The executable of a function for the default device of this process, and what `Compiled` says of it."""
+def compile_here(function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> tuple[Any, Compiled]:
+    """Compiles a function for the default device; returns the executable and its `Compiled`."""
     executable = jax.jit(function).lower(list(arrays)).compile()
-    return executable, _described(executable)
+    return executable, _describe(executable)
 
 
-def _described(executable: Any) -> Compiled:
+def _describe(executable: Any) -> Compiled:
     memory = executable.memory_analysis()
     return Compiled(
         executable.as_text(),
@@ -220,7 +220,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
-        # A GPU that is there is the caller's.
+        # A GPU of this machine is left to the caller.
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
@@ -232,7 +232,7 @@ def _last_lines(text: str, most: int = 12) -> str:
 
 
 def main(folder: str) -> None:
-    """What the process does: compiles what lies in the folder, and writes the answers beside it."""
+    """Compiles the programs in a folder, and writes the answers beside them; runs in the separate process."""
     # Making the first backend initialises the plugin; doing so by hand as well fails with ALREADY_EXISTS.
     jax.devices("cpu")
     for i, request in enumerate(json.loads(Path(folder, "request.json").read_text())):
@@ -266,7 +266,7 @@ def _compile(data: bytes, devices: int, mesh: Sequence[Any], donated: Sequence[i
 
     jitted = jax.jit(call, donate_argnums=tuple(donated))
     lowered = jitted.trace(*types).lower(lowering_platforms=("cuda",))
-    return _described(lowered.compile(compiler_options=OPTIONS))
+    return _describe(lowered.compile(compiler_options=OPTIONS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Reading the text of an optimised HLO module: computations, instructions, shapes, and how often each runs.
+"""Parses the text of an optimised HLO module: computations, instructions, shapes, and how often each runs.
 
-What the instructions are as kernels is in `kernels`.
+`kernels` turns the instructions into kernels.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ _DIRECTORY = re.compile(r"^.*[/\\]")
 _FILE = re.compile(r'^(\d+) "(.*)"$')
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
-#: Where a user does not look for the line that matters.
+#: Files whose lines are not the user's: installed packages and this library.
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation: its name, its shape as text, what it does, the names of its operands."""
+    """Instruction, one line of a computation: name, shape as text, opcode and names of its operands."""
 
     name: str
     shape: str
@@ -51,18 +51,18 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The names that tracing gave the operation: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
+        """Returns the name that tracing gave it: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
         match = _OP_NAME.search(self.line)
         return match.group(1).partition(";")[0] if match else ""
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute, without braces or quotes; "" if it is missing."""
+        """Returns the text of an attribute, without braces or quotes; "" if it is missing."""
         match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([\w.\-]+))", self.line)
         return next((group for group in match.groups() if group), "") if match else ""
 
     @property
     def called(self) -> list[str]:
-        """The names of the computations that it runs or is made of."""
+        """Returns the names of the computations that it runs or is made of."""
         names = _CALLED.findall(self.line)
         for group in _BRANCHES.findall(self.line):
             names += re.findall(r"[\w.\-]+", group)
@@ -74,10 +74,10 @@ Computations = dict[str, list[Instruction]]
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How often a computation runs.
+    """Number of runs of a computation.
 
     Args:
-      times: in one run of the program; loops of an unknown number of trips count as one.
+      times: runs in one run of the program; loops with an unknown number of trips count as one trip.
       counted: whether no such loop is around it.
     """
 
@@ -86,7 +86,7 @@ class Runs:
 
 
 def parse(text: str) -> tuple[Computations, str]:
-    """The computations of an HLO module by name, and the entry's name."""
+    """Parses an HLO module into its computations by name; returns them and the name of the entry."""
     computations: Computations = {}
     current: list[Instruction] = []
     entry = ""
@@ -104,12 +104,12 @@ def parse(text: str) -> tuple[Computations, str]:
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtype, as HLO names it, and the dimensions of every array of a shape."""
+    """Parses a shape into the dtype, as HLO names it, and the dimensions of each of its arrays."""
     return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, dims in _ARRAY.findall(shape)]
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array's or a tuple's shape as HLO writes it."""
+    """Returns the bytes of the shape of an array or tuple, as HLO writes it."""
     total = 0
     for name, dims in arrays(shape):
         digits = re.search(r"\d+", name)
@@ -119,7 +119,7 @@ def shape_bytes(shape: str) -> int:
 
 
 def executed(computations: Computations, entry: str) -> dict[str, Runs]:
-    """The entry and what it runs through while, call and conditional, and how often."""
+    """Returns how often the entry runs each computation, through `while`, `call` and `conditional`."""
     runs = {entry: Runs(1, True)}
     for name, called, trips in _calls(computations, entry):
         outer = runs[name]
@@ -130,7 +130,7 @@ def executed(computations: Computations, entry: str) -> dict[str, Runs]:
 
 
 def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
-    """(caller, called, trips) for every call, outer ones first."""
+    """Yields (caller, called, trips) for every call, outer ones first."""
     waiting = [entry]
     for name in waiting:
         for instruction in computations[name]:
@@ -148,7 +148,7 @@ def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, i
 
 
 class Sources:
-    """Finds the source line of an instruction, by the tables that stand before the computations."""
+    """Source lines of instructions, from the tables that stand before the computations."""
 
     def __init__(self, text: str):
         head = text[: text.find("\nENTRY ")]
@@ -157,7 +157,7 @@ class Sources:
         self._frames = _table(head, "StackFrames", _FRAME)
 
     def line(self, instruction: Instruction) -> str:
-        """Where the user wrote it: "mlp.py:41"; the library's own line where no other is known; or ""."""
+        """Returns the user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
         frame = instruction.attribute("stack_frame_id")
         places = list(self._places(frame))
         users = [place for place in places if not _LIBRARY.search(place[0])]
@@ -173,7 +173,7 @@ class Sources:
             if location in self._locations:
                 file, line = self._locations[location]
                 yield self._files.get(file, ("",))[0], line
-            # Written one too high, so that 0 can be no frame.
+            # Parents are numbered from 1, so that 0 means none.
             frame = str(int(parent) - 1)
 
 
@@ -189,7 +189,7 @@ def _table(head: str, title: str, pattern: re.Pattern[str]) -> Mapping[str, tupl
 
 
 def _split_shape(text: str) -> tuple[str, str]:
-    """`f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` to its shape and the rest."""
+    """Splits `f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` into its shape and the rest."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest

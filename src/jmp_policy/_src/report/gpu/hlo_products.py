@@ -1,4 +1,4 @@
-"""Matrix products and convolutions in the text of a GPU program: their sizes, precision, and Tensor Cores."""
+"""Finds matrix products and convolutions in the HLO of a GPU program: size, precision, Tensor Cores."""
 
 import dataclasses
 import json
@@ -14,26 +14,26 @@ _DTYPES = {
     "c128": "complex128", "s8": "int8", "u8": "uint8", "s4": "int4", "s32": "int32", "pred": "bool",
 }  # fmt: skip
 
-#: Kinds of arithmetic, slower ones first; what is not listed is slower still.
+#: Kinds of arithmetic, slower ones first; those not listed are slower still.
 _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8")
 
-#: What a value may pass through between a pad and the product that it was padded for.
+#: Instructions that a value may pass through between a pad and the product that it was padded for.
 _FORWARDING = frozenset(["bitcast", "copy", "convert", "transpose", "reshape"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of matrices, or of a batch of them; a convolution counts as the product that it amounts to.
+    """Product of matrices, or of a batch of them; a convolution is described as the equivalent product.
 
     Args:
-      operands: dtypes of both.
-      result, accumulation: dtypes.
-      arithmetic: how fast it is: "float16", "tf32", "float32", ... on Tensor Cores or not.
+      operands: dtypes of both operands.
+      result, accumulation: dtypes of the result and of the sums.
+      arithmetic: kind of arithmetic, which decides the rate: "float16", "tf32", "float32", ...
       tensor_cores: whether Tensor Cores do it.
       batch, m, n, k: sizes; split-K makes k smaller and the batch larger.
       alignment: "aligned" when m, n and k are multiples of 16 bytes; "padded" when the compiler made them so;
         or "unaligned".
-      op_name: what tracing called it.
+      op_name: name that tracing gave it.
     """
 
     operands: tuple[str, str]
@@ -50,17 +50,17 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Returns the number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 def dtype_name(hlo: str) -> str:
-    """The name of a dtype that HLO text names: "float16" of "f16"."""
+    """Returns JAX's name of a dtype in HLO text: "float16" for "f16"."""
     return _DTYPES.get(hlo, hlo.replace("f8", "float8_", 1) if hlo.startswith("f8") else hlo)
 
 
 def backend_config(instruction: Instruction) -> Mapping[str, Any]:
-    """What the compiler wrote down for the code that runs the instruction."""
+    """Parses the configuration that the compiler chose for an instruction; empty if there is none."""
     _, found, rest = instruction.line.partition("backend_config={")
     if not found:
         return {}
@@ -73,12 +73,12 @@ def backend_config(instruction: Instruction) -> Mapping[str, Any]:
 def products_of(
     instruction: Instruction, computations: Computations, scope: Mapping[str, Instruction], target: Target
 ) -> list[Product]:
-    """The products that a kernel computes; hardly ever more than one.
+    """Returns the products that a kernel computes; hardly ever more than one.
 
     Args:
       instruction: the kernel.
-      computations: of the module.
-      scope: the instructions beside it by name.
+      computations: computations of the module.
+      scope: instructions of the kernel's computation by name.
       target: the card.
     """
     library = instruction.attribute("custom_call_target")
@@ -119,7 +119,7 @@ def _dot(
     }
     sizes = _sizes(_shapes(dot, scope), *axes.values())
     precision = dot.attribute("operand_precision").lower()
-    padded = any(_comes_padded(name, computations, scope, outside) for name in dot.operands[:2])
+    padded = any(_was_padded(name, computations, scope, outside) for name in dot.operands[:2])
     # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
     exact = any(word.strip() not in ("", "default") for word in precision.split(","))
     return _product(dot, scope, sizes, dot.attribute("algorithm"), exact, padded, target, on_cores)
@@ -136,7 +136,7 @@ def _library_product(
         for side in ("lhs", "rhs")
     ]
     precision = config.get("precision_config", {})
-    padded = any(_comes_padded(name, computations, scope, None) for name in call.operands[:2])
+    padded = any(_was_padded(name, computations, scope, None) for name in call.operands[:2])
     exact = "HIGHEST" in precision.get("operand_precision", ())
     sizes = _sizes(_shapes(call, scope), *axes)
     return _product(call, scope, sizes, precision.get("algorithm", ""), exact, padded, target, True)
@@ -215,14 +215,14 @@ def _sizes(
 
 
 def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Target) -> str:
-    """The kind of arithmetic, which says how fast it is; mixed operands go at the slower one's rate."""
+    """Returns the kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
     for word in ("tf32", "bf16_bf16", "f32_f32"):
         if word in algorithm:
             return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
     kinds = ["float8" if dtype.startswith("float8") else dtype for dtype in (first, second)]
     slowest = min(kinds, key=lambda kind: _FASTER.index(kind) if kind in _FASTER else 0)
     if slowest == "float32" and not exact and "tf32" in target.on_tensor_cores:
-        # What JAX's default precision means on such cards.
+        # JAX's default precision means TF32 on such cards.
         return "tf32"
     return slowest
 
@@ -232,7 +232,7 @@ def _accumulation(arithmetic: str, algorithm: str) -> str:
         return "float16"
     if arithmetic in ("int8", "uint8", "int4", "int32"):
         return "int32"
-    # XLA asks cuBLAS, cuDNN and Triton alike for float32 sums of anything shorter.
+    # XLA makes cuBLAS, cuDNN and Triton alike accumulate in float32 for operands of fewer bits.
     return arithmetic if arithmetic in ("float64", "complex64", "complex128") else "float32"
 
 
@@ -242,13 +242,13 @@ def _is_aligned(dtype: str, sizes: Sequence[int]) -> bool:
     return all(count * size % 128 == 0 for count in sizes)
 
 
-def _comes_padded(
+def _was_padded(
     name: str,
     computations: Computations,
     scope: Mapping[str, Instruction],
     outside: tuple[Instruction, Mapping[str, Instruction]] | None,
 ) -> bool:
-    """Whether the compiler padded a value: a `pad` that no operation of the program's own asked for."""
+    """Returns whether the compiler padded a value: with a `pad` that is no operation of the program."""
     while name in scope:
         source = scope[name]
         if source.opcode == "pad":

@@ -1,4 +1,4 @@
-"""What the instructions of an optimised GPU program are as kernels: products, fusions, copies, collectives.
+"""Lists the kernels of an optimised GPU program: products, fusions, copies, collectives.
 
 Bytes are those of operands and results. Where a kernel takes a slice of an array or writes one in place, as
 in the body of a scan over stacked layers, the slice counts and not the array.
@@ -33,7 +33,7 @@ _SLICING = frozenset(["dynamic-slice", "slice", "gather"])
 _FORWARDING = frozenset(["bitcast", "reshape"])
 _FUSIONS = frozenset(["fusion", "fusion-start"])
 _TRANSFORM = re.compile(r"(\w+)\(([^()]*)\)")
-#: Parts of an operation's name that are JAX's own.
+#: Parts of an operation's name that JAX adds, and not the user.
 _MACHINERY = frozenset(
     [
         "call_exported", "while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation",
@@ -45,28 +45,28 @@ _MACHINERY = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel, or what a collective sends.
+    """Kernel of a GPU program, or a collective.
 
     Args:
-      name: the compiler's.
+      name: name that the compiler gave it.
       kind: "cublaslt", "cublas", "cudnn", "triton", "fusion", "reduction", "copy", "collective" or
         "custom call"; of other instructions, their opcode.
-      path: the module that it belongs to, by the names of the scopes around its operation: "Net/Dense_0".
-      backward: whether differentiation put it there.
-      line: where its operation is in the source: "mlp.py:41".
+      path: path of the module that it belongs to, from the scopes around its operation: "Net/Dense_0".
+      backward: whether it is part of a backward pass.
+      line: source line of its operation: "mlp.py:41".
       times: how often one run of the program runs it.
-      counted: whether that is all; not so within a loop whose trips nobody knows.
-      bytes_read, bytes_written: by one run of it.
-      flops: of matrix products and convolutions, by one run of it; 0 for all other kernels.
-      operands: dtypes of a product's operands, "float16 x float16"; of a collective, what it sends.
-      result, accumulation: dtypes of a product.
-      arithmetic: of a product, how fast it is: "float16", "tf32", "float32", ...
+      counted: whether `times` is exact; not so in a loop with an unknown number of trips.
+      bytes_read, bytes_written: bytes of memory traffic of one run of it.
+      flops: operations of a matrix product or convolution, of one run of it; 0 for all other kernels.
+      operands: dtypes of a product's operands, "float16 x float16", or of the arrays that a collective sends.
+      result, accumulation: dtypes of a product's result and sums.
+      arithmetic: a product's kind of arithmetic, which decides the rate: "float16", "tf32", "float32", ...
       tensor_cores: whether Tensor Cores compute it.
-      size: of a product: "512x256x1024", rows by columns by what is summed; "4*512x256x1024" of a batch, or
-        where the sum is split in four.
-      alignment: of a product: "aligned", "padded" by the compiler, or "unaligned", to 16 bytes.
+      size: a product's size, m x n x k: "512x256x1024"; "4*512x256x1024" for a batch of 4, or where the sum
+        is split in four.
+      alignment: a product's alignment to 16 bytes: "aligned", "padded" by the compiler, or "unaligned".
       collective: "all-reduce", ... or "".
-      group: how many devices a collective joins.
+      group: number of devices in a collective's group.
     """
 
     name: str
@@ -91,22 +91,22 @@ class Kernel:
 
     @property
     def bytes(self) -> int:
-        """Read and written by one run."""
+        """Returns the bytes read and written by one run."""
         return self.bytes_read + self.bytes_written
 
     @property
     def place(self) -> str:
-        """As messages name it: "Net/head (mlp.py:41)"."""
+        """Formats path and line, as messages show them: "Net/head (mlp.py:41)"."""
         return (
             f"{self.path} ({self.line})" if self.path and self.line else self.path or self.line or self.name
         )
 
 
 def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
-    """The kernels of an optimised HLO module, in the order of their computations.
+    """Returns the kernels of an optimised HLO module, in the order of their computations.
 
     Args:
-      text: the module.
+      text: text of the module.
       target: the card that it was compiled for.
     """
     computations, entry = parse(text)
@@ -121,15 +121,15 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
 
 
 def partitions(text: str) -> int:
-    """How many devices an HLO module is for."""
+    """Returns the number of devices that an HLO module is for."""
     match = re.search(r"\bnum_partitions=(\d+)", text.partition("\n")[0])
     return int(match.group(1)) if match else 1
 
 
 def module_path(op_name: str) -> tuple[str, bool]:
-    """The module path in an operation's name, and whether it belongs to a backward pass.
+    """Returns the module path in an operation's name, and whether it belongs to a backward pass.
 
-    "jit(step)/transpose(jvp(Net))/Dense_0/dot_general" is of "Net/Dense_0", and backward.
+    "jit(step)/transpose(jvp(Net))/Dense_0/dot_general" belongs to "Net/Dense_0", and is backward.
     """
     backward = "transpose(" in op_name
     while match := _TRANSFORM.search(op_name):
@@ -141,7 +141,7 @@ def module_path(op_name: str) -> tuple[str, bool]:
         if part
         and part not in _MACHINERY
         and not is_marker(part)
-        # Branches of conditions, and what `einsum` calls itself.
+        # Branches of conditions, and the scope that `einsum` adds.
         and not re.search(r"^branch_\d+_fun|->", part)
     ]
     return "/".join(parts), backward
@@ -230,7 +230,7 @@ def _collective(instruction: Instruction, computations: Computations) -> str:
 
 
 def _group(instruction: Instruction) -> int:
-    """How many devices are in a group: of `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
+    """Returns the size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     text = instruction.line.partition("replica_groups=")[2]
     if text.startswith("mesh["):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", text[: text.find("]")]))
@@ -248,12 +248,12 @@ def _read(instruction: Instruction, computations: Computations, scope: Mapping[s
     for position, name in enumerate(instruction.operands):
         whole = shape_bytes(scope[name].shape) if name in scope else 0
         users = _users(inner, position) if inner else [(instruction, position)]
-        total += min(whole, sum(_taken(user, place, whole, inner or scope) for user, place in users))
+        total += min(whole, sum(_bytes_used(user, place, whole, inner or scope) for user, place in users))
     return total
 
 
-def _taken(user: Instruction, place: int, whole: int, scope: Mapping[str, Instruction]) -> int:
-    """Bytes that an instruction needs of the operand in that place."""
+def _bytes_used(user: Instruction, place: int, whole: int, scope: Mapping[str, Instruction]) -> int:
+    """Returns the bytes that an instruction reads of the operand in that place."""
     if user.opcode in _SLICING and place == 0:
         return shape_bytes(user.shape)
     if user.opcode == "dynamic-update-slice" and place == 0:
@@ -264,7 +264,7 @@ def _taken(user: Instruction, place: int, whole: int, scope: Mapping[str, Instru
 
 def _written(instruction: Instruction, computations: Computations) -> int:
     if instruction.opcode == "custom-call" and instruction.shape.startswith("("):
-        # The result; what follows is scratch memory.
+        # The first array is the result; the others are scratch memory.
         dtype, dims = arrays(instruction.shape)[0]
         return shape_bytes(f"{dtype}[{','.join(map(str, dims))}]")
     inner = _fused(instruction, computations)
@@ -291,7 +291,7 @@ def _fused(instruction: Instruction, computations: Computations) -> dict[str, In
 
 
 def _users(inner: Mapping[str, Instruction], position: int) -> Iterator[tuple[Instruction, int]]:
-    """The instructions of a fusion that use its operand, and in which place of theirs."""
+    """Yields the instructions of a fusion that use an operand of it, and their operand's place."""
     waiting = [
         i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line
     ]

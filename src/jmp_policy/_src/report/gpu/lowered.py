@@ -1,4 +1,4 @@
-"""The report on a compiled GPU program: what it shows, and its verdict."""
+"""Defines the report on a compiled GPU program: its tables, its plot and its verdict."""
 
 import dataclasses
 import re
@@ -12,27 +12,28 @@ from jmp_policy._src.report.gpu.roofline import Estimate, kernel_seconds, plot_r
 from jmp_policy._src.report.gpu.targets import TARGETS, target_of_device
 
 HALVES = ("float16", "bfloat16")
-#: Runs of which the median is the measured time.
+#: Number of runs whose median is the measured time.
 RUNS = 10
-#: Modules of which the table has rows of their own; of more, those whose names differ in numbers share one.
+#: Up to this many modules the table has rows for each; where there are more, modules whose names differ only
+#: in numbers share rows.
 _MOST_MODULES = 16
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweringReport(Report):
-    """A program as XLA's GPU compiler makes it.
+    """Report on a program as XLA's GPU compiler makes it.
 
     Args:
-      function: its name.
-      target: the card: "H100", or what the GPU of this machine calls itself.
-      devices: how many it runs on; everything else is per device.
-      kernels: all of them.
-      argument_bytes, output_bytes, temp_bytes: memory.
-      estimates: of the time of one run, per precision; "roofline" estimates, no measurements.
-      measured_seconds: of one run, on a real GPU; None where nothing ran.
-      notes: what could not be estimated, and why.
-      verdict: the report in a line.
+      function: name of the function.
+      target: the card: "H100", or the name that the GPU of this machine gives itself.
+      devices: number of devices that it runs on; everything else is per device.
+      kernels: all kernels.
+      argument_bytes, output_bytes, temp_bytes: bytes of memory.
+      estimates: estimated time of one run, per precision; by the roofline model, not measured.
+      measured_seconds: time of one run, on a real GPU; None where nothing ran.
+      notes: precisions that could not be estimated, and why.
+      verdict: the report in one line.
     """
 
     function: str
@@ -51,31 +52,31 @@ class LoweringReport(Report):
 
     @property
     def matrix_kernels(self) -> tuple[Kernel, ...]:
-        """The kernels of matrix products and convolutions."""
+        """Returns the kernels of matrix products and convolutions."""
         return tuple(kernel for kernel in self.kernels if kernel.flops)
 
     @property
     def collectives(self) -> tuple[Kernel, ...]:
-        """What the devices send each other: `operands` are its dtypes, `bytes_read` its size."""
+        """Returns the collectives: `operands` are the dtypes that they send, `bytes_read` the size."""
         return tuple(kernel for kernel in self.kernels if kernel.collective)
 
     @property
     def kernel_count(self) -> int:
-        """Kernels launched by one run."""
+        """Returns the number of kernels that one run launches."""
         return sum(kernel.times for kernel in self.kernels)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that all kernels of one run read."""
+        """Returns the bytes that all kernels of one run read."""
         return sum(kernel.times * kernel.bytes_read for kernel in self.kernels)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that all kernels of one run write."""
+        """Returns the bytes that all kernels of one run write."""
         return sum(kernel.times * kernel.bytes_written for kernel in self.kernels)
 
     def plot(self) -> Any:
-        """The roofline of the card with the program's matrix kernels under it.
+        """Plots the roofline of the card with the program's matrix kernels under it.
 
         Returns:
           A matplotlib `Figure`.
@@ -117,7 +118,7 @@ class LoweringReport(Report):
 
 
 def _products_table(report: LoweringReport) -> Table:
-    """One row per kind of product: those of one module that differ in nothing stand together."""
+    """Makes the table of products, in which equal products of a module share a row."""
     target = target_of_device(report.target)
     names = {kernel.path or kernel.place for kernel in report.matrix_kernels}
     runs: Counter[tuple[str, ...]] = Counter()
@@ -181,7 +182,7 @@ def _seconds_text(seconds: float) -> str:
 
 
 def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate]) -> str:
-    """The report in a line: what is not as it should be with its module, and the estimated speed."""
+    """Returns the report in one line: modules whose products are not fast, and the estimated speed."""
     products = [kernel for kernel in kernels if kernel.flops]
     if not products:
         return "No matrix kernels."
@@ -203,7 +204,7 @@ def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate]) -> str:
 
 
 def _estimated(found: Sequence[Estimate]) -> list[str]:
-    """The speed of the program as it is, or else of the best one under autocast, in words."""
+    """Describes the speed of the given program in half precision, or else of the best one under autocast."""
     by_precision = {estimate.precision: estimate for estimate in found}
     halves = [by_precision[half] for half in HALVES if half in by_precision]
     given = [estimate for estimate in halves if estimate.program == "as given"] or halves
@@ -212,7 +213,7 @@ def _estimated(found: Sequence[Estimate]) -> list[str]:
     best = max(given, key=lambda estimate: estimate.speedup)
     text = f"estimated {best.speedup:.2f}x the speed of float32"
     if "tf32" in by_precision:
-        # What float32 programs run as there, unless jax_default_matmul_precision says otherwise.
+        # Float32 programs run as TF32 there, unless jax_default_matmul_precision says otherwise.
         text += f" and {best.speedup / by_precision['tf32'].speedup:.2f}x of tf32, JAX's default,"
     under = "" if best.program == "as given" else f" {best.program}"
     bound = "" if best.bound_by == "compute" else f", bound by {best.bound_by}"

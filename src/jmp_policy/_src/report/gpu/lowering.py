@@ -1,4 +1,4 @@
-"""What XLA's GPU compiler makes of a program: its kernels, their precision, and an estimate of their time."""
+"""Compiles a program with XLA's GPU compiler and reports its kernels, their precision and estimated time."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import Function, as_function
-from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compiled, compiled_here, exported
+from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compile_here, compiled, exported
 from jmp_policy._src.report.gpu.kernels import kernels_of, partitions
 from jmp_policy._src.report.gpu.lowered import HALVES, RUNS, LoweringReport, verdict_of
 from jmp_policy._src.report.gpu.roofline import estimates
@@ -26,22 +26,22 @@ Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 def lowering_report(
     fn: Callable[..., Any], *args: Any, target: str | None = "H100", **kwargs: Any
 ) -> LoweringReport:
-    """The kernels that XLA's GPU compiler makes of a function, with or without a GPU.
+    """Reports the kernels that XLA's GPU compiler makes of a function, with or without a GPU.
 
-    Compiles for a card that need not be there, in a process of its own: the extra `gpu-lowering` brings the
-    compiler, and nothing runs. Look at it before a job is sent to a cluster, and in tests: a product that is
-    not on Tensor Cores in the dtype that was meant stands in the table with its module.
+    Compiles in a separate process, for a card that need not be there: the extra `gpu-lowering` installs the
+    compiler, and nothing runs. Use it before a job is sent to a cluster, and in tests: the table shows each
+    product with its module, its dtype and whether it is on Tensor Cores.
 
-    Which library computes a product is settled on the card, by timing; here the compiler's first choice
-    stands. The times are estimates: the rate of the card's units or of its memory, whichever takes longer,
-    kernel by kernel, and the launches.
+    On a card XLA decides by timing which library computes a product; here it is the compiler's first choice.
+    The times are estimates: for each kernel the time of its arithmetic or of its memory traffic at the card's
+    peak rates, whichever is longer, and the launches.
 
     Args:
       fn: any function that `jax.jit` could trace, or one of NNX modules; a whole training step for the
         backward pass and the optimizer.
-      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do for a named target. What is no array is
-        static. With `NamedSharding`s on a mesh of several devices (virtual ones of the CPU will do) the
-        program is that of one of these devices, with its collectives.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do for a named target. Those that are not
+        arrays are static. With `NamedSharding`s on a mesh of several devices (virtual ones of the CPU will
+        do) the program is that of one of these devices, with its collectives.
       target: V100, T4, A100, L4, H100, H200 or B200; None for the GPU of this machine, where the program is
         also run, on the given arrays, and timed.
 
@@ -102,15 +102,15 @@ def _report(
 
 
 def _programs(function: Function, jaxpr: Any) -> Programs:
-    """What to compile, by precision: the function as it is under "", and in each precision of an estimate."""
-    held = _product_dtypes(jaxpr)
-    halves = [half for half in HALVES if half in held]
-    is_float8 = any(dtype.startswith("float8") for dtype in held)
-    is_wide = not halves and not is_float8
-    float32 = function.call if is_wide else replay_in_float32(function.call)
+    """Returns the programs to compile by precision, the given function under ""."""
+    dtypes = _product_dtypes(jaxpr)
+    halves = [half for half in HALVES if half in dtypes]
+    is_float8 = any(dtype.startswith("float8") for dtype in dtypes)
+    is_float32 = not halves and not is_float8
+    float32 = function.call if is_float32 else replay_in_float32(function.call)
     programs: Programs = {
         "": ("as given", function.call),
-        "float32": ("as given" if is_wide else "in float32", float32),
+        "float32": ("as given" if is_float32 else "in float32", float32),
     }
     for half in HALVES:
         if half in halves:
@@ -142,12 +142,12 @@ def _check_exportable(jaxpr: Any, name: str) -> None:
 
 
 def _variants(programs: Programs) -> dict[str, Callable[[Sequence[Any]], Any]]:
-    """What is to be compiled besides the program as it is, by precision."""
+    """Returns the functions to compile besides the given one, by precision."""
     return {p: call for p, (program, call) in programs.items() if program != "as given"}
 
 
-def _attempt(make: Callable[[], Any]) -> Any:
-    """What a variant is made into, or a `Compiled` that says why not: an estimate less is a note."""
+def _make_or_error(make: Callable[[], Any]) -> Any:
+    """Calls `make`; if it raises, returns a `Compiled` with the error, which the report shows as a note."""
     try:
         with warnings.catch_warnings():
             # Autocast's advice is on a program that the caller did not ask for.
@@ -163,24 +163,26 @@ def _compile_elsewhere(
     written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated)}
     answers: dict[str, Compiled] = {}
     for precision, call in _variants(programs).items():
-        made = _attempt(functools.partial(exported, call, function.arrays, donated))
+        made = _make_or_error(functools.partial(exported, call, function.arrays, donated))
         (answers if isinstance(made, Compiled) else written)[precision] = made
     answers.update(zip(written, compiled(list(written.values()), card.config()), strict=True))
-    return _shared(programs, answers), written[""].devices
+    return _answers_by_precision(programs, answers), written[""].devices
 
 
 def _compile_here(programs: Programs, function: Function) -> tuple[dict[str, Compiled], float | None]:
-    executable, given = compiled_here(function.call, function.arrays)
+    executable, given = compile_here(function.call, function.arrays)
     answers = {"": given}
     for precision, call in _variants(programs).items():
-        made = _attempt(functools.partial(compiled_here, call, function.arrays))
+        made = _make_or_error(functools.partial(compile_here, call, function.arrays))
         answers[precision] = made if isinstance(made, Compiled) else made[1]
     concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays)
-    return _shared(programs, answers), _measured(executable, function.arrays) if concrete else None
+    return _answers_by_precision(programs, answers), _measured(
+        executable, function.arrays
+    ) if concrete else None
 
 
-def _shared(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
-    """One answer per program, where the same program stands for several precisions."""
+def _answers_by_precision(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
+    """Returns the answers by precision, where the given program answers for every precision that it has."""
     return {p: answers[""] if program == "as given" else answers[p] for p, (program, _) in programs.items()}
 
 
@@ -196,7 +198,7 @@ def _measured(executable: Any, arrays: Sequence[Any]) -> float:
 
 
 def _device() -> Target:
-    """The GPU of this machine; one that is not in the table has no rates."""
+    """Returns the GPU of this machine as a target; one that is not in the table has no rates."""
     backend = jax.default_backend()
     if backend != "gpu":
         raise ValueError(
@@ -215,7 +217,7 @@ def _device() -> Target:
 def _donated(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], function: Function
 ) -> tuple[int, ...]:
-    """Positions of the arrays that a jitted function may overwrite."""
+    """Returns the positions of the arrays that a jitted function may overwrite."""
     if function.has_state or not hasattr(fn, "trace"):
         return ()
     infos = jax.tree.leaves(fn.trace(*args, **kwargs).args_info)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How long a step would take if every kernel ran at the rate of the card's units or of its memory.
+"""Estimates the time of a step in which every kernel runs at the peak rate of the card's units or memory.
 
 S. Williams, A. Waterman, D. Patterson, Roofline: An Insightful Visual Performance Model (2009), by kernel,
 plus the time to launch each. Real kernels stay below those rates, so that the times are lower bounds.
@@ -12,7 +12,7 @@ from typing import Any
 from jmp_policy._src.report.gpu.kernels import Kernel
 from jmp_policy._src.report.gpu.targets import LAUNCH_SECONDS, Target
 
-#: What collectives send over a link, in parts of their operand, by how many devices take part; for rings.
+#: Data that a ring collective sends over a link, as a multiple of its operand, by number of devices.
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: n - 1,
@@ -30,14 +30,14 @@ _COLOURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated time of one step in one precision.
+    """Estimated time of one step in one precision.
 
     Args:
       precision: "float32" on the ordinary units, "tf32", "float16" or "bfloat16".
-      program: "as given", "in float32" or "under autocast": what was compiled.
+      program: the program that was compiled: "as given", "in float32" or "under autocast".
       seconds: the estimate.
       speedup: the time in float32 over this one.
-      bound_by: what most of the time goes to: "compute", "memory", "launches" or "communication".
+      bound_by: the part with most of the time: "compute", "memory", "launches" or "communication".
     """
 
     precision: str
@@ -48,10 +48,10 @@ class Estimate:
 
 
 def estimates(programs: Mapping[str, tuple[str, Sequence[Kernel]]], target: Target) -> tuple[Estimate, ...]:
-    """One estimate per precision.
+    """Estimates the time of a step in each precision.
 
     Args:
-      programs: what was compiled and its kernels, by precision; "float32" stands for TF32 too.
+      programs: the program that was compiled and its kernels, by precision; "float32" stands for TF32 too.
       target: the card.
     """
     if not target.rates:
@@ -72,12 +72,12 @@ def estimates(programs: Mapping[str, tuple[str, Sequence[Kernel]]], target: Targ
 
 
 def kernel_seconds(kernel: Kernel, target: Target, exact: bool = False) -> tuple[float, str]:
-    """The time of one run of a kernel without its launch, and what bounds it.
+    """Returns the time of one run of a kernel without its launch, and what bounds it.
 
     Args:
       kernel: any.
       target: the card.
-      exact: float32 products on the ordinary units, and not as TF32.
+      exact: whether float32 products run on the ordinary units, and not as TF32.
     """
     memory = kernel.bytes / target.bandwidth
     if kernel.collective:
@@ -100,10 +100,10 @@ def _parts(kernels: Iterable[Kernel], target: Target, exact: bool) -> Counter[st
 
 
 def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot: Any) -> Any:
-    """The matrix kernels under the roofs of the card: operations per byte against operations per second.
+    """Plots the matrix kernels under the roofs of the card: FLOPs per byte against FLOPs per second.
 
     Kernels stand where their estimated time puts them, which is on a roof: the picture shows on which, and
-    how far the memory keeps them below the height of the arithmetic.
+    how far memory bandwidth keeps them below the peak rate of the arithmetic.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     products = [kernel for kernel in kernels if kernel.flops and kernel.bytes]
@@ -137,7 +137,7 @@ def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot:
 
 
 def _roofs(target: Target, used: Iterable[str]) -> dict[float, list[str]]:
-    """The kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
+    """Returns the kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
     roofs: dict[float, list[str]] = {}
     for arithmetic in dict.fromkeys(("float32", "tf32", "float16", "bfloat16", *used)):
         if arithmetic in target.rates:

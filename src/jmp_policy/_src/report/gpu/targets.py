@@ -1,7 +1,7 @@
-"""The cards that `lowering_report` compiles for: what XLA's compiler asks about them, and how fast they are.
+"""Describes the cards that `lowering_report` compiles for: to XLA's compiler, and by their peak rates.
 
-Rates are NVIDIA's own, from the data sheets, for dense matrices: those "with sparsity" are twice as high.
-What the compiler is told is what these cards tell it themselves (openxla/xla, `target_config/specs`).
+Rates are those of NVIDIA's data sheets, for dense matrices: those "with sparsity" are twice as high. The
+descriptions are those that the cards give XLA themselves (openxla/xla, `target_config/specs`).
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ LAUNCH_SECONDS = 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A card.
+    """Card to compile for.
 
     Args:
-      name: what users call it.
-      description: what it calls itself.
+      name: name that users give.
+      description: name that the card gives itself.
       capability: compute capability, major and minor.
-      cores: streaming multiprocessors.
-      bandwidth: of its memory, bytes per second.
-      link: bytes per second to the other cards of its machine, in one direction.
+      cores: number of streaming multiprocessors.
+      bandwidth: bandwidth of its memory, bytes per second.
+      link: bandwidth to the other cards of its machine, bytes per second in one direction.
       memory, l2: sizes in bytes.
       clock_ghz: highest clock.
       shared_per_core, shared_per_block: bytes of shared memory of a multiprocessor, and the most that a block
-        can ask for.
+        can use.
       threads_per_core: most threads at a time on a multiprocessor.
-      units_per_core: float32 units of a multiprocessor.
+      units_per_core: number of float32 units of a multiprocessor.
       rates: operations per second by arithmetic: "float64", "float32" on the ordinary units; "tf32",
-        "float16", "bfloat16", "float8", "int8" where there is something faster than those.
-      on_tensor_cores: the kinds of arithmetic that Tensor Cores do.
+        "float16", "bfloat16", "float8", "int8" where they are faster.
+      on_tensor_cores: kinds of arithmetic that Tensor Cores do.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Target:
     on_tensor_cores: frozenset[str]
 
     def rate(self, arithmetic: str) -> float:
-        """Operations per second; what the card has no faster units for runs at the rate of float32."""
+        """Returns operations per second; arithmetic without faster units runs at the rate of float32."""
         return self.rates.get(arithmetic, self.rates["float32"])
 
     def config(self) -> str:
-        """The card as XLA's `GpuTargetConfig`, in protobuf's text format."""
+        """Returns the card as XLA's `GpuTargetConfig`, in protobuf's text format."""
         major, minor = self.capability
         return f"""
 gpu_device_info {{
@@ -146,7 +146,7 @@ TARGETS = {
 
 
 def find_target(name: str) -> Target:
-    """The card of that name, in capitals or not.
+    """Finds a card by its name, in capitals or not.
 
     Raises:
       ValueError: when there is none.
@@ -161,6 +161,6 @@ def find_target(name: str) -> Target:
 
 
 def target_of_device(kind: str) -> Target | None:
-    """The card that a device's kind ("NVIDIA H100 80GB HBM3") names, if it is a known one."""
+    """Finds the card that a device's kind ("NVIDIA H100 80GB HBM3") names; None if it is not known."""
     words = kind.upper().replace("-", " ").split()
     return next((target for name, target in TARGETS.items() if name in words), None)

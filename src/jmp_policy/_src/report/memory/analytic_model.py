@@ -1,8 +1,8 @@
-"""The accounting of the recipe for mixed precision, of a traced program alone.
+"""The memory that NVIDIA's recipe for mixed precision expects, worked out from a traced program alone.
 
 A half copy of each parameter that is cast, a gradient for each parameter, and the activations: what the
-forward pass computes and the backward pass reads. As compilers do, only what is dear to compute is taken to
-be kept: products, reductions, random numbers. What follows from them element by element is computed again
+forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
+kept: products, reductions, random numbers. What follows from them element by element is computed again
 where it is read, and a value takes the widest form in which the backward pass reads it.
 """
 
@@ -12,28 +12,31 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr import calls, compat, ir
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import is_backward
 
 
 def analytic_memory_model(jaxpr: Any, roles: Sequence[str], donated: Sequence[int]) -> Counter[str]:
-    """Bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
+    """Returns bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
 
     Args:
       jaxpr: a closed jaxpr.
       roles: the category of each of its arguments.
       donated: which of them results may overwrite.
     """
-    return _Recipe(jaxpr, roles, donated).bytes
+    return _Accounting(jaxpr, roles, donated).bytes
 
 
 def axes(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape whose axes may have been put in another order."""
+    """Returns a shape whose axes may have been put in another order."""
     return tuple(sorted(size for size in shape if size != 1))
 
 
 class _Made(NamedTuple):
-    """A value that is dear to compute.
+    """A value that is costly to compute.
 
     Args:
       key: another one for each.
@@ -60,29 +63,10 @@ class _Value(NamedTuple):
     argument: int | None = None
 
 
-#: Operations that compute nothing of an operand's elements.
-_VIEWS = frozenset(
-    [
-        "convert_element_type", "reduce_precision", "reshape", "broadcast_in_dim", "transpose", "squeeze",
-        "expand_dims", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "name", "pvary",
-    ]
-)  # fmt: skip
-
-#: Operations that may have operands and results of one shape, and yet are not element by element.
-_DEAR = frozenset(
-    [
-        "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "triangular_solve",
-        "cholesky", "lu", "qr", "eigh", "svd", "fft", "sort", "cumsum", "cumprod", "cummax", "cummin",
-        "cumlogsumexp", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min",
-        "scatter-max", "dynamic_update_slice", "select_and_scatter_add", "reduce_window", "reduce_window_sum",
-        "reduce_window_max", "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "psum",
-        "all_gather", "all_to_all", "ppermute", "pallas_call", "custom_partitioning", "ffi_call",
-        "pure_callback", "io_callback",
-    ]
-)  # fmt: skip
+_VIEWS, _COSTLY = having(Trait.VIEW), having(Trait.COSTLY)
 
 
-class _Recipe:
+class _Accounting:
     """One accounting."""
 
     def __init__(self, jaxpr: Any, roles: Sequence[str], donated: Sequence[int]):
@@ -106,7 +90,7 @@ class _Recipe:
         self.bytes = found
 
     def _results(self, opened: Any, results: Sequence[_Value], donated: Sequence[int]) -> int:
-        """Bytes of the results that are no gradients and take no argument's place."""
+        """Returns the bytes of the results that are no gradients and take no argument's place."""
         types = [(_shape(var), ir.dtype_of(var)) for var in opened.invars]
         weights = {axes(shape) for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
         places = Counter(types[i] for i in donated)
@@ -120,44 +104,50 @@ class _Recipe:
         return size
 
     def _inside(self, jaxpr: Any, values: Sequence[_Value], backward: bool) -> list[_Value]:
-        opened = compat.open_jaxpr(jaxpr)
-        known = dict(zip(opened.invars, values, strict=True))
-        known.update(dict.fromkeys(opened.constvars, _Value()))
+        def step(eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
+            return self._equation(eqn, operands, backward or is_backward(eqn))
 
-        def value(atom: Any) -> _Value:
-            return _Value() if isinstance(atom, compat.Literal) else known[atom]
+        def unknown(*_: Any) -> _Value:
+            return _Value()
 
-        for eqn in opened.eqns:
-            operands = [value(atom) for atom in eqn.invars]
-            results = self._equation(eqn, operands, backward or is_backward(eqn))
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [value(atom) for atom in opened.outvars]
+        return evaluate(jaxpr, values, step, constant=unknown, literal=unknown)
 
     def _equation(self, eqn: Any, operands: Sequence[_Value], backward: bool) -> list[_Value]:
-        inner = [compat.open_jaxpr(jaxpr) for jaxpr in ir.subjaxprs(eqn)]
-        name = eqn.primitive.name
-        for called in inner if name not in ("scan", "while", "cond", *_DEAR) else ():
-            if len(called.invars) == len(operands) and len(called.outvars) == len(eqn.outvars):
-                return self._inside(called, operands, backward)
+        called = calls.looked_into(eqn)
+        if called is not None:
+            return self._inside(called.jaxpr, operands[called.skipped :], backward)
         if backward:
-            self._has_gradients = True
-            for atom, operand in zip(eqn.invars, operands, strict=True):
-                for made in operand.made:
-                    self._kept[made] = max(self._kept.get(made, 0), _width(atom))
-        if name == "scan" and not backward:
+            self._keep(eqn, operands)
+        if calls.kind_of(eqn) is Kind.SCAN and not backward:
             return self._scan(eqn, operands)
-        for jaxpr in inner:
-            self._inside(jaxpr, [_Value()] * len(jaxpr.invars), backward)
+        for jaxpr in calls.inner_jaxprs(eqn):
+            self._inside(jaxpr, [_Value()] * len(compat.open_jaxpr(jaxpr).invars), backward)
         if backward:
             return [_Value(backward=True)] * len(eqn.outvars)
+        return self._forward(eqn, operands)
+
+    def _keep(self, eqn: Any, operands: Sequence[_Value]) -> None:
+        """Notes what an operation of the backward pass reads, in the widest form in which it is read."""
+        self._has_gradients = True
+        for atom, operand in zip(eqn.invars, operands, strict=True):
+            for made in operand.made:
+                self._kept[made] = max(self._kept.get(made, 0), _width(atom))
+
+    def _forward(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
+        """Returns what is known of the results of an operation of the forward pass.
+
+        A view is its operand. What is computed element by element is computed again where it is read, from
+        what its operands are computed from. The rest is kept.
+        """
+        name = eqn.primitive.name
         if name in _VIEWS and len(operands) == 1:
             return [self._cast(eqn, operands[0])]
-        if not inner and name not in _DEAR and _is_elementwise(eqn):
+        if not ir.holds_jaxpr(eqn) and name not in _COSTLY and _is_elementwise(eqn):
             return [_Value(frozenset().union(*(v.made for v in operands)))] * len(eqn.outvars)
         return [self._made(var) for var in eqn.outvars]
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-        """A loop keeps what it gives: all but the layers' parameters, which may come out cast."""
+        """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
         consts, carries = compat.scan_sizes(eqn.params)
         values = [value._replace(made=frozenset()) for value in operands]
         values[consts : consts + carries] = [_Value()] * carries
@@ -188,7 +178,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _width(atom: Any) -> int:
-    """Bytes of an element; 0 for tokens and keys of random numbers."""
+    """Returns the bytes of an element; 0 for tokens and keys of random numbers."""
     return getattr(ir.dtype_of(atom), "itemsize", 0) if hasattr(atom.aval, "shape") else 0
 
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.dtypes import promote_dtype as wide_dtype
+from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
-from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.function import Argument, Function, as_function
 from jmp_policy._src.report.memory import buffers
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
 
@@ -71,7 +70,7 @@ class MemoryReport(Report):
     _rows = "rows"
 
     def row(self, category: str) -> MemoryRow:
-        """The row of one kind of memory.
+        """Returns the row of one kind of memory.
 
         Raises:
           KeyError: for a word that is none of them.
@@ -83,13 +82,13 @@ class MemoryReport(Report):
 
     @property
     def accounted(self) -> tuple[float, float]:
-        """The recipe's total over XLA's, in float32 and under the policy."""
+        """Returns the recipe's total over XLA's, in float32 and under the policy."""
         expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
         return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
 
     @property
     def verdict(self) -> str:
-        """What half precision does to the memory, in one sentence."""
+        """Returns what half precision does to the memory, in one sentence."""
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
         share = percent(self.policy / max(self.float32, 1))
@@ -110,8 +109,8 @@ class MemoryReport(Report):
         return [Table(names, rows, f"Memory of {self.function} on {self.backend}")]
 
     def _lines(self) -> Sequence[str]:
-        wide, half = (percent(share) for share in self.accounted)
-        lines = [f"The recipe's accounting gives {wide} of what XLA allots in float32, {half} as it is."]
+        float32, half = (percent(share) for share in self.accounted)
+        lines = [f"The recipe's accounting gives {float32} of what XLA allots in float32, {half} as it is."]
         if not self.has_buffers:
             lines.append(
                 "The compiler does not say what lies in its temporary memory: only its size is known."
@@ -124,7 +123,7 @@ class MemoryReport(Report):
         return [*lines, self.verdict]
 
     def plot(self) -> Any:
-        """Stacked bars: what XLA allots and what the recipe expects, in float32 and under the policy.
+        """Draws stacked bars: what XLA allots and what the recipe expects, in float32 and under the policy.
 
         Returns:
           The Matplotlib figure.
@@ -170,7 +169,7 @@ def _shown(row: MemoryRow) -> list[str]:
 
 
 def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryReport:
-    """What takes how much memory in a training step, as it is and computed in float32.
+    """Reports what takes how much memory in a training step, as it is and computed in float32.
 
     Both programs are compiled for the default backend, and nothing runs. XLA's buffer assignment says what is
     in memory when most of it is in use; beside it stands what the recipe for mixed precision expects.
@@ -207,12 +206,14 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
 
     policy = _measured(as_given, types, roles)
     halves = sorted(_half_types(policy.jaxpr))
-    wide = policy
+    float32 = policy
     if halves:
-        wide_types = [t.update(dtype=wide_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
-        wide = _measured(replay_in_float32(as_given), wide_types, roles)
+        float32_types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
+        float32 = _measured(replay_in_float32(as_given), float32_types, roles)
     rows = [
-        MemoryRow(name, wide.found[name], policy.found[name], wide.expected[name], policy.expected[name])
+        MemoryRow(
+            name, float32.found[name], policy.found[name], float32.expected[name], policy.expected[name]
+        )
         for name in _CATEGORIES
     ]
     return MemoryReport(
@@ -220,10 +221,10 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
         precision=", ".join(halves) or "float32",
         backend=jax.default_backend(),
         rows=tuple(rows),
-        float32=wide.total,
+        float32=float32.total,
         policy=policy.total,
         parameters=sum(math.prod(t.shape) for t, r in zip(types, roles, strict=True) if r == "parameters"),
-        has_buffers=policy.has_buffers and wide.has_buffers,
+        has_buffers=policy.has_buffers and float32.has_buffers,
     )
 
 
@@ -234,7 +235,7 @@ def _type(array: Any) -> Any:
 
 
 def _half_types(jaxpr: Any) -> set[str]:
-    """Names of the half types in a jaxpr and in those inside it."""
+    """Returns the names of the half types in a jaxpr and in those inside it."""
     opened, found = compat.open_jaxpr(jaxpr), set()
     for eqn in opened.eqns:
         found |= {str(ir.dtype_of(a)) for a in (*eqn.invars, *eqn.outvars) if is_half(ir.dtype_of(a))}
@@ -243,44 +244,66 @@ def _half_types(jaxpr: Any) -> set[str]:
 
 
 def _roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """The category of each array among the arguments."""
-    places = [argument.path.split("/") for argument in function.arguments]
-    state = ["opt_state" in place for place in places]
+    """Returns the category of each array among the arguments."""
     if function.has_state:
-        nodes = [_holds_nodes(args[p] if isinstance(p, int) else kwargs[p]) for _, p, _ in function.arguments]
-        trains = [a.trainable and held for a, held in zip(function.arguments, nodes, strict=True)]
+        state = [_is_named(argument, "opt_state") for argument in function.arguments]
+        trains = _of_modules(function, args, kwargs)
     else:
-        # States of optimizers may go by another name.
-        tree = (tuple(args), kwargs)
-        marked = jax.tree.map(
-            lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state
-        )
-        marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
-        below = [mark for leaf, mark in marks if is_array(leaf)]
-        state = [named or mark for named, mark in zip(state, below, strict=True)]
-        fits = [a.trainable and not held for a, held in zip(function.arguments, state, strict=True)]
-        named = [fit and "params" in place for fit, place in zip(fits, places, strict=True)]
-        trains = named if any(named) else _first_trained(function, fits)
+        state = _optimizer_state(function, args, kwargs)
+        trains = _trained(function, state)
     return [
-        "optimizer state" if held else "parameters" if trained else "inputs"
-        for held, trained in zip(state, trains, strict=True)
+        "optimizer state" if is_state else "parameters" if is_trained else "inputs"
+        for is_state, is_trained in zip(state, trains, strict=True)
     ]
 
 
+def _is_named(argument: Argument, name: str) -> bool:
+    """Returns whether a name is on the path of an array."""
+    return name in argument.path.split("/")
+
+
+def _of_modules(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """Returns which arrays are Params of NNX modules."""
+    holders = {
+        place: _holds_nodes(args[place] if isinstance(place, int) else kwargs[place])
+        for place in {argument.position for argument in function.arguments}
+    }
+    return [argument.trainable and holders[argument.position] for argument in function.arguments]
+
+
+def _optimizer_state(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """Returns which arrays are optimizer state: by their name, or since a state of optax holds them."""
+    tree = (tuple(args), kwargs)
+    marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
+    marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
+    below = [mark for leaf, mark in marks if is_array(leaf)]
+    return [
+        _is_named(argument, "opt_state") or mark
+        for argument, mark in zip(function.arguments, below, strict=True)
+    ]
+
+
+def _trained(function: Function, state: Sequence[bool]) -> list[bool]:
+    """Returns which arrays are parameters: below the name `params`, or by what comes out again."""
+    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
+    named = [fit and _is_named(a, "params") for fit, a in zip(fits, function.arguments, strict=True)]
+    return named if any(named) else _first_trained(function, fits)
+
+
 def _holds_nodes(argument: Any) -> bool:
-    """Whether an argument is a module of NNX or has one inside."""
+    """Returns whether an argument is a module of NNX or has one inside."""
     kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
     leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
     return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def _is_state(node: Any) -> bool:
-    """Whether a node of the arguments is a state of an optax transformation, ours included."""
+    """Returns whether a node of the arguments is a state of an optax transformation, ours included."""
     return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
 
 
 def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
-    """The arrays of the first argument that comes out again, as gradients or updated; else of the first."""
+    """Returns which arrays are those of the first argument that comes out again; else of the first."""
     results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
     made = Counter((tuple(t.shape), t.dtype) for t in results)
     groups: dict[int | str, Counter[Any]] = {}
@@ -320,7 +343,7 @@ def _measured(call: Callable[..., Any], types: Sequence[Any], roles: Sequence[st
 
 
 def _donated(jaxpr: Any) -> tuple[int, ...]:
-    """Which arguments a jitted function in a program may overwrite."""
+    """Returns which arguments a jitted function in a program may overwrite."""
     opened = compat.open_jaxpr(jaxpr)
     given = set()
     for eqn in opened.eqns:
@@ -367,7 +390,7 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
 
 
 def _found_of_types(stats: Any, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
-    """The categories where only totals are known."""
+    """Returns the categories where only totals are known."""
     found: Counter[str] = Counter()
     for array, role in zip(types, roles, strict=True):
         found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize

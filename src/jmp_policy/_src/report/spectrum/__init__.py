@@ -1,1 +1,1 @@
-"""Magnitudes of gradients and activations, counted by their exponents."""
+"""Counts the magnitudes of gradients and activations by exponent."""

@@ -1,4 +1,4 @@
-"""Counting numbers by their exponent, inside `jax.jit`: what a histogram of log2|x| is made of.
+"""Counts numbers by their exponent, inside `jax.jit`, for histograms of log2|x|.
 
 One vector of counts per tensor holds everything, so that those of several steps, devices and trips of a loop
 add up.
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
-#: Exponents that are told apart: those of float32, subnormal numbers included.
+#: Exponents that are counted separately: those of float32, subnormal numbers included.
 LOWEST, HIGHEST = -149, 127
 _EXPONENTS = HIGHEST - LOWEST + 1
 
-#: What becomes zero, subnormal or infinite in float16 and bfloat16, rounding to nearest, ties to even: zero
-#: up to the first, subnormal below the second, infinite from the third on.
+#: Magnitudes that become zero (up to the first), subnormal (below the second) and infinite (from the third
+#: on) in float16 and bfloat16, when rounded to nearest, ties to even.
 _LIMITS = {
     "float16": (2.0**-25, 2.0**-14 * (1 - 2.0**-11), 65520.0),
     "bfloat16": (2.0**-134, 2.0**-126 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-9)),
@@ -33,11 +33,11 @@ _CHUNK = 2**16
 
 
 class Lost(NamedTuple):
-    """How many values a half type would not hold as they are.
+    """Numbers of values that a half dtype cannot represent.
 
     Args:
       zero: finite values other than zero that become zero.
-      subnormal: values that become subnormal: fewer digits, and slow or flushed on some hardware.
+      subnormal: values that become subnormal, with fewer digits, and slow or flushed to 0 on some hardware.
       infinite: finite values that become infinite.
     """
 
@@ -47,12 +47,12 @@ class Lost(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """A vector of counts, taken apart.
+    """Counts of one tensor, by kind of value.
 
     Args:
-      zeros, infinite, nan: how many values are so.
-      exponents: how many values x have floor(log2|x|) = LOWEST + index.
-      float16, bfloat16: how many values, times the loss scale, these types would lose.
+      zeros, infinite, nan: number of values that are zero, infinite, NaN.
+      exponents: number of values x with floor(log2|x|) = LOWEST + index.
+      float16, bfloat16: number of values, times the loss scale, that these dtypes would lose.
     """
 
     zeros: float
@@ -64,7 +64,7 @@ class Counts(NamedTuple):
 
     @property
     def size(self) -> float:
-        """How many values were counted."""
+        """Returns how many values were counted."""
         return self.zeros + float(self.exponents.sum()) + self.infinite + self.nan
 
 
@@ -72,7 +72,7 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
     """Counts the values of an array by exponent.
 
     Args:
-      x: an array of any floating dtype, any shape; what it holds is multiplied by the loss scale.
+      x: an array of any floating dtype, any shape, whose values are multiplied by the loss scale.
       inverse_scale: 1 / loss scale; exponents are those of `x * inverse_scale`.
 
     Returns:
@@ -82,9 +82,10 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
 
 
 def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Counts of one chunk after the other.
+    """Counts one chunk after the other.
 
-    All at once, the places of all values take 16 times the bytes of a float16 array, and four times as long.
+    All at once, the indices of all values take 16 times the bytes of a float16 array, and counting takes four
+    times as long.
     """
     flat, whole = x.ravel(), x.size // _CHUNK
     if not whole:
@@ -99,10 +100,10 @@ def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
-    scaled = _magnitudes(_in_one_place(x)).ravel()
+    scaled = _magnitudes(_unsharded(x)).ravel()
     index = _index(scaled, factor)
     by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
-    # By bits: backends flush subnormal operands of comparisons to zero.
+    # Compares bits: backends flush subnormal operands of comparisons to zero.
     bits = lax.bitcast_convert_type(scaled, jnp.int32)
     finite = bits < _bits(jnp.inf)
     lost = []
@@ -116,8 +117,8 @@ def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.concatenate([by_exponent, sums]).astype(jnp.float32)
 
 
-def _in_one_place(x: jax.Array) -> jax.Array:
-    """An array that no explicit sharding splits: its places in a vector of counts have none."""
+def _unsharded(x: jax.Array) -> jax.Array:
+    """Removes the explicit sharding of an array: the indices of its values in the counts cannot have one."""
     spec = getattr(jax.typeof(x).sharding, "spec", ())
     if all(part is None for part in spec):
         return x
@@ -125,7 +126,7 @@ def _in_one_place(x: jax.Array) -> jax.Array:
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:
-    """|x| as float32; what is beyond float32's range is its nearest number, and neither zero nor infinite."""
+    """Returns |x| as float32; numbers beyond its range become the nearest one, not zero or infinite."""
     magnitude = jnp.abs(x)
     single = magnitude.astype(jnp.float32)
     if x.dtype != jnp.float64:
@@ -135,12 +136,12 @@ def _magnitudes(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(magnitude) & jnp.isinf(single), jnp.finfo(jnp.float32).max, single)
 
 
-#: Slices of sharded arrays would be gathered from their devices.
+#: On several devices all at once: slices of sharded arrays would be gathered from their devices.
 _choose = by_devices("count_exponents", _in_chunks, _at_once, (SIZE,), jnp.float32)
 
 
 def take_apart(vector: np.ndarray) -> Counts:
-    """The counts in a vector made by `count`, or in a sum of such."""
+    """Splits a vector made by `count`, or a sum of such vectors, into its counts by name."""
     vector = np.asarray(vector, np.float64)
     by_exponent, lost = vector[: 1 + _EXPONENTS + 2], vector[1 + _EXPONENTS + 2 :]
     return Counts(
@@ -154,10 +155,10 @@ def take_apart(vector: np.ndarray) -> Counts:
 
 
 def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
-    """Places in a vector of counts of non-negative float32 numbers times a normal one.
+    """Returns the indices in a vector of counts, for non-negative float32 numbers times a normal one.
 
     Their exponents are added and their mantissas multiplied, since backends flush subnormal operands and
-    products to zero. What is beyond float32's exponents is counted with the last of them.
+    products to zero. Values beyond float32's exponents are counted with the nearest of them.
     """
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     # A subnormal number is a whole multiple of the smallest.
@@ -174,7 +175,7 @@ def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _parts(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Exponent, and mantissa in [1, 2), of positive normal numbers."""
+    """Splits positive normal numbers into exponent, and mantissa in [1, 2)."""
     bits = lax.bitcast_convert_type(number, jnp.int32)
     mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | _bits(1.0), jnp.float32)
     return (bits >> 23) - 127, mantissa

@@ -1,4 +1,4 @@
-"""What a gradient spectrum holds: magnitudes of tensors, and what half precision makes of them."""
+"""Defines a gradient spectrum: the magnitudes of tensors, and what half precision would lose of them."""
 
 import dataclasses
 import math
@@ -24,12 +24,12 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Shares of all values that a half type would not hold as they are, times the loss scale.
+    """Shares of all values, times the loss scale, that a half dtype cannot represent.
 
     Args:
-      zero: become zero without being so.
-      subnormal: become subnormal: fewer digits.
-      infinite: become infinite, those that are already included.
+      zero: share that becomes zero, without those that are zero.
+      subnormal: share that becomes subnormal, with fewer digits.
+      infinite: share that becomes infinite, with those that are infinite already.
     """
 
     zero: float
@@ -39,17 +39,17 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes:
-    """The magnitudes in one tensor, or in several together.
+    """Magnitudes in one tensor, or in several together.
 
     Args:
-      path: the parameter's or the module's; "" for all together.
+      path: path of the parameter or module; "" for all together.
       kind: weight gradient, activation gradient or activation.
       size: number of values counted, over all steps, calls and trips of loops.
-      zeros, infinite, nan: how many are so.
-      exponents: exponent e -> number of values with 2**e <= |x| < 2**(e + 1), loss scale taken off.
-      largest: largest finite |x|, loss scale taken off. Of activations and their gradients an upper bound,
+      zeros, infinite, nan: number of values that are zero, infinite, NaN.
+      exponents: exponent e -> number of values with 2**e <= |x| < 2**(e + 1), without the loss scale.
+      largest: largest finite |x|, without the loss scale. For activations and their gradients an upper bound,
         less than twice as large.
-      float16, bfloat16: what these types would lose of the values times the loss scale.
+      float16, bfloat16: shares of the values, times the loss scale, that these dtypes would lose.
     """
 
     path: str
@@ -64,13 +64,13 @@ class Magnitudes:
     bfloat16: Share
 
     def recovered(self, shift: int) -> float:
-        """Share that 2**shift saves of the values that float16 makes zero without a scale; nan if none."""
+        """Returns the share that 2**shift saves of the values that are zero in float16; nan if none."""
         lost = sum(n for e, n in self.exponents.items() if e < _FLOAT16["zero"])
         still = sum(n for e, n in self.exponents.items() if e + shift < _FLOAT16["zero"])
         return 1 - still / lost if lost else math.nan
 
     def bars(self, low: int = -40, high: int = 16) -> str:
-        """The histogram as text, one sign per two exponents; square roots, so that tails show."""
+        """Draws the histogram as text: one character per two exponents, square roots, so that tails show."""
         counts = [sum(self.exponents.get(e + i, 0) for i in (0, 1)) for e in range(low, high, 2)]
         counts[0] += sum(n for e, n in self.exponents.items() if e < low)
         most = max(counts) or 1
@@ -78,16 +78,16 @@ class Magnitudes:
 
 
 def magnitudes(path: str, kind: str, counts: Counts, largest: float | None) -> Magnitudes:
-    """Makes counts readable.
+    """Makes the row of a tensor from its counts.
 
     Args:
-      path, kind: of the tensor.
-      counts: what was counted.
+      path, kind: path and kind of the tensor.
+      counts: its counts.
       largest: largest finite magnitude, if it was measured.
     """
     exponents = {LOWEST + int(i): round(counts.exponents[i]) for i in np.flatnonzero(counts.exponents)}
     if largest is None:
-        # An activation is counted as it is.
+        # Activations have no loss scale: the upper end of their largest exponent is a bound.
         largest = 2.0 ** (max(exponents) + 1) if exponents else 0.0
     size = counts.size or 1
 
@@ -108,8 +108,8 @@ def magnitudes(path: str, kind: str, counts: Counts, largest: float | None) -> M
     )
 
 
-def together(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
-    """All tensors of a kind as one."""
+def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
+    """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
     size = sum(row.size for row in rows)
     exponents: dict[int, int] = {}
@@ -142,11 +142,11 @@ class GradientSpectrum(Report):
     """Magnitudes of gradients and activations against the ranges of float16 and bfloat16.
 
     Args:
-      function: the loss function's name.
-      loss_scale: what the loss was multiplied by.
-      tensors: one row per parameter, and per module's result, forward and backward.
-      steps: how many steps were counted.
-      margin: exponents below the limit of overflow at which `safe_scale` stays.
+      function: name of the loss function.
+      loss_scale: factor on the loss.
+      tensors: one row per parameter, and per output of a module, forward and backward.
+      steps: number of steps counted.
+      margin: exponents by which `safe_scale` stays below overflow.
     """
 
     function: str
@@ -158,14 +158,14 @@ class GradientSpectrum(Report):
     _rows = "tensors"
 
     def overall(self, kind: str = "weight gradient") -> Magnitudes:
-        """All tensors of a kind together."""
-        return together(self.tensors, kind)
+        """Returns the magnitudes of all tensors of a kind together."""
+        return add_up(self.tensors, kind)
 
     def of(self, path: str, kind: str = "weight gradient") -> Magnitudes:
-        """One tensor by its path, or the end of it.
+        """Returns the row of one tensor by its path, or the end of it.
 
         Raises:
-          KeyError: when there is none; the message lists what there is.
+          KeyError: when there is none; the message lists the paths that there are.
         """
         known = [row for row in self.tensors if row.kind == kind]
         for row in known:
@@ -175,7 +175,7 @@ class GradientSpectrum(Report):
 
     @property
     def largest(self) -> Magnitudes:
-        """The gradient that overflows first: the tensor with the largest magnitude.
+        """Returns the gradient that overflows first: the tensor with the largest magnitude.
 
         Raises:
           ValueError: when no gradient was counted.
@@ -184,9 +184,9 @@ class GradientSpectrum(Report):
 
     @property
     def recommended_scale(self) -> float:
-        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan when all gradients are zero.
+        """Returns the largest power of two S <= 2**126 with max|g| * S < 65504; nan if all are zero.
 
-        Half of that where an activation gradient is the largest: of those an upper bound is known.
+        It may be half of that where an activation gradient is the largest: only a bound of it is known.
         """
         rows = [row.largest for row in self.tensors if row.kind != "activation"]
         most = max(rows, default=0.0)
@@ -194,24 +194,24 @@ class GradientSpectrum(Report):
             return math.nan
         exponent = math.frexp(65504.0 / most)[1] - 1
         exponent -= most * 2.0**exponent >= 65504
-        # Beyond, 1 / S is no normal float32.
+        # Beyond 2**126, 1 / S is not a normal float32 number.
         return 2.0 ** min(exponent, 126)
 
     @property
     def safe_scale(self) -> float:
-        """`recommended_scale`, lowered by `margin` exponents: gradients of other batches are larger."""
+        """Returns `recommended_scale` lowered by `margin` exponents, for batches with larger gradients."""
         return self.recommended_scale / 2.0**self.margin
 
     @property
     def recovered(self) -> dict[int, float]:
-        """By shift k: of the gradients that float16 makes zero, the share that a scale of 2**k saves."""
+        """Returns, by k, the share that a scale of 2**k saves of the gradients that are zero in float16."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
         every = dataclasses.replace(rows[0], exponents=_added(row.exponents for row in rows))
         return {shift: every.recovered(shift) for shift in _SHIFTS}
 
     @property
     def verdict(self) -> str:
-        """What float16 would lose at this scale, and which constant scale the recipe recommends."""
+        """Returns what float16 would lose at this scale, and the constant scale by NVIDIA's guide."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
         parts = [
             f"{percent(row.float16.zero)} of {row.kind}s become zero in float16, "
@@ -261,7 +261,7 @@ class GradientSpectrum(Report):
         return [*lines, self.verdict]
 
     def plot(self) -> Any:
-        """The histogram of log2|x| with float16's ranges, and the same per tensor; a matplotlib figure."""
+        """Plots the histogram of log2|x| with float16's ranges, and per tensor; a matplotlib figure."""
         return spectrum_plot.plot(self, plotting("plot"))
 
 

@@ -1,4 +1,4 @@
-"""Where gradients vanish: counting magnitudes in a backward pass."""
+"""Counts the magnitudes of gradients in a backward pass, to show where they vanish in half precision."""
 
 import contextlib
 import functools
@@ -34,24 +34,25 @@ def gradient_spectrum(
 ) -> GradientSpectrum:
     """Runs one backward pass and counts the magnitudes of gradients and activations.
 
-    Give it the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
+    Pass the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
     scale it is trained with, to see what it does lose. Runs on the device, under one jit.
 
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`; of NNX modules `(model, *args) -> scalar`.
       params: a pytree of arrays, or an NNX model.
       args, kwargs: the rest of its arguments.
-      scale: what the loss is multiplied by: a number, a loss scale, or an optimizer state that holds one.
+      scale: factor on the loss: a number, a loss scale, or an optimizer state that holds one.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      activations: whether to watch the results of Flax modules, and of `jmp_policy.tap`, too.
-      margin: exponents below overflow at which the safe constant scale stays.
+      activations: whether to count the outputs of Flax modules and of `jmp_policy.tap`, and their gradients,
+        too.
+      margin: exponents by which the safe constant scale stays below overflow.
 
     Returns:
       A `GradientSpectrum`; `print` shows it, `.plot()` draws it.
 
     Raises:
-      TypeError, ValueError: for a loss that is no scalar, parameters without floating arrays, and losses
-        that taps on activations cannot follow.
+      TypeError, ValueError: for a loss that is not a scalar, parameters without floating arrays, and losses
+        whose differentiation taps on activations cannot follow.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,9 +96,10 @@ def gradient_spectrum(
 
 
 def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """`scaled_value_and_grad` that counts gradients and activations in passing; for a jitted training step.
+    """Works as `scaled_value_and_grad`, and counts gradients and activations; for a jitted training step.
 
-    Compile one step with it and one without, and take it every so many steps: what isn't there costs nothing.
+    Compile one step with it and one without, and run the one with it once in a while: the other steps then
+    cost nothing more.
 
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`, or `(loss, aux)` with `has_aux`.
@@ -126,12 +128,13 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
         _check(state, params)
         scale = as_loss_scale(scale_or_opt_state)
         half = _is_float16_loss(loss_fn, has_aux, params, args, kwargs)
-        # What the backward pass starts with: a float16 loss takes no more, the rest is multiplied in later.
-        seed = jnp.minimum(scale.loss_scale, 2.0**15) if half else scale.loss_scale
+        # The backward pass starts with this cotangent: a float16 loss takes no larger one, and
+        # `restore_scale` multiplies the gradients by the rest.
+        cotangent = jnp.minimum(scale.loss_scale, 2.0**15) if half else scale.loss_scale
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
-            taps = tapping.Taps(histogram.count, sinks, 1.0 / seed)
-            with _watching(taps) if sinks else contextlib.nullcontext():
+            taps = tapping.Taps(histogram.count, sinks, 1.0 / cotangent)
+            with _taps_active(taps) if sinks else contextlib.nullcontext():
                 loss, aux = split_loss(loss_fn(params, *args, **kwargs), has_aux)
             return scale_loss(scale, loss), (loss, aux)
 
@@ -150,13 +153,13 @@ class SpectrumState:
     """Counts of gradients' magnitudes that add up over steps, inside `jax.jit`.
 
     Args:
-      names: of the parameters, in the order of their tree; static.
+      names: names of the parameters, in the order of their tree; static.
       gradients: per parameter a vector of counts; float32.
-      largest: per parameter the largest finite magnitude, loss scale taken off; float32 scalar.
+      largest: per parameter the largest finite magnitude, unscaled; float32 scalar.
       activations: by tap, counts forward and backward; float32 [2, counts].
-      loss_scale: of the last step that was counted; float32 scalar.
-      calls: how often `update` was called; int32 scalar, saturating.
-      steps: how many of these calls were counted; int32 scalar, saturating.
+      loss_scale: loss scale of the last step that was counted; float32 scalar.
+      calls: number of calls of `update`; int32 scalar, saturating.
+      steps: number of these calls that were counted; int32 scalar, saturating.
     """
 
     names: tuple[str, ...] = static()
@@ -171,12 +174,12 @@ class SpectrumState:
     def create(
         cls, params: PyTree, loss_fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
     ) -> "SpectrumState":
-        """Nothing counted yet.
+        """Makes the state in which nothing has been counted.
 
         Args:
           params: the parameters, whose gradients are to be counted; an NNX model for those of its Params.
-          loss_fn, args, kwargs: for activations too: the loss function, which is traced, and its arguments
-            after `params`.
+          loss_fn, args, kwargs: to count activations too, the loss function, which is traced, and its
+            arguments after `params`.
         """
         given = (_nothing, (params,), {}) if loss_fn is None else (loss_fn, (params, *args), kwargs)
         function = as_function(*given, "SpectrumState.create")
@@ -184,7 +187,7 @@ class SpectrumState:
 
     @classmethod
     def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
-        """Nothing counted yet, for parameters and taps of these names."""
+        """Makes the state in which nothing has been counted, for parameters and taps of these names."""
 
         def empty(*shape: int) -> jax.Array:
             return jnp.zeros((*shape, histogram.SIZE), jnp.float32)
@@ -202,18 +205,18 @@ class SpectrumState:
     def update(
         self, grads: PyTree, scale: Any = 1.0, *, activations: dict[str, Any] | None = None, every: int = 1
     ) -> "SpectrumState":
-        """The state with the gradients of one step counted.
+        """Counts the gradients of one step, and returns the new state.
 
         Args:
-          grads: gradients as `scaled_value_and_grad` gives them: multiplied by the loss scale.
-          scale: what they were multiplied by: a number, a loss scale, or an optimizer state that holds one.
-          activations: counts of taps, as `spectrum_value_and_grad` has them.
-          every: count one call of so many, the first included. The counting then is in a branch, which costs
-            little time in other steps but keeps the gradients in memory; a second step, compiled without, has
-            no such cost.
+          grads: gradients as `scaled_value_and_grad` returns them: multiplied by the loss scale.
+          scale: the factor on them: a number, a loss scale, or an optimizer state that holds a loss scale.
+          activations: counts of taps, as `spectrum_value_and_grad` passes them.
+          every: count one call of this many, the first included. The counting is then in a branch, which
+            costs little time in other steps but keeps the gradients in memory; a second step, compiled
+            without it, has no such cost.
 
         Raises:
-          ValueError: when the gradients are of other parameters than the state was made for.
+          ValueError: when the state was made for other parameters.
         """
         if every != 1:
             due = self.calls % every == 0
@@ -249,11 +252,11 @@ class SpectrumState:
         )
 
     def report(self, name: str = "the loss", margin: int = 2) -> GradientSpectrum:
-        """What was counted so far, on the host.
+        """Reports everything counted so far, on the host.
 
         Args:
-          name: what the report calls the function.
-          margin: exponents below overflow at which the safe constant scale stays.
+          name: name of the function in the report.
+          margin: exponents by which the safe constant scale stays below overflow.
         """
         state = jax.device_get(self)
         rows = [
@@ -281,8 +284,11 @@ def _increment(count: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _watching(taps: tapping.Taps) -> Iterator[tapping.Taps]:
-    """Taps count, and the modules of Linen have them; those of NNX have them wherever they are named."""
+def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
+    """Makes taps count inside a with-block: those of `tap`, and those on the outputs of Flax modules.
+
+    Linen modules get taps here; NNX modules have them wherever `flax.nnx.named` gave them names.
+    """
     with contextlib.ExitStack() as stack:
         for framework in imported_frameworks():
             stack.enter_context(framework.tapped())
@@ -291,19 +297,19 @@ def _watching(taps: tapping.Taps) -> Iterator[tapping.Taps]:
 
 def _tap_names(function: Function) -> list[str]:
     taps = tapping.Taps(histogram.count)
-    with _watching(taps):
+    with _taps_active(taps):
         jax.eval_shape(function.call, function.arrays)
     return list(taps.met)
 
 
 def _trained_paths(function: Function) -> list[str]:
-    """Paths of the parameters, without the argument's name."""
+    """Returns the paths of the parameters, without the argument's name."""
     paths = [a.path for a in function.arguments if a.position == 0 and a.trainable]
     return [path.partition("/")[2] or path for path in paths]
 
 
 def _nothing(params: Any) -> None:
-    """Stands for a loss function where only the parameters matter."""
+    """Stands in for a loss function where only the parameters matter."""
 
 
 def _check(state: Any, params: PyTree) -> None:

@@ -1,11 +1,11 @@
-"""The picture of a gradient spectrum."""
+"""Plots a gradient spectrum."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-#: Okabe and Ito's colours, told apart by people who see red and green alike.
+#: Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = {"weight gradient": "#0072B2", "activation gradient": "#D55E00", "activation": "#009E73"}
 KINDS = tuple(COLOURS)
 #: The least share that is drawn, in per cent.
@@ -14,7 +14,7 @@ _ZERO, _SUBNORMAL, _NORMAL, _INFINITE = "#999999", "#F0E442", "#56B4E9", "#CC79A
 
 
 def plot(spectrum: Any, pyplot: Any) -> Any:
-    """Histograms of log2|x| over float16's ranges at the loss scale, and one line per tensor below."""
+    """Draws histograms of log2|x| over float16's ranges at the loss scale, and one line per tensor below."""
     rows = [row for row in spectrum.tensors if row.kind != "activation" and row.exponents]
     shift = math.log2(spectrum.loss_scale)
     # The loss scale does not move activations.

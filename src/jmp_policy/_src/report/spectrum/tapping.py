@@ -1,8 +1,14 @@
-"""Taps: identities on activations that count what passes, forward and backward, while somebody looks.
+"""Defines taps: identities on activations that count magnitudes, forward and backward, for a watcher.
 
-No callbacks and no side effects: what a tap counts leaves the backward pass as the cotangent of an argument,
-its sink, which is zero. So it works under jit, in scans and under remat, and adds up over the trips of a
-loop. While nobody looks a tap is the very value it was given.
+A tap has no callbacks and no side effects: its counts leave the backward pass as the cotangent of an
+additional argument of zeros, its sink::
+
+    def tap(x, sink): return x                                  # forward; keeps count(x) as a residual
+    def backward(counts, g): return g, [counts, count(g)]       # the cotangents of x and of the sink
+    counts = jax.grad(loss, argnums=1)(params, sinks)
+
+So it works under jit, in scans and under remat, and counts add up over the trips of a loop. Without a watcher
+a tap returns the very value it was given.
 """
 
 import contextlib
@@ -12,18 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_policy._src.core.device_dispatch import varying
+from jmp_policy._src.jaxpr.compat import varying
 
 T = TypeVar("T")
 W = TypeVar("W")
 
 
 class Taps:
-    """Who looks: the sinks by name, and what counts. Compared by identity: each look traces anew.
+    """Watcher that counts the values of all taps. Compared by identity, so that each use traces anew.
 
     Args:
-      count: from an array and 1 / loss scale to a vector of counts.
-      sinks: zeros by name, of shape (2, counts); None to only find out the names.
+      count: function from an array and 1 / loss scale to a vector of counts.
+      sinks: zeros by name of tap, of shape (2, counts); None to only collect the names.
       inverse_scale: 1 / loss scale of the backward pass.
     """
 
@@ -36,11 +42,11 @@ class Taps:
         self.met: dict[str, Any] = {}
 
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
-        """What a module returned, watched."""
+        """Taps the outputs of a module, and returns them."""
         return tap(out, name)
 
     def pass_through(self, x: Any, name: str) -> Any:
-        """The value, watched."""
+        """Taps one array, and returns it."""
         self.met.setdefault(name, jax.typeof(x))
         if self.sinks is None or name not in self.sinks:
             return x
@@ -50,12 +56,12 @@ class Taps:
 
 
 class Call(NamedTuple):
-    """One call of a module's method.
+    """Call of a module's method.
 
     Args:
-      name: of the model's class and the attributes on the way to the module.
-      module: the module; its values are of a trace that has ended.
-      receives, returns: dtypes of the floating arrays that it was called with, and gave back.
+      name: name of the model's class, and the attributes that lead to the module.
+      module: the module; its values belong to a trace that has ended.
+      receives, returns: dtypes of the floating arrays among its inputs and outputs.
     """
 
     name: str
@@ -65,10 +71,10 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Writes down every call of a module, and changes nothing.
+    """Watcher that records every call of a module.
 
     Args:
-      note: from a module to what else is to be known of it, while it is called.
+      note: function from a module, while it is called, to what else is recorded.
     """
 
     def __init__(self, note: Callable[[Any], Any] = lambda module: None):
@@ -76,7 +82,7 @@ class Calls:
         self.calls: list[tuple[Call, Any]] = []
 
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
-        """What a module returned, as it is."""
+        """Records a call, and returns its outputs unchanged."""
         call = Call(name, module, _dtypes((args, kwargs)), _dtypes(out))
         self.calls.append((call, self._note(module)))
         return out
@@ -91,35 +97,36 @@ _CONTEXT = jax.make_user_context(default_value=None)
 
 
 def current() -> Any:
-    """Who looks in this thread: `Taps`, `Calls` or None."""
+    """Returns the active watcher of this thread: `Taps`, `Calls` or None."""
     return _CONTEXT.value
 
 
 def returned(name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
-    """What a module's method returned, for whoever looks."""
+    """Shows the outputs of a module's method to the active watcher, and returns them."""
     watcher = current()
     return out if watcher is None else watcher.returned(name, module, args, kwargs, out)
 
 
 @contextlib.contextmanager
 def looking(watcher: W) -> Iterator[W]:
-    """Makes somebody look for the length of a with-block."""
+    """Makes a watcher the active one for the length of a with-block."""
     with _CONTEXT(watcher):
         yield watcher
     if isinstance(watcher, Taps):
-        # The cache of jit keeps the context; the tracers must not live on in it.
+        # The cache of jit keeps the watcher; tracers must not live on in it.
         watcher.sinks, watcher.inverse_scale = None, 1.0
 
 
 def tap(x: T, name: str) -> T:
-    """Names a value for `gradient_spectrum`, in functions that no Flax module names.
+    """Names a value for `gradient_spectrum`, in functions without Flax modules.
 
     Args:
-      x: an array, or a pytree of which the floating arrays are watched.
-      name: what the report calls it; of several arrays each gets its path added. Equal names add up.
+      x: an array, or a pytree whose floating arrays are counted.
+      name: name in the report; where there are several arrays, the path of each is added. Counts of equal
+        names add up.
 
     Returns:
-      The same value; the very same object while nobody looks.
+      The same value; the very same object outside of `gradient_spectrum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -141,7 +148,7 @@ def tap(x: T, name: str) -> T:
 
 
 def _varying_like(value: Any, x: Any) -> Any:
-    """A value that varies over the devices that an array varies over, whose cotangents then add up."""
+    """Types a value as varying over the devices that `x` varies over, so that its cotangents add up."""
     missing = varying(jax.typeof(x)) - varying(jax.typeof(value))
     if not missing:
         return value

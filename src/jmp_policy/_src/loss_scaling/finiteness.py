@@ -1,4 +1,4 @@
-"""Is every number finite, and the select that follows from the answer."""
+"""Tests whether every number of a pytree is finite, and selects between two pytrees by the answer."""
 
 from typing import Any
 
@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.finite_reduction import all_finite_arrays
+from jmp_policy._src.core.dtypes import array_type_text
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.finite_reduction import all_finite_arrays
 
 
 def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:
-    """Whether no floating or complex number in a pytree is infinite or NaN.
+    """Returns whether every floating and complex number in a pytree is finite: neither infinite nor NaN.
 
     Args:
       tree: any pytree. Integers, booleans, PRNG keys, `float0` and non-arrays cannot be non-finite
@@ -55,14 +56,14 @@ def select_tree(pred: Any, on_true: PyTree, on_false: PyTree) -> PyTree:
     Args:
       pred: boolean scalar, Python or array.
       on_true, on_false: pytrees of equal structure, shapes and dtypes. PRNG keys may be among the
-        leaves; leaves that are no arrays must be equal.
+        leaves; leaves that are not arrays must be equal.
 
     Returns:
       A pytree with the leaves of `on_true` where `pred` holds, of `on_false` otherwise.
 
     Raises:
       TypeError: when `pred` is not a boolean scalar, or two leaves differ in dtype.
-      ValueError: when the structures or two shapes differ; the message names the place.
+      ValueError: when the structures or two shapes differ; the message names the path.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,5 +113,5 @@ def _select_leaf(pred: Any, a: Any, b: Any, path: str) -> Any:
 
 def _describe(x: Any) -> str:
     if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        return array_type_text(x)
     return f"{type(x).__name__} {x!r}"

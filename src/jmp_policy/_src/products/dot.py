@@ -30,7 +30,7 @@ class _Operand(NamedTuple):
         return _are_ordered(self.batch, self.contracted, self.free)
 
     def placed(self, columns: bool = False) -> "_Operand":
-        """With its axes in the order of rows (or, if they are, of columns), in memory as well.
+        """Returns the operand with its axes in the order of rows (or, if they are, of columns).
 
         XLA looks at the order in memory before it has decided on any, and takes a transpose to have changed
         it: after one more axis it does not. The barrier keeps transposes out of the product, also the user's.
@@ -54,7 +54,7 @@ def _are_ordered(*axes: tuple[int, ...]) -> bool:
 
 
 def product(lhs: Any, rhs: Any, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any) -> Any:
-    """The product with a float32 result, of operands that lie as XLA's library for products wants them."""
+    """Computes a product with a float32 result, of operands that lie as XLA's library wants them."""
     (left, right), (left_batch, right_batch) = dimension_numbers
     rows, columns = _Operand(lhs, left, left_batch), _Operand(rhs, right, right_batch)
     # Turned round, its transpose meets the one that JAX takes of a weight's gradient.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.products.cpu_products import product
+from jmp_policy._src.products.dot import product
 
 #: Over fewer terms (the channels of a picture) XLA's convolution is quicker than its product.
 _LEAST_SUM = 16
@@ -29,7 +29,7 @@ class _Axis(NamedTuple):
 def _axis(
     left: int, right: int, out: int, stride: int, padding: tuple[int, int], spread: tuple[int, int]
 ) -> _Axis | None:
-    """How an axis of a convolution behaves in a product; None if it doesn't.
+    """Returns how an axis of a convolution behaves in a product; None if it doesn't.
 
     Args:
       left: its size in the left operand.
@@ -54,7 +54,7 @@ def _axis(
 
 
 def rule(avals: Sequence[Any], out: Any, params: dict[str, Any]) -> Callable[..., Any] | None:
-    """What computes a convolution as a product; None where it is none, or is quicker as it is.
+    """Returns what computes a convolution as a product; None where it is none, or is quicker as it is.
 
     Both gradients of a convolution with windows of one element are such: that of the weights has windows that
     cover the image, that of the input has windows of one element.
@@ -119,6 +119,6 @@ def _convolution(
 
 
 def _named(spec: Sequence[int], names: tuple[str, str]) -> list[Any]:
-    """The name of each axis of an operand or result of a convolution; those of spatial ones are numbers."""
+    """Returns the name of each axis of a convolution's operand or result; spatial ones are numbers."""
     by_axis = dict(zip(spec, (*names, *range(len(spec) - 2)), strict=True))
     return [by_axis[axis] for axis in range(len(spec))]

@@ -4,13 +4,15 @@ import collections
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, op_lists
+from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products.primitives import primitive_for
 
 #: How often each operation was bound in this program so far; None in bodies, which are differentiated whole.
 _BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound", default=None)
@@ -19,9 +21,14 @@ _BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound",
 _OFTEN = 2
 
 
+def bind_product(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Binds a primitive to values, a product to the implementation that suits them; results as a list."""
+    return compat.bind_primitive(primitive_for(primitive, values, params), values, params)
+
+
 @contextlib.contextmanager
 def program(is_body: bool) -> Iterator[None]:
-    """A with-block that binds the operations of a whole program, or of the body of a loop or call."""
+    """Binds the operations of a whole program, or of the body of a loop or call, in a with-block."""
     token = _BOUND.set(None if is_body else collections.Counter())
     try:
         yield
@@ -32,30 +39,25 @@ def program(is_body: bool) -> Iterator[None]:
 def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other values, with some parameters changed; results as a list."""
     primitive, params, counts = eqn.primitive, {**eqn.params, **changed}, _BOUND.get()
-    simple = primitive.name in _SIMPLE and "axis_index_groups" not in params
+    simple = primitive.name in _SIMPLE
     if counts is not None and simple and any(isinstance(value, Tracer) for value in values):
-        key = (primitive, eqn.ctx, tuple(params.items()))
+        key = (primitive, compat.context_of(eqn), tuple(params.items()))
         try:
             counts[key] += 1
         except TypeError:  # A parameter that cannot be hashed.
-            return compat.bind_primitive(primitive, values, params)
+            return bind_product(primitive, values, params)
         if counts[key] > _OFTEN:
             return list(_kept(*key)(*values))
-    return compat.bind_primitive(primitive, values, params)
+    return bind_product(primitive, values, params)
 
 
 #: Without jaxprs or collectives.
-_SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - {
-    "all_gather",
-    "all_to_all",
-    "ppermute",
-    "pvary",
-}
+_SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - having(Trait.COLLECTIVE)
 
 
 @functools.lru_cache(maxsize=4096)
 def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """A primitive as an inlined jit, of which JAX keeps the derivative, as jax.numpy has its functions.
+    """Returns a primitive as an inlined jit, of which JAX keeps the derivative, as it does for jax.numpy's.
 
     Bound one by one, 60 additions are linearised 60 times, which made tracing the gradient of a Transformer
     1.28 times as long as without autocast.
@@ -64,13 +66,11 @@ def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]
       primitive, params: what is bound.
       _: the equation's context (compute type, mesh), under which it is traced once.
     """
-    return jax.jit(
-        lambda *values: compat.bind_primitive(primitive, values, dict(params)), inline=compat.INLINED
-    )
+    return jax.jit(lambda *values: bind_product(primitive, values, dict(params)), inline=compat.INLINED)
 
 
 def converted(value: Any, dtype: Any) -> Any:
-    """A cast of an array."""
+    """Casts an array."""
     keeps = _BOUND.get() is not None and isinstance(value, Tracer)
     return _converted(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
 

@@ -1,4 +1,4 @@
-"""Two ways to compute the same thing, of which the number of devices decides.
+"""Chooses between two ways to compute the same values by the number of devices that a program is for.
 
 What is best on one device can move whole arrays between several. How many devices a program is for is known
 when it is lowered, not when it is traced, so the choice is a primitive's lowering rule.
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jmp_policy._src.jaxpr import compat
+
 
 def by_devices(
     name: str,
@@ -21,14 +23,15 @@ def by_devices(
     shape: tuple[int, ...],
     dtype: Any,
 ) -> Callable[..., jax.Array]:
-    """A function of arrays that is computed in one way on one device, and in another on several.
+    """Returns a function of arrays that is computed in one way on one device, and in another on several.
 
     Args:
-      name: of the primitive, as a jaxpr shows it.
-      single_device: what is computed in a program for one device.
-      sharded: what is computed otherwise: on several devices, inside `shard_map`, in explicit sharding mode,
-        with symbolic dimensions, under `vmap` and operation by operation. It gives the same, bit for bit.
-      shape, dtype: of the result, whose derivative is zero.
+      name: name of the primitive, as a jaxpr shows it.
+      single_device: the function to compute in a program for one device.
+      sharded: the function to compute everywhere else: on several devices, inside `shard_map`, in explicit
+        sharding mode, with symbolic dimensions, under `vmap`, and when operations run one by one. It gives
+        the same result, bit for bit.
+      shape, dtype: shape and dtype of the result, whose derivative is zero.
     """
     primitive = Primitive(name)
     primitive.def_impl(sharded)
@@ -43,10 +46,8 @@ def by_devices(
         return jax.vmap(sharded, tuple(axes))(*arrays), 0
 
     def lower(ctx: Any, *operands: Any) -> Any:
-        on_one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-        return mlir.lower_fun(single_device if on_one_device else sharded, multiple_results=False)(
-            ctx, *operands
-        )
+        function = single_device if compat.is_for_one_device(ctx) else sharded
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = batch
@@ -61,22 +62,12 @@ def by_devices(
     return choose
 
 
-def varying(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value of this type differs from device to device, inside shard_map."""
-    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
-
-
-def varies_over_devices(aval: Any) -> bool:
-    """Whether a value (or the shape of one) is local to a device: we are inside shard_map."""
-    return bool(varying(aval))
-
-
 def _is_placed(x: jax.Array) -> bool:
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", ())
-    return varies_over_devices(aval) or any(part is not None for part in spec)
+    return compat.varies_over_devices(aval) or any(part is not None for part in spec)
 
 
 def _has_known_shape(x: jax.Array) -> bool:
-    """False while exporting with symbolic dimensions."""
+    """Returns whether all sizes are integers; they are not while a program is exported with symbolic ones."""
     return all(isinstance(size, int) for size in x.shape)

@@ -1,0 +1,257 @@
+"""Every use of Flax's private parts.
+
+Private is what Flax documents nowhere: attributes with a leading underscore, marks that it puts on methods,
+the functions its own transforms are made of. Each function says what it uses, and which public way was
+missing. All of it was read in Flax 0.12.8 and 0.12.12. What could change without an error is checked once.
+
+NNX is imported where it is needed: `import flax` alone does not, and a program of Linen modules should not.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+from flax.core import lift
+from flax.linen import transforms
+from jax import lax
+
+from jmp_policy._src.jaxpr import compat
+
+#: Versions of Flax in which the private parts were read.
+READ_IN = "0.12.8 and 0.12.12"
+
+
+def _require(found: bool, what: str) -> None:
+    compat.require(found, what, flax, READ_IN)
+
+
+def over_variables(
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
+    method: Callable[..., Any],
+    module: nn.Module,
+    *args: Any,
+) -> Any:
+    """Runs a method of a Linen module inside a transformation of functions of arrays, as `nn.jit` does.
+
+    Private: `flax.core.lift.pack` and `flax.linen.transforms.lift_direct_transform`, of which Flax makes its
+    own transforms. The public ones (`nn.vjp`, `nn.custom_vjp`) take no transformation of the user's.
+
+    Args:
+      transform: takes a function of variables, random keys and arguments, and gives another one.
+      method: takes the module and `args`.
+      module: it must be bound.
+      args: pytrees.
+
+    Returns:
+      What the method gives; what it writes into the module's variables is kept.
+    """
+
+    def lifted(fn: Callable[..., Any], scopes: Any, *given: Any) -> Any:
+        def inner(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+            def pure(variables: Any, rngs: Any, given: Any) -> Any:
+                scopes = scope_of(variables, rngs)
+                return fn(scopes, *given), repacked(scopes)
+
+            return transform(pure)(variables, rngs, given)
+
+        return lift.pack(inner, (True,), (True,), (True,))(scopes, *given)
+
+    return transforms.lift_direct_transform(lifted, (method,), module, *args)
+
+
+def is_compact(method: Callable[..., Any]) -> bool:
+    """Returns whether a method is `nn.compact`.
+
+    Private: the attribute `compact` that the decorator sets. Flax has no public way to ask for it.
+    """
+    _check_compact()
+    return hasattr(method, "compact")
+
+
+@functools.cache
+def _check_compact() -> None:
+    _require(hasattr(nn.compact(lambda module: None), "compact"), "`compact` from methods under nn.compact")
+
+
+def is_managed(method: Any) -> bool:
+    """Returns whether an attribute of a Linen class is a method that Flax shows to interceptors.
+
+    Private: the attribute `method_handler_wrapped` that Flax sets. It has no public way to list its methods.
+    """
+    _check_managed()
+    return hasattr(method, "method_handler_wrapped")
+
+
+@functools.cache
+def _check_managed() -> None:
+    found = hasattr(nn.Dense.__call__, "method_handler_wrapped")
+    _require(found, "which methods interceptors see from `method_handler_wrapped`")
+
+
+def linen_module_of(bridge: Any) -> Any:
+    """Returns the Linen module that an `nnx.bridge.ToNNX` runs.
+
+    Private: `to_nnx__module`. The public `module` warns that it is deprecated, and names this one.
+    """
+    _require("to_nnx__module" in vars(bridge), "the module of an nnx.bridge.ToNNX from `to_nnx__module`")
+    return vars(bridge)["to_nnx__module"]
+
+
+def set_linen_module(bridge: Any, module: Any) -> None:
+    """Gives an `nnx.bridge.ToNNX` another Linen module. Private: as for `linen_module_of`."""
+    linen_module_of(bridge)
+    vars(bridge)["to_nnx__module"] = module
+
+
+def is_pytree(cls: Any) -> bool:
+    """Returns whether an NNX class was made with `pytree=True`, which a subclass must repeat.
+
+    Private: `_pytree__is_pytree`. NNX has no public way to ask a class for it.
+    """
+    _require(hasattr(cls, "_pytree__is_pytree"), "whether a class is a pytree from `_pytree__is_pytree`")
+    return cls._pytree__is_pytree
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Returns whether an attribute of an NNX object is Flax's own, and holds nothing of the user's.
+
+    Private: names that begin with `_pytree__`. `nnx.iter_graph` leaves them out, but walks the whole graph.
+    There is no check: taken for the user's, such an attribute is searched for Variables, and has none.
+    """
+    return name.startswith("_pytree__")
+
+
+class VariableView:
+    """What views of Variables have in common, and are told by.
+
+    A view is a Variable without storage: what Flax keeps in a Variable's slots is that of another one.
+    """
+
+    __slots__ = ()
+    _jmp_policy_origin: Any
+
+
+def view_class(base: Any, methods: dict[str, Any]) -> Any:
+    """Returns a subclass of a Variable's class, of the same name, whose objects are views.
+
+    Private: the slots `_raw_value`, `_var_metadata` and `_trace_state`, which Flax's own code reads past the
+    public `get_raw_value` and `get_metadata`, and `_new`, by which it makes Variables when it rebuilds trees.
+    NNX has no public way to let two Variables share what they store.
+
+    Args:
+      base: the class, as `variable.var_type` gives it.
+      methods: what views do otherwise than their origins.
+    """
+    _check_slots()
+
+    def new(cls: Any, value: Any, metadata: dict[str, Any]) -> Any:
+        return view_of(base._new(value, metadata), cls)
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__slots__": ("_jmp_policy_origin",),
+        "_raw_value": property(_raw_value, _set_raw_value),
+        "_var_metadata": property(_metadata, _set_metadata),
+        "_trace_state": property(_trace_state),
+        "_new": classmethod(new),
+        **methods,
+    }
+    return types.new_class(base.__name__, (VariableView, base), {}, lambda ns: ns.update(namespace))
+
+
+def view_of(variable: Any, cls: Any) -> Any:
+    """Returns a view of a Variable, of a class that `view_class` has made."""
+    view = object.__new__(cls)
+    object.__setattr__(view, "_jmp_policy_origin", variable)
+    return view
+
+
+def origin_of(variable: Any) -> Any:
+    """Returns the Variable that a view stores in; any other Variable itself."""
+    return variable._jmp_policy_origin if isinstance(variable, VariableView) else variable
+
+
+@functools.cache
+def _check_slots() -> None:
+    from flax import nnx
+
+    slots = {"_raw_value", "_var_metadata", "_trace_state"}
+    found = set(nnx.Variable.__slots__) == slots and hasattr(nnx.Variable, "_new")
+    _require(found, "what a Variable stores from `_raw_value`, `_var_metadata` and `_trace_state`")
+
+
+def _raw_value(view: Any) -> Any:
+    return view._jmp_policy_origin.get_raw_value()
+
+
+def _set_raw_value(view: Any, value: Any) -> None:
+    view._jmp_policy_origin.set_raw_value(value)
+
+
+def _metadata(view: Any) -> dict[str, Any]:
+    # The very dictionary, since Flax writes into it; a hijax Variable's is a copy in any case.
+    origin = view._jmp_policy_origin
+    metadata = origin.get_metadata()
+    return {**metadata, "hijax": False} if metadata.get("hijax") else origin._var_metadata
+
+
+def _set_metadata(view: Any, metadata: dict[str, Any]) -> None:
+    view._jmp_policy_origin._var_metadata = metadata
+
+
+def _trace_state(view: Any) -> Any:
+    # A hijax Variable can be written to in every trace, and has no state of one.
+    from flax.nnx import tracers
+
+    origin = view._jmp_policy_origin
+    return tracers.TraceState() if origin.get_metadata().get("hijax") else origin._trace_state
+
+
+def is_traced_by_loop(stops: Callable[[types.FrameType], bool]) -> bool:
+    """Returns whether the code that is running is the body of a `lax.scan`, `lax.while_loop` or `fori_loop`.
+
+    All transforms of JAX look alike from inside, so this looks for a frame in the very files that define the
+    loops. JAX has no public way to ask which transform traces a function.
+
+    Args:
+      stops: whether the search for loops ends at a frame; it goes from the innermost frame outwards.
+    """
+    return _is_called_from(_loop_files(), stops)
+
+
+def _is_called_from(files: frozenset[str], stops: Callable[[types.FrameType], bool]) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and not stops(frame):
+        if frame.f_code.co_filename in files:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _loop_files() -> frozenset[str]:
+    """Returns the files that define JAX's loops, as whole paths: a user's may be called loops.py too."""
+    return compat.checked(_probe_loops, "whether a loop traces a function from the frames of its callers")
+
+
+def _probe_loops() -> frozenset[str] | None:
+    loops = (lax.scan, lax.while_loop, lax.fori_loop)
+    files = frozenset(inspect.unwrap(loop).__code__.co_filename for loop in loops)
+    found = []
+
+    def body(x: Any) -> Any:
+        found.append(_is_called_from(files, lambda frame: frame.f_code is _probe_loops.__code__))
+        return x
+
+    jax.make_jaxpr(lambda x: lax.scan(lambda x, _: (body(x), None), x, length=2)[0])(1.0)
+    jax.make_jaxpr(lambda x: lax.while_loop(lambda x: x < 1.0, body, x))(1.0)
+    jax.make_jaxpr(lambda x: lax.fori_loop(0, 2, lambda _, x: body(x), x))(1.0)
+    of_loops, found = found, []
+    jax.make_jaxpr(jax.jit(body))(1.0)
+    return files if all(of_loops) and not any(found) and len(of_loops) >= 3 else None

@@ -1,0 +1,121 @@
+"""Which operations run a jaxpr: the one table of calls, loops and branches.
+
+Whoever runs or walks a program asks here what an operation is, and has a rule for each `Kind`.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.op_table import Trait, having
+
+
+class Kind(enum.Enum):
+    """How an operation runs the jaxprs among its parameters."""
+
+    JIT = "jax.jit"
+    CALL = "a call that is only a call"
+    CHECKPOINT = "jax.checkpoint"
+    CUSTOM_JVP = "jax.custom_jvp: with a rule for its tangents"
+    CUSTOM_VJP = "jax.custom_vjp: with a forward and a backward pass"
+    SHARD_MAP = "jax.shard_map: once per device, on parts of its arrays"
+    PLATFORM = "lax.platform_dependent: what the branch without platforms computes, on every platform"
+    SCAN = "lax.scan"
+    WHILE = "lax.while_loop"
+    COND = "lax.cond, lax.switch"
+
+
+#: Primitive's name -> its kind. A `cond` may be of kind PLATFORM: ask `kind_of`.
+KINDS: Mapping[str, Kind] = {
+    "jit": Kind.JIT,
+    "closed_call": Kind.CALL,
+    "core_call": Kind.CALL,
+    "checkpoint": Kind.CHECKPOINT,
+    "remat2": Kind.CHECKPOINT,
+    "custom_jvp_call": Kind.CUSTOM_JVP,
+    "custom_vjp_call": Kind.CUSTOM_VJP,
+    "shard_map": Kind.SHARD_MAP,
+    "scan": Kind.SCAN,
+    "while": Kind.WHILE,
+    "cond": Kind.COND,
+}
+
+#: Kinds whose equation stands for that jaxpr once: operands are its arguments, results its results.
+_CALLED_ONCE: Mapping[Kind, str] = {
+    Kind.JIT: "jaxpr",
+    Kind.CALL: "call_jaxpr",
+    Kind.CHECKPOINT: "jaxpr",
+    Kind.CUSTOM_JVP: "call_jaxpr",
+    Kind.CUSTOM_VJP: "call_jaxpr",
+    Kind.SHARD_MAP: "jaxpr",
+}
+
+#: Jits of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
+_SMALL = 24
+
+#: Operations whose jaxprs are not what they do.
+_NO_CALL = having(Trait.COMBINER) | having(Trait.KERNEL)
+
+
+class Called(NamedTuple):
+    """A jaxpr that an operation calls once.
+
+    Args:
+      jaxpr: closed or not.
+      skipped: number of operands that come before its arguments.
+    """
+
+    jaxpr: Any
+    skipped: int = 0
+
+
+def kind_of(eqn: Any) -> Kind | None:
+    """Returns how an operation runs a jaxpr; None for one that runs none, or in a way nobody here knows."""
+    kind = KINDS.get(eqn.primitive.name)
+    return Kind.PLATFORM if kind is Kind.COND and ir.default_branch(eqn) is not None else kind
+
+
+def called(eqn: Any) -> Called | None:
+    """Returns the jaxpr that an operation calls once, if it is such an operation.
+
+    Of a `lax.platform_dependent` that is the branch without platforms, the index of the branch is skipped:
+    other branches compute the same in another way.
+    """
+    kind = kind_of(eqn)
+    if kind is Kind.PLATFORM:
+        return Called(ir.default_branch(eqn), 1)
+    parameter = None if kind is None else _CALLED_ONCE.get(kind)
+    return None if parameter is None else Called(eqn.params[parameter])
+
+
+def looked_into(eqn: Any) -> Called | None:
+    """Returns the jaxpr that an operation calls once, also where only its shape says so.
+
+    An operation that is in no table is taken for a call if a jaxpr among its parameters takes as many
+    arguments as it has operands, and gives as many results.
+    """
+    if kind_of(eqn) is not None or eqn.primitive.name in _NO_CALL:
+        return called(eqn)
+    for jaxpr in map(compat.open_jaxpr, ir.subjaxprs(eqn)):
+        if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
+            return Called(jaxpr)
+    return None
+
+
+def inner_jaxprs(eqn: Any) -> Sequence[Any]:
+    """Returns the jaxprs inside an operation of which at least one runs; none of kernels and reductions."""
+    if eqn.primitive.name in _NO_CALL:
+        return ()
+    one = looked_into(eqn)
+    return tuple(ir.subjaxprs(eqn)) if one is None else (one.jaxpr,)
+
+
+def is_bound(eqn: Any) -> bool:
+    """Returns whether a jit says how its arguments are laid out, or that they may be overwritten."""
+    return any(eqn.params.get("donated_invars", ())) or ir.has_shardings(eqn.params)
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Returns whether a jit is small and free enough for its operations to take its place."""
+    return not is_bound(eqn) and len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _SMALL

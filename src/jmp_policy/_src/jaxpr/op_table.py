@@ -1,0 +1,250 @@
+"""What the library knows of each primitive: one row per primitive, with the reason.
+
+A newcomer adds an operation here, and a program that uses it in `tests/autocast_helpers.py`. Data only: what
+the lists and traits mean is said at `OpList` and `Trait`, and done by those who ask.
+
+The lists are drawn from what PyTorch (`autocast_mode.h`) and TensorFlow (`auto_mixed_precision_lists.h`)
+agree on, by names of JAX's primitives.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+#: What autocast does. lower: operands to half. full: float32. follow: as the widest operand. inside: in
+#: float32, and what comes of half operands is returned in half.
+OpList: TypeAlias = Literal["lower", "full", "follow", "inside"]
+
+
+class Trait(enum.Flag):
+    """A property of a primitive that some analysis asks for."""
+
+    NONE = 0
+    #: A matrix product: it has FLOPs to count and may reach the Tensor Cores.
+    PRODUCT = enum.auto()
+    #: Moves one array, to one or several; or each of several for itself. A parameter, moved, still is one.
+    MOVES = enum.auto()
+    #: Its transpose is a sum, over copies or devices: done in float32, before a parameter is cast.
+    SUMMED = enum.auto()
+    #: Elementwise with several operands, of which one may be broadcast along axes of size 1, or be a scalar.
+    BROADCASTS = enum.auto()
+    #: Of one weight, gives that weight rearranged, or rows of it.
+    KEEPS_WEIGHT = enum.auto()
+    #: Computes nothing of its operand's elements; an argument is still recognised behind it.
+    VIEW = enum.auto()
+    #: Its result is kept for the backward pass, as compilers do: computing it again would cost too much.
+    COSTLY = enum.auto()
+    #: Not finite, or without a derivative, where an operand is zero.
+    POLE = enum.auto()
+    #: Communicates with other devices.
+    COLLECTIVE = enum.auto()
+    #: What it does depends on the dtype or the bits of its operands, or it is written for one dtype.
+    DTYPE_BOUND = enum.auto()
+    #: Code that is no jaxpr: nobody can look inside.
+    KERNEL = enum.auto()
+    #: The jaxpr among its parameters says how two elements combine, or how it is lowered.
+    COMBINER = enum.auto()
+
+
+class Operation(NamedTuple):
+    """What is known of a primitive.
+
+    Args:
+      op_list: its list in autocast; None for one that runs in the dtypes it was traced in.
+      reason: why.
+      traits: what else matters.
+    """
+
+    op_list: OpList | None
+    reason: str
+    traits: Trait = Trait.NONE
+
+
+(
+    _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
+    _KERNEL, _COMBINER,
+) = Trait  # fmt: skip
+
+#: What moves a weight and leaves it one.
+_WEIGHT = _MOVES | _KEEPS_WEIGHT
+
+OPERATIONS: Mapping[str, Operation] = {
+    # Matrix products: Tensor Cores.
+    "dot_general": Operation(
+        "lower", "Tensor Cores take half operands and accumulate in float32", _PRODUCT | _COSTLY
+    ),
+    "conv_general_dilated": Operation(
+        "lower", "Tensor Cores take half operands and accumulate in float32", _PRODUCT | _COSTLY
+    ),
+    "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
+    "ragged_dot": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
+    # In float32.
+    "exp": Operation("full", "exceeds float16 above 11.1"),
+    "exp2": Operation("full", "exceeds float16 at 16"),
+    "expm1": Operation("full", "exceeds float16 above 11.1"),
+    "log": Operation("full", "half loses all digits near 1", _POLE),
+    "log2": Operation("full", "half loses all digits near 1"),
+    "log1p": Operation("full", "its small arguments are subnormal in float16", _POLE),
+    "pow": Operation("full", "exceeds float16 easily; the exponent's rounding is multiplied", _POLE),
+    "sqrt": Operation("full", "of variances, which are below float16's normal range", _POLE),
+    "rsqrt": Operation("full", "of variances, which are below float16's normal range", _POLE),
+    "cbrt": Operation("full", "as sqrt", _POLE),
+    "erf_inv": Operation("full", "steep near 1, where half has no digits"),
+    "erfc": Operation("full", "its tail is below float16's range"),
+    "lgamma": Operation("full", "exceeds float16, and cancels"),
+    "digamma": Operation("full", "cancels near its zero"),
+    "polygamma": Operation("full", "exceeds float16 near 0"),
+    "igamma": Operation("full", "a series with many terms"),
+    "igammac": Operation("full", "a series with many terms"),
+    "igamma_grad_a": Operation("full", "a series with many terms"),
+    "random_gamma_grad": Operation("full", "a series with many terms"),
+    "regularized_incomplete_beta": Operation("full", "a continued fraction with many terms"),
+    "bessel_i0e": Operation("full", "a series with many terms"),
+    "bessel_i1e": Operation("full", "a series with many terms"),
+    "sin": Operation("full", "of positions: half has no fraction left above 2048"),
+    "cos": Operation("full", "of positions: half has no fraction left above 2048"),
+    "tan": Operation("full", "as sin"),
+    "asin": Operation("full", "steep near 1"),
+    "acos": Operation("full", "steep near 1"),
+    "atan": Operation("full", "as the other inverse functions"),
+    "atan2": Operation("full", "a quotient that may exceed float16"),
+    "sinh": Operation("full", "exceeds float16 above 11.8"),
+    "cosh": Operation("full", "exceeds float16 above 11.8"),
+    "asinh": Operation("full", "a logarithm"),
+    "acosh": Operation("full", "a logarithm"),
+    "atanh": Operation("full", "a logarithm, steep near 1"),
+    "reduce_sum": Operation("full", "many terms: half stops growing at 2048 times a term"),
+    "reduce_prod": Operation("full", "many factors: leaves float16's range"),
+    "cumsum": Operation("full", "as reduce_sum", _COSTLY),
+    "cumprod": Operation("full", "as reduce_prod", _COSTLY),
+    "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY),
+    "reduce_window_sum": Operation("full", "as reduce_sum (average pooling)", _COSTLY),
+    "psum": Operation("full", "a sum over devices", _COSTLY | _COLLECTIVE),
+    "psum_invariant": Operation("full", "a sum over devices", _COLLECTIVE),
+    "reduce_scatter": Operation("full", "a sum over devices", _COLLECTIVE),
+    "unreduced_psum": Operation("full", "a sum over devices", _COLLECTIVE),
+    "argmax": Operation("full", "a decision: ties that half would make"),
+    "argmin": Operation("full", "a decision: ties that half would make"),
+    "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER),
+    "top_k": Operation("full", "a decision: ties that half would make"),
+    # As the widest operand.
+    "add": Operation("follow", "exact to half's rounding", _BROADCASTS),
+    "add_any": Operation("follow", "a sum of two cotangents", _BROADCASTS),
+    "sub": Operation("follow", "exact to half's rounding", _BROADCASTS),
+    "mul": Operation("follow", "exact to half's rounding", _BROADCASTS),
+    "div": Operation("follow", "exact to half's rounding", _BROADCASTS | _POLE),
+    "neg": Operation("follow", "exact"),
+    "sign": Operation("follow", "exact"),
+    "abs": Operation("follow", "exact"),
+    "max": Operation("follow", "exact", _BROADCASTS),
+    "min": Operation("follow", "exact", _BROADCASTS),
+    "clamp": Operation("follow", "exact"),
+    "floor": Operation("follow", "exact"),
+    "ceil": Operation("follow", "exact"),
+    "round": Operation("follow", "exact"),
+    "rem": Operation("follow", "exact to half's rounding", _BROADCASTS | _POLE),
+    "square": Operation(
+        "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares"
+    ),
+    "one_minus_square": Operation("follow", "a product; the derivative of tanh"),
+    "integer_pow": Operation("follow", "a product of few factors", _POLE),
+    "tanh": Operation("follow", "bounded, and 1-Lipschitz"),
+    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz"),
+    "select_n": Operation("follow", "picks a value", _BROADCASTS),
+    "eq": Operation("follow", "a comparison", _BROADCASTS),
+    "ne": Operation("follow", "a comparison", _BROADCASTS),
+    "lt": Operation("follow", "a comparison", _BROADCASTS),
+    "le": Operation("follow", "a comparison", _BROADCASTS),
+    "gt": Operation("follow", "a comparison", _BROADCASTS),
+    "ge": Operation("follow", "a comparison", _BROADCASTS),
+    "is_finite": Operation("follow", "a comparison"),
+    "cummax": Operation("follow", "exact", _COSTLY),
+    "cummin": Operation("follow", "exact", _COSTLY),
+    "reduce_window_max": Operation("follow", "exact (max pooling)", _COSTLY),
+    "reduce_window_min": Operation("follow", "exact"),
+    "pmax": Operation("follow", "exact", _COLLECTIVE),
+    "pmin": Operation("follow", "exact", _COLLECTIVE),
+    "concatenate": Operation("follow", "moves data"),
+    "stack": Operation("follow", "moves data"),
+    "dynamic_update_slice": Operation("follow", "moves data", _COSTLY),
+    "dynamic_slice": Operation("follow", "moves data", _KEEPS_WEIGHT),
+    "all_gather": Operation("follow", "moves data", _KEEPS_WEIGHT | _COSTLY | _COLLECTIVE),
+    "all_gather_invariant": Operation("follow", "moves data", _KEEPS_WEIGHT | _COLLECTIVE),
+    "all_to_all": Operation("follow", "moves data", _COSTLY | _COLLECTIVE),
+    "ppermute": Operation("follow", "moves data", _COSTLY | _COLLECTIVE),
+    "pbroadcast": Operation("follow", "moves data", _SUMMED | _COLLECTIVE),
+    "broadcast_in_dim": Operation("follow", "moves data", _WEIGHT | _SUMMED | _VIEW),
+    "reshape": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "transpose": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "squeeze": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "expand_dims": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "rev": Operation("follow", "moves data", _WEIGHT),
+    "slice": Operation("follow", "moves data", _WEIGHT),
+    "split": Operation("follow", "moves data", _WEIGHT),
+    "unstack": Operation("follow", "moves data", _WEIGHT),
+    "tile": Operation("follow", "moves data", _WEIGHT | _SUMMED),
+    "copy": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "copy_p": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW),
+    "stop_gradient": Operation("follow", "identity", _MOVES),
+    "sharding_constraint": Operation("follow", "identity", _WEIGHT | _VIEW),
+    "layout_constraint": Operation("follow", "identity", _WEIGHT),
+    "mesh_cast": Operation("follow", "identity", _WEIGHT),
+    "reshard": Operation("follow", "identity", _WEIGHT),
+    "pvary": Operation("follow", "identity", _WEIGHT | _SUMMED | _VIEW | _COLLECTIVE),
+    "pcast": Operation("follow", "identity", _WEIGHT | _SUMMED | _COLLECTIVE),
+    "device_put": Operation("follow", "moves data, each operand for itself", _WEIGHT),
+    "optimization_barrier": Operation("follow", "identity, each operand for itself", _WEIGHT | _VIEW),
+    # In float32 inside, for the sake of the derivative.
+    "gather": Operation("inside", "an embedding: its gradient is a sum over tokens", _KEEPS_WEIGHT),
+    "pad": Operation("inside", "the gradient of what it pads with is a sum"),
+    "reduce_max": Operation("inside", "its gradient is a sum over ties"),
+    "reduce_min": Operation("inside", "its gradient is a sum over ties"),
+    "erf": Operation("inside", "its derivative is an exponential"),
+    # In the dtypes that they were traced in.
+    "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
+    "convert_element_type": Operation(None, "a cast", _VIEW),
+    "reduce_precision": Operation(None, "rounds to fewer bits, in the same dtype", _VIEW | _COMBINER),
+    "cholesky": Operation(None, "linear algebra", _COSTLY),
+    "custom_partitioning": Operation(
+        None, "a function with a partitioning of its own", _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
+    ),
+    "eigh": Operation(None, "linear algebra", _COSTLY),
+    "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
+    "fft": Operation(None, "a sum over all elements", _COSTLY),
+    "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
+    "lu": Operation(None, "linear algebra", _COSTLY),
+    "pallas_call": Operation(
+        None, "a kernel written for its dtypes", _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
+    ),
+    "pure_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
+    "qr": Operation(None, "linear algebra", _COSTLY),
+    "random_bits": Operation(None, "draws random numbers", _COSTLY),
+    "random_gamma": Operation(None, "draws random numbers, in its dtype", _COSTLY | _DTYPE_BOUND),
+    "reduce_window": Operation(None, "a reduction by a function of the user's", _COSTLY | _COMBINER),
+    "rng_bit_generator": Operation(None, "draws random numbers", _COSTLY),
+    "scatter": Operation(None, "writes rows", _COSTLY | _COMBINER),
+    "scatter-add": Operation(None, "adds rows: the gradient of a look-up", _COSTLY | _COMBINER),
+    "scatter-max": Operation(None, "the larger of rows", _COSTLY | _COMBINER),
+    "scatter-min": Operation(None, "the smaller of rows", _COSTLY | _COMBINER),
+    "scatter-mul": Operation(None, "multiplies rows", _COSTLY | _COMBINER),
+    "scatter_add": Operation(None, "its name in later versions", _COSTLY | _COMBINER),
+    "scatter_mul": Operation(None, "its name in later versions", _COSTLY | _COMBINER),
+    "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY),
+    "svd": Operation(None, "linear algebra", _COSTLY),
+    "threefry2x32": Operation(None, "draws random numbers", _COSTLY),
+    "triangular_solve": Operation(None, "linear algebra", _COSTLY),
+    "bitcast_convert_type": Operation(None, "reads the bits of its operand", _DTYPE_BOUND),
+    "debug_print": Operation(None, "prints what it is given", _DTYPE_BOUND),
+    "nextafter": Operation(None, "the next number in its dtype", _DTYPE_BOUND),
+    "rng_uniform": Operation(None, "draws random numbers, in its dtype", _DTYPE_BOUND),
+    "scaled_matmul_wrapper": Operation(None, "a kernel written for its dtypes", _DTYPE_BOUND),
+    "custom_call": Operation(None, "a foreign function", _KERNEL),
+    "reduce": Operation(None, "a reduction by a function of the user's", _COMBINER),
+    "select_and_scatter": Operation(None, "max pooling's gradient, by functions of the user's", _COMBINER),
+}
+
+
+def having(trait: Trait) -> frozenset[str]:
+    """Returns the names of the primitives that have a trait."""
+    return frozenset(name for name, operation in OPERATIONS.items() if trait in operation.traits)

@@ -1,0 +1,57 @@
+"""Tests many arrays for infinities and NaN with few reductions.
+
+Written down plainly, the test costs one small reduction per parameter: 98 more kernels, +27 %, in the train
+step of a 4-layer encoder of BERT's width compiled for an H100. Here arrays of one shape are joined by an
+elementwise "and" before anything is reduced, and the results of all shapes are concatenated before the last
+reduction: 15 kernels, and the same answer.
+
+Joining arrays whose shardings differ would move them between devices: on several devices each array is tested
+separately.
+"""
+
+import collections
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
+
+#: Arrays of at most this many elements are not worth a separate reduction.
+FEW = 2**13
+#: From this many elements per row on, the results of the rows are small beside the array.
+LONG_ROW = 32
+
+
+def all_finite_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether all elements of all arrays (at least one) are finite; boolean scalar."""
+    return _choose(*arrays)
+
+
+def _separately(*arrays: jax.Array) -> jax.Array:
+    """Reduces each array separately, so that nothing moves between devices, whatever the shardings."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
+
+
+def _jointly(*arrays: jax.Array) -> jax.Array:
+    """Joins arrays of one shape, reduces each shape to rows, and all rows in one last reduction."""
+    by_shape = collections.defaultdict(list)
+    for x in arrays:
+        by_shape[x.shape].append(jnp.isfinite(x))
+    rows = [_rows(functools.reduce(lax.bitwise_and, group)) for group in by_shape.values()]
+    # Without the barrier XLA turns the reduction of the joined rows back into one for each part.
+    return jnp.all(lax.optimization_barrier(lax.concatenate(rows, 0)))
+
+
+def _rows(finite: jax.Array) -> jax.Array:
+    """Reduces a boolean array to a short vector that is all True exactly where the array is."""
+    if finite.size <= FEW:
+        return finite.ravel()
+    if finite.shape[-1] < LONG_ROW:
+        return jnp.all(finite).reshape(1)
+    return jnp.all(finite, axis=-1).ravel()
+
+
+_choose = by_devices("all_finite", _jointly, _separately, (), jnp.bool_)

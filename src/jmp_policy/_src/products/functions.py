@@ -1,0 +1,46 @@
+"""`lax.dot_general` and `lax.conv_general_dilated`, with bfloat16 products that are fast on a CPU.
+
+Flax's layers and `jnp.einsum` take such functions as arguments, so the policy hands them these.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_policy._src.products.primitives import are_chosen, primitive_for
+
+
+@functools.wraps(lax.dot_general)
+def dot_general(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `lax.dot_general`, with the same arguments."""
+    return _call(lax.dot_general, lhs, rhs, args, kwargs)
+
+
+@functools.wraps(lax.conv_general_dilated)
+def conv_general_dilated(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `lax.conv_general_dilated`, with the same arguments."""
+    return _call(lax.conv_general_dilated, lhs, rhs, args, kwargs)
+
+
+def _call(function: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any) -> Any:
+    if not all(getattr(x, "dtype", None) == jnp.bfloat16 for x in (lhs, rhs)):
+        return function(lhs, rhs, *args, **kwargs)
+    # Only JAX knows what its arguments come to (padding by name, the default precision).
+    types = jax.typeof(lhs), jax.typeof(rhs)
+    (eqn,) = jax.make_jaxpr(lambda lhs, rhs: function(lhs, rhs, *args, **kwargs))(*types).eqns
+    return primitive_for(eqn.primitive, types, eqn.params).bind(lhs, rhs, **eqn.params)
+
+
+def stand_in(function: Any, dtype: Any) -> Any:
+    """Returns what a layer that computes in a dtype calls instead of a function of `jax.lax`.
+
+    Any other function comes back as it is: a user's own wins.
+    """
+    ours = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
+    try:
+        return ours.get(function, function) if are_chosen(dtype) else function
+    except TypeError:  # One that cannot be hashed.
+        return function

@@ -1,0 +1,162 @@
+"""JAX's products as primitives of our own: the same operations, but for how a CPU computes them.
+
+A product has to know what it was written for when it is lowered, once the platform is known, and its
+derivatives have to know it too. `lax.platform_dependent` does not carry that far: it is differentiated branch
+by branch, so the CPU's branch would be transposed into a product of float32 with bfloat16, which is slow, and
+`lax.scan` would save a copy of the weights for every step. A primitive of our own is one equation, before
+and after differentiation.
+
+Everything else about it is JAX's: it has JAX's name and parameters, its shapes, shardings, derivatives and
+batching are those of JAX's primitive, and on any device but a CPU it is lowered to JAX's operation, so that
+the program is the same. No rule is registered for a primitive of JAX's.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Literal, Primitive, primitives
+from jax.interpreters import ad, batching, mlir
+
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.products import convolution, dot
+
+#: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
+#: JAX's own operation.
+_Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
+
+
+def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
+    """Makes a primitive that is one of JAX's bilinear ones, computed in another way on a CPU.
+
+    Args:
+      like: JAX's primitive.
+      choose: says how a CPU computes it.
+    """
+    primitive = Primitive(like.name)
+
+    def run(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # Or it would call itself.
+            return _jitted(primitive, tuple(params.items()))(*operands)
+
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(like.abstract_eval)
+
+    def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+        other = operands[1 - place]
+        types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
+        mesh = jax.sharding.get_abstract_mesh()
+        jaxpr = _transpose(like, place, types, tuple(params.items()), mesh)
+        return _evaluated(jaxpr, cotangent, other)[0]
+
+    ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
+
+    def batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        out_dim = None
+
+        def call(*operands: Any) -> Any:
+            nonlocal out_dim
+            out, out_dim = batching.fancy_primitive_batchers[like](axis, operands, dims, **params)
+            return out
+
+        (out,) = _evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), *operands)
+        return out, out_dim
+
+    batching.fancy_primitive_batchers[primitive] = batched
+
+    def lower_for_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        function = choose(ctx.avals_in, ctx.avals_out[0], params) or like.bind
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
+
+    mlir.register_lowering(primitive, mlir.lower_fun(like.bind, multiple_results=False))
+    mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
+    compat.set_checkpoint_rule(primitive, functools.partial(_checkpointed, like))
+    return primitive
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns a primitive as a function that runs outside of any trace."""
+    return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
+    """Returns the jaxpr of JAX's transpose of a product by one operand."""
+    cotangent, other, linear = types
+
+    def call(cotangent: Any, other: Any) -> Any:
+        operands = [other, other]
+        operands[place] = ad.UndefinedPrimal(linear)
+        return ad.primitive_transposes[like](cotangent, *operands, **dict(params))[place]
+
+    return jax.make_jaxpr(call)(cotangent, other)
+
+
+def _evaluated(closed: Any, *values: Any) -> list[Any]:
+    """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line."""
+    jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
+    eqns = [
+        compat.with_primitive(
+            eqn, primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params), source
+        )
+        for eqn in jaxpr.eqns
+    ]
+    return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
+
+
+def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+    """Says what `jax.checkpoint` does with a product: policies that save JAX's save ours as well."""
+    needed = [
+        var
+        for var, is_there in zip(eqn.invars, instantiated, strict=True)
+        if not is_there and not isinstance(var, Literal)
+    ]
+    if any(unknown):
+        return None, eqn, [True], [True], needed
+    asked = saveable(like, *(var.aval for var in eqn.invars), **eqn.params)
+    # True or False, or an object that stands for either or for a copy in other memory, which stays here.
+    if asked is not False and type(asked).__name__ != "RecomputeType":
+        return eqn, None, [False], [False], []
+    return eqn, eqn, [False], [True], needed
+
+
+DOT_GENERAL = _bfloat16_primitive(primitives.dot_general_p, lambda *_: dot.product)
+CONV_GENERAL_DILATED = _bfloat16_primitive(primitives.conv_general_dilated_p, convolution.rule)
+
+_OURS = {
+    primitives.dot_general_p: DOT_GENERAL,
+    primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
+}
+_JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
+
+
+def are_chosen(dtype: Any) -> bool:
+    """Returns whether code that computes in a dtype takes its products from here.
+
+    Only bfloat16 does, where the default backend is a CPU: whoever traces for a GPU gets JAX's primitives.
+    """
+    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+
+
+def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns the primitive to bind in place of another, for these operands.
+
+    On a CPU one of ours, for a product of bfloat16 operands with a floating result of at most 32 bits; JAX's
+    for all other products, and any other primitive itself.
+
+    Args:
+      primitive: JAX's or ours.
+      operands: arrays, or their types.
+      params: of the operation.
+    """
+    jaxs = _JAXS.get(primitive, primitive)
+    if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
+        return jaxs
+    result = params.get("preferred_element_type")
+    fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
+    is_ours = fits and params.get("out_sharding") is None and are_chosen(jnp.bfloat16)
+    return _OURS[jaxs] if is_ours else jaxs

@@ -1,0 +1,239 @@
+"""Pickles, reprs and trees of public objects name the module that users import from, and never `_src`."""
+
+import importlib
+import inspect
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp_policy as jmpp
+from jmp_policy import report
+from jmp_policy._src.core.report_base import Table
+from jmp_policy.compat import jmp
+
+MODULES = ["jmp_policy", *(f"jmp_policy.{m}" for m in ("linen", "nnx", "report", "optim", "compat.jmp"))]
+
+PARAMS = {"body": {"kernel": jnp.ones((3, 3))}, "head": {"kernel": jnp.ones((3, 2))}}
+HALF = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
+X = jnp.ones((4, 3))
+
+
+def public_names(module):
+    """What users can import from a module, by name; modules left out."""
+    names = vars(importlib.import_module(module))
+    return {n: v for n, v in names.items() if not n.startswith("_") and not inspect.ismodule(v)}
+
+
+def at_the_head(path, module):
+    """A predicate, which pickle finds by its name."""
+    return path == "head"
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.LayerNorm()(nn.Dense(3, name="body")(x)))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(3, 4, rngs=rngs)
+        self.conv = nnx.Conv(4, 4, (1,), rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.attention(self.norm(self.conv(self.body(x)))))
+
+
+def loss_fn(params, x):
+    half = (x @ params["body"]["kernel"]).astype(jnp.float16)
+    hidden = jmpp.tap(jnp.tanh(half), "hidden").astype(jnp.float32)
+    return jnp.mean(hidden @ params["head"]["kernel"])
+
+
+def overflowing(params, x):
+    return jnp.mean(jnp.exp((100 * x).astype(jnp.float16)) @ params["head"]["kernel"].astype(jnp.float16))
+
+
+def rules():
+    return jmpp.PolicyMap(
+        "mixed_float16", {at_the_head: "float32", nn.Dense: "p=f32,c=bf16,o=f32", "**": "float32"}
+    )
+
+
+def scaled(inner=None, scale=None, **options):
+    return jmpp.loss_scaled(inner or optax.adam(1e-3), scale or jmpp.DynamicLossScale(), **options)
+
+
+def scaled_sgd(learning_rate):
+    return scaled(optax.sgd(learning_rate))
+
+
+def losses():
+    return {"generator": jmpp.DynamicLossScale(), "critic": jmpp.StatisticLossScale()}
+
+
+def wrapped_linen():
+    return jmpp.wrap(LinenNet(), jmpp.PolicyMap("mixed_float16", {"head": "float32"}))
+
+
+def wrapped_nnx(policy="p=f32,c=f16,o=f32,g=f32"):
+    return jmpp.wrap(NNXNet(nnx.Rngs(0)), jmpp.PolicyMap(policy, {"head": "float32"}))
+
+
+def lowering():
+    kernel = report.Kernel("gemm", "triton", operands="float16 x float16", flops=2)
+    estimate = report.Estimate("float16", "as given", 1e-3, 2.0, "memory")
+    return jmpp.LoweringReport("step", "H100", 1, (kernel,), 1, 2, 3, (estimate,), None, (), "verdict")
+
+
+#: What users make or get, by name.
+OBJECTS = {
+    "Policy": lambda: jmpp.Policy("float32", "float16", "float32", "float32"),
+    "PolicyMap": rules,
+    "NoOpLossScale": jmpp.NoOpLossScale,
+    "StaticLossScale": lambda: jmpp.StaticLossScale(8.0),
+    "DynamicLossScale": jmpp.DynamicLossScale,
+    "StatisticLossScale": jmpp.StatisticLossScale,
+    "PIDLossScale": jmpp.PIDLossScale,
+    "LossScales": lambda: scaled(scale=losses()).init(PARAMS).loss_scale,
+    "jmp.NoOpLossScale": jmp.NoOpLossScale,
+    "jmp.StaticLossScale": lambda: jmp.StaticLossScale(8.0),
+    "jmp.DynamicLossScale": lambda: jmp.DynamicLossScale(jnp.float32(8.0)),
+    "LossScaledState": lambda: scaled().init(PARAMS),
+    "LossScaledState, monitored": lambda: scaled(monitor=True).init(PARAMS),
+    "LossScaledState of several": lambda: scaled(scale=losses(), monitor=True).init(PARAMS),
+    "MasterWeightsState": lambda: jmpp.master_weights(scaled(), stochastic_rounding=True).init(HALF),
+    "KahanSummationState": lambda: jmpp.kahan_summation(scaled()).init(HALF),
+    "StochasticRoundingState": lambda: jmpp.stochastic_rounding(scaled()).init(HALF),
+    "chain": lambda: optax.chain(optax.clip(1.0), scaled()).init(PARAMS),
+    "MultiSteps": lambda: optax.MultiSteps(scaled(), 2).init(PARAMS),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(scaled_sgd)(learning_rate=0.1).init(PARAMS),
+    "SpectrumState": lambda: jmpp.SpectrumState.create(PARAMS, loss_fn, X),
+    "MetricsLogger": lambda: jmpp.MetricsLogger(print, every=2),
+    "LossScaleStuckError": lambda: jmpp.LossScaleStuckError("stuck"),
+    "LoweringUnavailableError": lambda: jmpp.LoweringUnavailableError("no compiler"),
+    "Summary": lambda: jmpp.summary(LinenNet(), "mixed_float16", X),
+    "Summary of NNX": lambda: jmpp.summary(NNXNet(nnx.Rngs(0)), "mixed_float16", X),
+    "Audit": lambda: jmpp.audit(jax.grad(loss_fn), PARAMS, X),
+    "Diagnosis": lambda: jmpp.diagnose(overflowing, PARAMS, X),
+    "GradientSpectrum": lambda: jmpp.gradient_spectrum(loss_fn, PARAMS, X),
+    "MemoryReport": lambda: jmpp.memory_report(jax.grad(loss_fn), PARAMS, X),
+    "LoweringReport": lowering,
+    "Explanation": lambda: jmpp.explain(loss_fn, "float16")(PARAMS, X),
+    "Formats": lambda: report.formats(1.0, 0.1),
+    "RepeatedCast": lambda: report.RepeatedCast(*("",) * len(report.RepeatedCast.__dataclass_fields__)),
+    "HalfOperation": lambda: report.HalfOperation(*("",) * len(report.HalfOperation.__dataclass_fields__)),
+    "Upcast": lambda: report.Upcast(*("",) * len(report.Upcast.__dataclass_fields__)),
+    "intercept": lambda: jmpp.linen.intercept("mixed_float16"),
+    "Linen module": wrapped_linen,
+    "NNX module": wrapped_nnx,
+    "NNX module in bfloat16": lambda: wrapped_nnx("mixed_bfloat16"),
+    "NNX graph definition": lambda: nnx.graphdef(wrapped_nnx()),
+    "NNX state": lambda: nnx.state(wrapped_nnx()),
+}  # fmt: skip
+
+
+def names_a_file(text):
+    return "jmp_policy._src" in str(text)
+
+
+def shown(value):
+    """What a value looks like, without addresses in memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def equal(a, b):
+    """Equal in class, structure, look, and in the bits of every array."""
+    assert type(a) is type(b)
+    assert shown(a) == shown(b)
+    assert jax.tree.structure(a) == jax.tree.structure(b) or isinstance(a, jmp.LossScale | jmpp.PolicyMap)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array | np.ndarray):
+            np.testing.assert_array_equal(x, y)
+    return True
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_objects_name_the_module_that_they_are_imported_from(module):
+    for name, value in public_names(module).items():
+        if not isinstance(value, types.UnionType):  # Which has no name.
+            assert value.__module__ in MODULES, name
+            assert getattr(importlib.import_module(value.__module__), name) is value
+            assert value.__name__ == value.__qualname__ == name
+        pickled = pickle.dumps(value)
+        assert pickle.loads(pickled) == value
+        assert not names_a_file(pickled)
+        assert not names_a_file(repr(value))
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_pickle_by_public_names(name):
+    value = OBJECTS[name]()
+    pickled = pickle.dumps(value)
+    assert not names_a_file(pickled)
+    assert equal(pickle.loads(pickled), value)
+    for text in (repr(value), str(value), repr(type(value)), str(jax.tree.structure(value))):
+        assert not names_a_file(text)
+
+
+def test_a_private_class_is_found():
+    assert names_a_file(pickle.dumps(Table(("a",), ())))
+    assert names_a_file(repr(Table))
+
+
+def test_every_public_class_is_among_these_objects():
+    pickled = b"".join(pickle.dumps(make()) for make in OBJECTS.values())
+    classes = {n for module in MODULES for n, v in public_names(module).items() if inspect.isclass(v)}
+    without = {name for name in classes if not re.search(rf"\b{name}\b".encode(), pickled)}
+    assert without == {"LossScale"}  # A protocol.
+
+
+#: Runs in a process of its own, which imports no more of the library than users do.
+SCRIPT = """
+import json, pickle, sys
+from flax import nnx
+import jmp_policy
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.LayerNorm(2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(x)
+
+assert "jmp_policy.nnx" not in sys.modules
+assert b"jmp_policy._src" not in pickle.dumps(jmp_policy.wrap(Net(), "mixed_float16"))
+
+from test_public import shown
+
+with open(sys.argv[1], "rb") as file:
+    objects = pickle.load(file)
+json.dump({name: shown(value) for name, value in objects.items()}, sys.stdout)
+"""
+
+
+@pytest.mark.once
+def test_pickles_load_in_another_process(tmp_path):
+    objects = {name: make() for name, make in OBJECTS.items()}
+    path = tmp_path / "objects.pickle"
+    path.write_bytes(pickle.dumps(objects))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SCRIPT, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: shown(value) for name, value in objects.items()}
