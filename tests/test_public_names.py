@@ -144,6 +144,10 @@ def test_what_explain_returns():
     assert isinstance(found.of("dot_general")[0], jmpp.Operation)
 
 
+def rows_of(report):
+    return {type(row) for value in vars(report).values() if isinstance(value, tuple) for row in value}
+
+
 def test_what_an_audit_returns():
     def stored_in_half(w, x):
         logits = (x.astype(jnp.float16) @ w.astype(jnp.float16)) @ w.T.astype(jnp.float16)
@@ -152,19 +156,23 @@ def test_what_an_audit_returns():
 
     found = jmpp.audit(stored_in_half, W, X)
     assert isinstance(found, jmpp.Audit)
-    rows = {type(row) for value in vars(found).values() if isinstance(value, tuple) for row in value}
-    assert rows == {
+    assert rows_of(found) == {
         jmpp.report.Product, jmpp.report.HalfOperation, jmpp.report.RepeatedCast, jmpp.report.Upcast
     }  # fmt: skip
 
 
 def test_what_other_reports_are():
-    assert isinstance(jmpp.memory_report(loss_fn, W, X), jmpp.MemoryReport)
+    memory = jmpp.memory_report(loss_fn, W, X)
+    assert isinstance(memory, jmpp.MemoryReport)
+    assert jmpp.report.MemoryRow in rows_of(memory)
     model = jmpp.wrap(nn.Dense(2), "mixed_float16")
-    assert isinstance(jmpp.summary(model, None, X), jmpp.Summary)
+    summary = jmpp.summary(model, None, X)
+    assert isinstance(summary, jmpp.Summary)
+    assert jmpp.report.ModuleRow in rows_of(summary)
     spectrum = jmpp.gradient_spectrum(loss_fn, W, X)
     assert isinstance(spectrum, jmpp.GradientSpectrum)
     assert isinstance(spectrum.overall(), jmpp.report.Magnitudes)
+    assert isinstance(spectrum.overall().float16, jmpp.report.Share)
     assert isinstance(jmpp.report.formats(1.0), jmpp.report.Formats)
 
 
@@ -174,6 +182,11 @@ def test_a_lowering_report_needs_the_compiler():
     with pytest.raises(jmpp.LoweringUnavailableError, match="gpu"):
         jmpp.lowering_report(loss_fn, W, X)
     assert issubclass(jmpp.LoweringReport, type(jmpp.report.formats()).__mro__[1])
+
+
+def test_what_a_diagnosis_says_of_operands():
+    found = jmpp.diagnose(lambda w: jnp.log(w - 1).sum(), W)
+    assert {type(operand) for operand in found.operands} == {jmpp.report.Operand}
 
 
 def test_casts_of_jmp():
