@@ -6,13 +6,16 @@ EXTRAS ?= test
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint types format bench bench-gpu docs wheel clean
+.PHONY: demo test test-fast lint types format bench bench-gpu docs wheel clean
 
 demo: $(READY)  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
 
 test: $(READY)  ## run every test, the README's and the docstrings' examples among them
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-fast: $(READY)  ## run the quick tests, which use every public name
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not once and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

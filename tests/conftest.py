@@ -1,13 +1,39 @@
 """Shared settings: tests run on the CPU unless told otherwise, which shows itself as eight devices."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 
 # Most of the time of these tests is compiling. The programs of operations and buffers stay the same; LLVM
 # does less to the machine code.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_configure(config):
+    """Lets this process compile a program once, however many functions it comes from.
+
+    The folder is the process's own and goes with it: what a run finds out, it finds out afresh, and JAX
+    writes entries in place, which another process could read half written.
+    """
+    if os.environ["JAX_PLATFORMS"] == "cpu":
+        folder = tempfile.mkdtemp(prefix="jmp_policy_tests_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def names_of_operations():
+    """For tests of names in compiled programs: with other names it is another program to the cache."""
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", before)

@@ -158,9 +158,8 @@ def products(function, *args):
     )
 
 
-def cost(function, *args):
-    """(bytes accessed, temporary bytes) of the compiled function."""
-    compiled = jax.jit(function).lower(*args).compile()
+def cost(compiled):
+    """(bytes accessed, temporary bytes) of a compiled program."""
     return (
         compiled.cost_analysis()["bytes accessed"],
         compiled.memory_analysis().temp_size_in_bytes,

@@ -63,6 +63,7 @@ def close(got, want, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5),
@@ -107,6 +108,7 @@ def test_an_mlp_differs_by_rounding_only(n):
     np.testing.assert_allclose(got[0], want[0], rtol=2 * chain * u)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_one_microbatch_is_scaled_value_and_grad(dtype):
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype).at[0].set(0), PARAMS)
@@ -311,6 +313,7 @@ def start(tx):
     return params, tx.init(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", DROPS)
 def test_in_jit_in_scan_and_donated(drop):
     tx = scaled()
@@ -423,6 +426,7 @@ def ways(kind, mesh, **kwargs):
 WAYS = ("jit", "axis_name", "shard_map", "shard_map without check")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", DROPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way, drop):
@@ -467,6 +471,7 @@ def test_parameters_spread_over_devices():
             assert main["all-gather"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 @pytest.mark.parametrize("way", ["jit", "axis_name"])
 @pytest.mark.parametrize("drop", DROPS)
@@ -504,6 +509,7 @@ def test_rows_in_runs_would_move_the_batch():
     assert "all-gather" in set(main) | set(loops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [None, 5])
 def test_all_devices_decide_the_same(way, bad):
@@ -610,6 +616,7 @@ def test_a_loss_averaged_over_devices_is_refused():
         jax.shard_map(local, mesh=mesh_of(), **specs)(SCALE, PARAMS, X, Y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
 def test_under_vmap_and_pmap(mapped):
     local = jmpp.accumulate_gradients(mlp, 2, axis_name="data")
@@ -683,6 +690,7 @@ def other_state(model):
     return jax.tree.map(jnp.copy, nnx.as_pure(kept))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", DROPS)
 def test_nnx_state_goes_from_microbatch_to_microbatch(drop):
     model, by_hand = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
@@ -732,6 +740,7 @@ def test_nnx_trains_and_a_skipped_window_leaves_the_state():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["axis_name", "shard_map"])
 def test_nnx_on_devices(way):
     mesh, tx = mesh_of(), SCALE

@@ -119,6 +119,7 @@ def _name(value):
     return getattr(value, "__name__", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=_name)
 def test_values_dtypes_and_products(function, half):
@@ -129,6 +130,7 @@ def test_values_dtypes_and_products(function, half):
     assert {operand for _, *operands in found for operand in operands} == {half}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [f for f in FUNCTIONS[:10] if f not in (looped, looped_apart)], ids=_name
 )
@@ -139,6 +141,7 @@ def test_derivatives(function):
     assert_close(jax.jit(jax.grad(cast))(W, X), jax.grad(function)(W, X), "bfloat16", roundings=32)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives():
     cast, tangent = autocast(layer, "float16"), jnp.ones_like(W)
     out, push = jax.jvp(cast, (W, X), (tangent, X))
@@ -169,6 +172,7 @@ def test_outer_vmap_jit_remat_and_eval_shape():
     assert given.is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("outside", [False, True])
 def test_shard_map_and_sharded_arguments(kind, outside):
@@ -191,6 +195,7 @@ def test_shard_map_and_sharded_arguments(kind, outside):
     assert_close(jax.jit(autocast(layer, "float16"))(w, x), layer(W, X))
 
 
+@pytest.mark.slow
 def test_configurations():
     cast = autocast(jax.value_and_grad(layer), "float16")
     with jax.debug_nans(True):
@@ -215,6 +220,7 @@ def test_symbolic_shapes():
     assert_close(exported.call(W, B, X), function(W, B, X))
 
 
+@pytest.mark.slow
 def test_eagerly_on_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
 
@@ -447,6 +453,7 @@ def test_scan_carries_and_constants():
     )
 
 
+@pytest.mark.slow
 def test_identity_in_float32_and_idempotence():
     for function in FUNCTIONS:
         expected = function(W, X)

@@ -169,8 +169,14 @@ def norm(tree):
     )
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", CASES)
+BOTH = ("equinox_mlp", "haiku_mlp")
+
+
+# Autocast decides alike for both half types: bfloat16 on one model of each library.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "half"), [*((name, "float16") for name in CASES), *((n, "bfloat16") for n in BOTH)]
+)
 def test_products_run_in_half_and_gradients_are_those_of_float32(name, half):
     apply, *args = made(name)
     loss = loss_of(apply)
@@ -236,6 +242,7 @@ def test_modules_of_equinox_are_arguments_and_results():
     assert products(jmpp.autocast(model, "float16"), x[0]) == {("dot_general", "float16", "float16"): 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("lift", ["filter_jit", "filter_checkpoint", "error_if", "scan"])
 def test_transforms_of_equinox_inside_are_looked_into(lift, half):
@@ -355,6 +362,7 @@ def test_markers_inside_of_modules(half):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["equinox_batch_norm", "haiku_batch_norm"])
 def test_a_step_that_overflows_is_skipped_and_leaves_the_state(name):
     """The three lines of a train step, with a state of the model."""

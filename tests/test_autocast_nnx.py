@@ -52,6 +52,7 @@ def operands(policy, **options):
     return {row.path: row.operands for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_value_gradient_and_state(half):
     net, bare = make(), make()

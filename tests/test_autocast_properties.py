@@ -75,6 +75,7 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(steps=PROGRAMS)
 def test_float32_is_the_identity_bit_for_bit(steps):
@@ -82,6 +83,7 @@ def test_float32_is_the_identity_bit_for_bit(steps):
     assert_same(autocast(program, "float32")(*inputs()), program(*inputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(steps=PROGRAMS)
@@ -99,6 +101,7 @@ def test_output_dtypes_are_kept_and_twice_equals_once(half, steps):
 NEVER = {"exp", "exp2", "log", "log1p", "pow", "sqrt", "rsqrt", "sin", "cos", "reduce_sum", "cumsum", "sort"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(steps=PROGRAMS)

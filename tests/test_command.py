@@ -237,6 +237,7 @@ def test_lowering_that_cannot_be_done_here(capsys, monkeypatch):
     assert "no compiler for GPUs here" in err
 
 
+@pytest.mark.slow
 def test_as_a_process(tmp_path):
     code = [sys.executable, "-W", "error", "-m", "jmp_policy"]
     command = [*code, "audit", "jmp_example:apply", "bf16[8,16]", "bf16[4,8]", "--json"]

@@ -184,6 +184,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), TRAINING)
 def test_documented_training(name, text):
     policy, loss_scale = jmp_names.get_policy(text), LOSS_SCALES[name]()

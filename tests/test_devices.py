@@ -85,6 +85,7 @@ def test_on_one_device_small_arrays_share_a_reduction():
     assert reductions(lambda t: jnp.stack([jnp.isfinite(x).all() for x in t.values()]).all()) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [None, "a", "d"])
 def test_every_device_skips_together_and_state_keeps_its_shardings(bad):
     tx = jmpp.loss_scaled(optax.adamw(0.1), jmpp.DynamicLossScale(4.0))
@@ -181,6 +182,7 @@ def check_state(state, finite):
     assert bool(state.grads_finite) is finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_an_overflow_on_one_device_skips_the_step_on_all(name, kind):
@@ -215,6 +217,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(name, kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_one_element_of_one_shard_of_a_gradient_skips_the_step(name, kind):
@@ -256,6 +259,7 @@ def scaled_adamw(axis_name):
     return jmpp.loss_scaled(optax.adamw(0.1), jmpp.DynamicLossScale(4.0), axis_name=axis_name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 def test_devices_of_a_shard_map_agree_over_axis_name(axes):
     grid = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -303,6 +307,7 @@ def test_devices_of_a_pmap_agree_over_axis_name():
     assert state.grads_finite.tolist() == [True] * 5 + [False] + [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shard_map", "pmap"])
 def test_data_parallel_by_hand_is_the_step_of_one_device(way):
     """Replicated parameters, a part of the batch for each device, the mean of losses and gradients."""
@@ -414,6 +419,7 @@ def on_all(step, axis_name, *args):
     return jax.jit(step), (*rest, jax.device_put(batch, NamedSharding(grid, P("data"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [None, "data"])
 @pytest.mark.parametrize("kind", NETS)
 def test_batch_statistics_are_those_of_the_whole_batch(kind, axis_name):
@@ -440,6 +446,7 @@ def test_batch_statistics_are_those_of_the_whole_batch(kind, axis_name):
     assert all(same_bits(copy, leaf) for leaf in jax.tree.leaves(stats) for copy in copies(leaf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axis_name", "policy", "dtype"),
     [

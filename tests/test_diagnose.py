@@ -90,6 +90,7 @@ def of_nnx(model, policy="mixed_float16"):
     return lambda model, x: model(x).astype(F32).mean(), jmpp.wrap(model, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", range(4))
 @pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jit"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -111,6 +112,7 @@ def test_overflow_in_layer_k_is_found_there(kind, jitted, bad):
     assert {"the loss", "the scaled loss"} <= set(found.bad_results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_rule_for_the_module_that_was_named_is_the_cure(bad):
     advised = jmpp.PolicyMap("mixed_float16", {f"layer_{bad}": "float32"})
@@ -195,6 +197,7 @@ def with_jvp_rule(w):
 with_jvp_rule.defjvp(lambda primals, tangents: (square(*primals), tangents[0].astype(F16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "trip"),
     [
@@ -288,6 +291,7 @@ class NnxScan(nnx.Module):
         return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan_remat"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_scanned_modules(kind, remat):
@@ -309,6 +313,7 @@ class Recurrent(nn.Module):
         return nn.RNN(cell, name="rnn")(x)
 
 
+@pytest.mark.slow
 def test_recurrent_layers():
     x = np.ones((2, 6, 3), np.float32)
     loss, params = of_linen(Recurrent(), x=x)
@@ -328,6 +333,7 @@ def over_devices(w, x):
     return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(w, x)  # mark: shard_map
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_shard_map(jitted):
     loss = jax.jit(over_devices) if jitted else over_devices
@@ -536,6 +542,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.mark)
 def test_what_float32_would_not_have_either(fault):
     found = diagnose(fault.loss, jnp.ones(2))
@@ -572,6 +579,7 @@ NO_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NO_FAULTS)
 def test_what_is_no_fault(name):
     found = diagnose(NO_FAULTS[name], jnp.ones(2))
@@ -615,6 +623,7 @@ def log_with_epsilon(w):
     return jnp.log(w.astype(F16) + 1e-9).astype(F32).sum()  # mark: log_epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "w", "mark", "operation"),
     [

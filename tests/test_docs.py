@@ -27,6 +27,7 @@ def page_name(path):
     return path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings(name):
     module = importlib.import_module(name)
@@ -72,6 +73,7 @@ def run(path):
     return namespace
 
 
+@pytest.mark.slow
 def test_readme():
     namespace = run(ROOT / "README.md")
     for losses in (namespace["losses"], namespace["nnx_losses"]):

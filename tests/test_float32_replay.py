@@ -139,6 +139,7 @@ def has_half(jaxpr):
     return half or named or any(has_half(inner) for e in opened.eqns for inner in ir.subjaxprs(e))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_every_half_value_becomes_float32(program):
     x = matrix()
@@ -175,6 +176,7 @@ TWINS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS, ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_it_computes_is_the_float32_program(twin, dtype):
@@ -184,10 +186,11 @@ def test_what_it_computes_is_the_float32_program(twin, dtype):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_gradients_of_wrapped_models_are_those_of_the_models(case):
     model, inputs = case.make(), case.inputs()
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
 
     def gradients(model):
         def loss(params, inputs):
@@ -208,6 +211,7 @@ def test_gradients_of_wrapped_models_are_those_of_the_models(case):
 EXACT = {"mlp", "cnn", "lstm"}
 
 
+@pytest.mark.slow
 def test_training_step_in_float16():
     model, inputs = MLP(), vectors(16, 8)()
     params = model.init(jax.random.key(0), inputs)
@@ -231,6 +235,7 @@ def test_training_step_in_float16():
         np.testing.assert_allclose(got / ratio, exact, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_half():
     def draw(key):
         mask = jax.random.bernoulli(key, 0.5, (64,))

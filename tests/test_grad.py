@@ -19,6 +19,7 @@ PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.float32(3.0)}
 X = jnp.array([0.5, 0.25])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,), -1, [0]])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_as_value_and_grad(argnums, has_aux):
@@ -50,6 +51,7 @@ def test_value_is_untouched_and_aux_too():
     assert aux["logits"].dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_float64_complex_and_integer_leaves():
     with jax.enable_x64(True):
         value, grad = jmpp.scaled_value_and_grad(lambda w: jnp.sum(w**2))(SCALE, jnp.ones(2, jnp.float64) / 3)

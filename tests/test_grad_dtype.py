@@ -91,10 +91,16 @@ LINEN = {
 }
 
 
+@functools.cache
+def parameters(name):
+    """Compiled as one program: one operation at a time takes far longer."""
+    model, x = LINEN[name]
+    return jax.jit(model.init)(jax.random.key(1), x)["params"]
+
+
 def linen_case(name, policy):
     model, x = LINEN[name]
-    model = jmpp.wrap(model, policy)
-    params = model.init(jax.random.key(1), x)["params"]
+    model, params = jmpp.wrap(model, policy), parameters(name)
 
     def loss(params):
         out = model.apply({"params": params}, x)
@@ -150,7 +156,7 @@ def nnx_case(name, policy):
 
 def autocast_case(name, policy):
     model, x = LINEN[name]
-    params = model.init(jax.random.key(1), x)["params"]
+    params = parameters(name)
 
     def loss(params):
         out = model.apply({"params": params}, x)
@@ -175,6 +181,14 @@ def in_half(x):
     return np.array_equal(x.astype(np.float16).astype(np.float32), x)
 
 
+@functools.cache
+def exact_gradient(case, name):
+    """In float32, where nothing is to be done to a loss function, however it would be done."""
+    loss, params = case(name, "float32")
+    return values(jax.jit(jax.grad(loss))(params))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_every_weight_gradient_is_float32_and_nothing_else_changes(case, name):
     with warnings.catch_warnings():
@@ -184,7 +198,7 @@ def test_every_weight_gradient_is_float32_and_nothing_else_changes(case, name):
         wide_value, wide = jax.jit(jax.value_and_grad(wide_loss))(params)
     assert float(value) == float(wide_value)
     grads, wide = values(grads), values(wide)
-    exact = values(jax.jit(jax.grad(case(name, "float32")[0]))(params))
+    exact = exact_gradient(nnx_case if case is nnx_case else linen_case, name)
     for path in wide:
         assert wide[path].dtype == np.float32
         if np.abs(exact[path]).max() < 1e-6:
@@ -218,6 +232,7 @@ def test_only_the_weights_products_are_wide(case, name, count):
     assert wide[0] - wide[1] == count
 
 
+@pytest.mark.slow
 def test_off_leaves_no_trace():
     loss, params = linen_case("attention", HALF)
     same, _ = linen_case("attention", "p=f32,c=f16,o=f32,g=f16")
@@ -255,6 +270,7 @@ def test_a_frequent_token_keeps_its_gradient():
     assert np.abs(found[HALF] / exact - 1).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_bias_is_summed_in_float32():
     x, params = jnp.ones((16384, 1)), {"params": {"kernel": jnp.ones((1, 1)), "bias": jnp.zeros(1)}}
     weight = jnp.linspace(1.0, 1.37, 16384)[:, None]
@@ -269,6 +285,7 @@ def test_a_bias_is_summed_in_float32():
 # Around it.
 
 
+@pytest.mark.slow
 def test_state_and_random_numbers_are_those_without():
     class Net(nn.Module):
         @nn.compact
@@ -321,6 +338,7 @@ def test_nnx_state_is_kept():
     assert int(models[1].calls[...]) == 3
 
 
+@pytest.mark.slow
 def test_a_rule_for_one_module():
     class Net(nn.Module):
         @nn.compact
@@ -334,6 +352,7 @@ def test_a_rule_for_one_module():
     assert not in_half(np.asarray(grads["head"]["kernel"]))
 
 
+@pytest.mark.slow
 def test_as_submodule_under_intercept_and_as_decorator():
     class Outer(nn.Module):
         inner: nn.Module
@@ -381,6 +400,7 @@ def test_one_trace_serves_many_calls_and_a_float32_caller_is_safe():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_loss_scaling_and_optimizer_with_it():
     loss, params = linen_case("dense", WIDE)
     tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(2.0**10))
@@ -391,6 +411,7 @@ def test_loss_scaling_and_optimizer_with_it():
         np.testing.assert_allclose(grad / 2.0**10, values(plain)[path], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_reverse():
     found = {}
     for policy in (WIDE, "float32"):
@@ -451,6 +472,7 @@ class Way(nn.Module):
         return WAYS[self.name_](x, w, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_from_a_parameter_to_its_product(name):
     found = {}
@@ -546,6 +568,7 @@ def test_what_is_captured_and_intercepted_is_as_without(jit):
     assert seen[HALF] == seen[WIDE]
 
 
+@pytest.mark.usefixtures("names_of_operations")
 def test_names_of_operations_are_those_without():
     names = {}
     for policy in (HALF, WIDE):
@@ -617,6 +640,7 @@ def collectives(text):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_devices_sum_in_float32_and_gather_in_half(fsdp):
     step, params, x = sharded(WIDE, fsdp)
@@ -628,6 +652,7 @@ def test_devices_sum_in_float32_and_gather_in_half(fsdp):
     assert "f16" in collectives(step.lower(params, x).compile().as_text())["all-reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_gpus_sum_in_float32_and_gather_in_half(fsdp):
@@ -640,6 +665,7 @@ def test_gpus_sum_in_float32_and_gather_in_half(fsdp):
     assert {k.operands for k in report.kernels if k.flops} == {"float16 x float16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_in_shard_map_and_explicit_meshes(axis_type):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
@@ -664,6 +690,7 @@ def test_in_shard_map_and_explicit_meshes(axis_type):
                 assert not in_half(grad)
 
 
+@pytest.mark.slow
 def test_vmap_over_an_ensemble():
     loss, params = linen_case("raw", WIDE)
     stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), params)

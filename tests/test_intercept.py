@@ -33,6 +33,7 @@ def test_is_part_of_the_jit_cache_key():
     assert run._cache_size() == 3
 
 
+@pytest.mark.slow
 def test_nested_in_a_method_the_innermost_wins():
     class Net(nn.Module):
         @nn.compact

@@ -35,6 +35,7 @@ def adjust(scale, finite):
     return scale.adjust(finite, grads=GRADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN, ids=range(len(GOLDEN)))
 def test_parity_with_torch_grad_scaler(case):
     scale = jmpp.DynamicLossScale(
@@ -72,6 +73,7 @@ def model(overflows, *, scale, interval, growth, backoff, low, high, hysteresis)
     return out
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.booleans(), min_size=300, max_size=300),
@@ -200,6 +202,7 @@ def test_numbers():
     assert jmpp.StaticLossScale(8.0).scale(3) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES, ids=name)
 def test_life_as_a_pytree(scale, tmp_path):
     def same(a, b):
@@ -319,6 +322,7 @@ def test_made_inside_jit():
     assert scale.growth_tracker.dtype == jnp.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES, ids=name)
 def test_strict_promotion(scale):
     with jax.numpy_dtype_promotion("strict"):

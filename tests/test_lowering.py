@@ -262,6 +262,7 @@ def test_the_face_of_a_report(compiler):
     assert report.measured_seconds is None
 
 
+@pytest.mark.slow
 def test_the_plot(compiler):
     pytest.importorskip("flatbuffers")
     matplotlib = pytest.importorskip("matplotlib")

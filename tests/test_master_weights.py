@@ -96,6 +96,7 @@ def test_rounding_at_random_takes_the_two_neighbours_and_leaves_exact_values(dty
     assert same(got, numpy_rounded(x, dtype))[beyond].all()
 
 
+@pytest.mark.slow
 @halves
 def test_rounding_at_random_has_the_right_expectation(dtype):
     smallest = float(jnp.finfo(dtype).smallest_subnormal)
@@ -132,6 +133,7 @@ def train(tx, params, grads, steps):
     return params, state
 
 
+@pytest.mark.slow
 @halves
 @pytest.mark.parametrize("at", [1.0, -(2.0**-10)])  # At the second, half of a distance is subnormal float16.
 def test_updates_that_vanish_arrive(dtype, at):
@@ -196,6 +198,7 @@ def fit(tx, dtype, steps=100):
     return float(classifier_loss(params, x, labels))
 
 
+@pytest.mark.slow
 def test_a_classifier_in_bfloat16_parameters_learns_again():
     tx = optax.adam(3e-4)
     reference, plain = fit(tx, jnp.float32), fit(tx, jnp.bfloat16)
@@ -206,6 +209,7 @@ def test_a_classifier_in_bfloat16_parameters_learns_again():
 EXTREMES = [0.0, -0.0, 1.0, -1.0, 1000.0, 65504.0, -65504.0, 1e-6, -1e-7, 2.0**-24, 6e-5, 3.0**-20]
 
 
+@pytest.mark.slow
 @halves
 @settings(max_examples=100, deadline=None)
 @given(
@@ -238,6 +242,7 @@ def test_a_float32_sum_cannot_reach_every_master():
     assert p + -p == 0
 
 
+@pytest.mark.slow
 @methods
 @halves
 def test_zero_updates_and_skipped_steps_change_no_bit(method, dtype):
@@ -261,6 +266,7 @@ def test_zero_updates_and_skipped_steps_change_no_bit(method, dtype):
     assert bits(optax.apply_updates(start, updates)) == bits(start)
 
 
+@pytest.mark.slow
 @halves
 def test_both_orders_of_loss_scaling_and_masters(dtype):
     scale = jmpp.DynamicLossScale(4.0)
@@ -330,6 +336,7 @@ def other_leaves(dtype=jnp.bfloat16):
     }
 
 
+@pytest.mark.slow
 @methods
 def test_other_leaves_and_boxes(method):
     params = other_leaves()
@@ -360,6 +367,7 @@ def test_trees_without_numbers(method, params):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 @methods
 def test_scan_gives_what_single_steps_give(method):
     start, grads = jnp.linspace(0.5, 1.0, 8).astype(jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
@@ -376,6 +384,7 @@ def test_scan_gives_what_single_steps_give(method):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), scanned[1], single[1])
 
 
+@pytest.mark.slow
 @methods
 def test_vmap_over_an_ensemble(method):
     start = jnp.linspace(0.5, 2.0, 4 * 64).reshape(4, 64).astype(jnp.bfloat16)
@@ -397,6 +406,7 @@ def test_vmap_over_an_ensemble(method):
         assert bits(many[i]) == bits(one(start[i], grads[i], seeds[i]))
 
 
+@pytest.mark.slow
 def test_random_bits_differ_between_steps_leaves_and_seeds():
     params = {"a": jnp.ones(256, jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**-10), params)
@@ -426,6 +436,7 @@ def placed(kind=AxisType.Auto):
     return jax.device_put(values, {n: NamedSharding(mesh, spec) for n, spec in SPECS.items()})
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.parametrize("jit_init", [False, True])
 def test_sharded_parameters_keep_everything_where_it_is(method, jit_init):
@@ -453,6 +464,7 @@ def test_sharded_parameters_keep_everything_where_it_is(method, jit_init):
     assert bits(after) == bits(alone_state)
 
 
+@pytest.mark.slow
 @methods
 def test_explicit_sharding_and_shard_map(method):
     tx = method(optax.sgd(1e-3))
@@ -506,6 +518,7 @@ def reference_of(name):
     return train(AROUND[name](lambda tx: jmpp.loss_scaled(tx, jmpp.NoOpLossScale())), start, start, 6)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [(name, jmpp.master_weights) for name in AROUND]
@@ -539,6 +552,7 @@ def test_the_loss_scale_is_found(method):
     assert bool(jmpp.grads_finite(state))
 
 
+@pytest.mark.slow
 @methods
 def test_nnx_optimizer(method):
     model = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -562,6 +576,7 @@ def test_nnx_optimizer(method):
     assert abs(moved.mean() - -50 * 2e-4) < 3e-3
 
 
+@pytest.mark.slow
 @methods
 def test_train_state_and_serialization(method):
     params = {"w": jnp.ones(64, jnp.float16)}
@@ -630,6 +645,7 @@ def test_a_compensation_of_another_parameter_is_dropped():
     assert new.tolist() == [256.0, 2.0**-10 - 2.0**-13]
 
 
+@pytest.mark.slow
 @halves
 def test_overflow_and_non_finite_updates(dtype):
     largest = float(jnp.finfo(dtype).max)
@@ -644,6 +660,7 @@ def test_overflow_and_non_finite_updates(dtype):
         assert np.isfinite(np.asarray(kept, np.float32)[[0, 1, 3, 4]]).all()
 
 
+@pytest.mark.slow
 def test_states_are_donated_with_parameters_they_were_made_from():
     params = {"w": jnp.ones(4), "h": jnp.ones(4, jnp.float16)}
     for method in METHODS.values():

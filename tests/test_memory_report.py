@@ -16,6 +16,7 @@ import jmp_policy
 from jmp_policy._src.report.memory import buffers, memory
 from jmp_policy._src.report.memory.memory import memory_report
 
+pytestmark = pytest.mark.usefixtures("names_of_operations")
 BATCH, WIDTH, LAYERS = 2048, 64, 3
 
 
@@ -118,6 +119,7 @@ def reports():
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_categories_add_up_to_what_xla_allots(reports, name):
     report = reports(name)

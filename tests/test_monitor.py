@@ -76,6 +76,7 @@ GROUPINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPINGS)
 @pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**16])
 def test_groups_are_numpys(name, scale):

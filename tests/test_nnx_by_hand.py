@@ -26,13 +26,16 @@ def casts_to_float32(model, x):
     return model(x).astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_same_products_and_no_more_bytes_or_memory(case):
     x = case.inputs()
     (hand, params), (wrapped, _) = map(pure_gradient, (by_hand(case), jmpp.wrap(case(), "mixed_float16")))
     assert products(wrapped, params, x) == products(hand, params, x)
     assert {d for _, *d2 in products(wrapped, params, x) for d in d2} == {"float16"}
-    (hand_bytes, hand_temp), (bytes_accessed, temp) = cost(hand, params, x), cost(wrapped, params, x)
+    (hand_bytes, hand_temp), (bytes_accessed, temp) = (
+        cost(jax.jit(f).lower(params, x).compile()) for f in (hand, wrapped)
+    )
     assert bytes_accessed <= 1.01 * hand_bytes
     assert temp <= 1.01 * hand_temp
 
@@ -63,6 +66,7 @@ def test_the_very_same_primitives(name, dtype):
     assert traced(jmpp.wrap(case(), f"mixed_{dtype}"), x) == traced(hand, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "islands"), [("cnn", False), *((n, i) for n in ("mlp", "lstm", "raw") for i in (True, False))]
 )
@@ -91,17 +95,18 @@ def test_bitwise_equal_after_100_steps(name, islands):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_close_to_float32_and_all_masters_float32(case, policy):
+def test_close_to_float32_and_all_masters_float32(case):
+    """Under each policy what is computed; the step, which stores what the param dtype says, under one."""
     x = case.inputs()
-    bare = case()
-    wrapped = jmpp.wrap(case(), policy)
     call = nnx.jit(lambda model, x: model(x))
-    out, want = call(wrapped, x), call(bare, x)
-    assert out.dtype == jnp.float32
-    rounding = {"mixed_float16": 2.0**-7, "mixed_bfloat16": 2.0**-4, "float32": 0}[policy]
-    assert float(jnp.linalg.norm(out - want)) <= rounding * float(jnp.linalg.norm(want))
+    want = call(case(), x)
+    for policy, rounding in (("mixed_bfloat16", 2.0**-4), ("float32", 0), ("mixed_float16", 2.0**-7)):
+        wrapped = jmpp.wrap(case(), policy)
+        out = call(wrapped, x)
+        assert out.dtype == jnp.float32
+        assert float(jnp.linalg.norm(out - want)) <= rounding * float(jnp.linalg.norm(want))
     tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
     optimizer = nnx.Optimizer(wrapped, tx, wrt=nnx.Param)
 

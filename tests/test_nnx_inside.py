@@ -160,6 +160,7 @@ def test_the_output_dtype_of_a_tied_module_does_not_depend_on_names():
         assert jmpp.wrap(Net(), rules).a["l"](X).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["layers", nnx.Linear])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_rules_for_layers_that_are_scanned(pattern, policy):
@@ -219,6 +220,7 @@ def test_one_class_however_many_threads_ask():
             assert len(set(pool.map(ask, range(16)))) == 1
 
 
+@pytest.mark.slow
 def test_shared_modules_at_too_many_paths():
     class Pair(nnx.Module):
         def __init__(self, inner):
@@ -232,6 +234,7 @@ def test_shared_modules_at_too_many_paths():
         jmpp.wrap(model, jmpp.PolicyMap("mixed_float16", {"a": "float32"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", [lambda f: f, nnx.remat, nnx.jit], ids=["plainly", "remat", "jit"])
 def test_transforms_that_are_no_loops_change_no_dtypes(lift):
     class Head(nnx.Module):

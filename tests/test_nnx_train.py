@@ -49,6 +49,7 @@ def test_it_trains_skips_and_recovers():
     assert stored(model) == {"float32"}
 
 
+@pytest.mark.slow
 def test_the_same_as_with_functions_of_arrays():
     """`jmpp.scaled_value_and_grad` over split state, with the optax state in hand."""
     model, optimizer = make()
@@ -89,6 +90,7 @@ def test_no_second_trace_and_donation():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_scaled_gradients_are_the_gradients_times_the_scale():
     model, _ = make()
     plain = nnx.grad(loss_fn)(model, X)
@@ -125,6 +127,7 @@ def test_signature_of_value_and_grad():
     assert {g.dtype.name for g in values(tree)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_float16_loss_draws_a_warning_and_trains():
     model, optimizer = make(policy="p=f32,c=f16,o=f16")
     with pytest.warns(UserWarning, match="The loss is float16"):
@@ -173,6 +176,7 @@ def cnn(scale):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param), case.inputs()
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_kept_on_a_skipped_step():
     model, optimizer, x = cnn(jmpp.DynamicLossScale())
 
@@ -204,6 +208,7 @@ def test_without_it_an_overflow_stays_in_the_statistics():
     assert not bool(jnp.isfinite(model.bn1.mean[...]).all())
 
 
+@pytest.mark.slow
 def test_caches_random_counts_and_chosen_variables_are_kept():
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -32,6 +32,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [MLP, Raw])
 @pytest.mark.parametrize("graph", [True, False])
 def test_jit_grad_and_value_and_grad_in_graph_and_tree_mode(cls, graph):
@@ -73,6 +74,7 @@ def test_wrap_inside_a_transform():
     np.testing.assert_allclose(run(bare, X), make()(X), rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_vmap_over_modules_and_inputs():
     ensemble = jmpp.wrap(nnx.vmap(lambda rngs: Raw(rngs=rngs))(nnx.Rngs(0).split(3)), "mixed_float16")
     assert ensemble.w.shape == (3, 32, 16)
@@ -84,6 +86,7 @@ def test_vmap_over_modules_and_inputs():
     np.testing.assert_allclose(one, make()(X), rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers(remat):
     layers = nnx.vmap(lambda rngs: EncoderLayer(rngs=rngs))(nnx.Rngs(0).split(3))
@@ -139,6 +142,7 @@ def test_cached_partial_and_custom_vjp():
     assert {float(g.min()) for g in values(nnx.grad(f)(model, X))} == {1.0}
 
 
+@pytest.mark.slow
 def test_shard_map_and_sharded_parameters():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -160,6 +164,7 @@ def test_shard_map_and_sharded_parameters():
         assert model.w[...].sharding.spec == bare.w[...].sharding.spec
 
 
+@pytest.mark.slow
 def test_views_modes_and_attributes():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -219,6 +224,7 @@ def test_capture_of_intermediates():
     assert values(found)[0].dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_orbax_checkpoints_go_both_ways(tmp_path):
     """A wrapped model's checkpoint loads into the bare one, and back."""
     case = next(c for c in CASES if c.name == "cnn")

@@ -314,6 +314,7 @@ def test_a_rule_that_matches_nothing_names_the_nearest_paths():
         jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {nn.Dense: "float32"}))
 
 
+@pytest.mark.slow
 def test_a_modules_own_dtype_is_overruled_or_kept():
     class Own(nnx.Module):
         def __init__(self, **dtypes):
@@ -536,6 +537,7 @@ class InContainers(nnx.Module):
         return self.named["a"][0](self.linears[0](x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -662,6 +664,7 @@ def test_cast_params_changes_nothing_where_it_fails():
     assert model.a.kernel.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ref", "hijax"])
 def test_other_kinds_of_variables(kind):
     with nnx.var_defaults(**{kind: True}):
@@ -733,6 +736,7 @@ class LinenNet(nn.Module):
         return nn.Dense(8, name="second")(x)
 
 
+@pytest.mark.slow
 def test_a_linen_module_inside():
     class Outer(nnx.Module):
         def __init__(self):
@@ -772,6 +776,7 @@ def test_a_linen_module_inside():
     assert late(X).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_an_nnx_module_inside_a_linen_one():
     class Outer(nn.Module):
         @nn.compact

@@ -104,6 +104,7 @@ def bits(tree):
     return [raw(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_clean_steps_equal_the_unwrapped_optimizer_and_overflows_change_nothing(name):
     tx = OPTIMIZERS[name]()
@@ -401,6 +402,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_state_is_found_anywhere(name):
     tx = STATES[name](jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale()))

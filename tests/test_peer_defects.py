@@ -90,6 +90,7 @@ def test_flax_a_nan_loss_with_finite_gradients_is_skipped():
     assert not bool(jmpp.grads_finite(state))
 
 
+@pytest.mark.slow
 def test_flax_examples_batch_statistics_survive_an_overflow():
     model = jmpp.wrap(CNN(), "mixed_float16")
     tx = jmpp.loss_scaled(optax.sgd(1e-2), jmpp.DynamicLossScale())

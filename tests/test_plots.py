@@ -62,6 +62,7 @@ def test_all_figures_are_tested():
     assert tuple(plots().FIGURES) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_figures_are_those_of_the_results(name, tmp_path):
     plots().main(images=tmp_path)
@@ -74,6 +75,7 @@ def test_the_figures_are_those_of_the_results(name, tmp_path):
         assert places == pytest.approx(before[mark], abs=0.01), mark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_results_give_the_same_bytes(name, tmp_path):
     first = drawn(name, result(name), tmp_path).read_bytes()
@@ -103,6 +105,7 @@ def _change(name, content):
     return {gid("difference", f"{row['task']}: {row['measure']}", "bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_number_changes_what_stands_for_it_alone(name, tmp_path):
     content = result(name)
@@ -175,6 +178,7 @@ def shown(picture):
     return [text for text in texts if text not in beyond and text.get_visible() and text.get_text().strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_lies_on_another_or_off_the_figure(name):
     with matplotlib.rc_context(plots().STYLE):

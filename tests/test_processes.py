@@ -63,10 +63,10 @@ def check_decisions(found):
         assert np.isfinite(found[f"{way} loss"]).tolist() == taken
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.once)])
-def test_one_process_overflows_and_all_skip(processes, tmp_path):
+@pytest.mark.slow
+def test_one_process_overflows_and_all_skip(tmp_path):
     alone = {name: value for way in script.WAYS for name, value in script.train(way).items()}
-    found = run(processes, tmp_path)
+    found = run(4, tmp_path)
     for of_one in (alone, *found):
         check_decisions(of_one)
     for other in found[1:]:

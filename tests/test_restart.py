@@ -97,6 +97,7 @@ KEEPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring")
 @pytest.mark.parametrize("keeper", KEEPERS)
 @pytest.mark.parametrize("scale", runs.SCALES)
@@ -143,6 +144,7 @@ MOVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "way"), [(*move, way) for way, moves in MOVES.items() for move in moves]
 )
@@ -172,6 +174,7 @@ def test_into_another_sharding_and_device_count(before, after, way, tmp_path):
     assert_same(runs.run(restored, 2), runs.run(there, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [True, False])
 def test_into_an_explicit_mesh(host):
     on = mesh(8, AxisType.Explicit)
@@ -252,6 +255,7 @@ def test_nnx_goes_on_bit_for_bit(keeper, tmp_path):
     assert int(fresh[1].opt_state.steps[...]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [True, False])
 def test_nnx_from_a_float32_optimizer(raw, tmp_path):
     training = nnx_training(ADAMW)
@@ -301,6 +305,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_nesting_of_optimizers(name, tmp_path):
     tx = OPTIMIZERS[name]()
@@ -323,6 +328,7 @@ def comparable(tree):
     return [(str(x.dtype), np.asarray(bits(x)).tobytes()) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in INSIDE if n != "keys"])
 @pytest.mark.parametrize("raw", [True, False])
 def test_the_plain_optimizers_state_goes_inside(name, raw, tmp_path):
@@ -336,6 +342,7 @@ def test_the_plain_optimizers_state_goes_inside(name, raw, tmp_path):
     assert_same(restored._replace(inner_state=None), tx.init(PARAMS)._replace(inner_state=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [lambda tx: tx, _scaled], ids=["alone", "in loss_scaled"])
 @pytest.mark.parametrize("raw", [True, False])
 def test_half_parameters_go_on_with_masters(raw, outer, tmp_path):
@@ -378,6 +385,7 @@ class Net(nn.Module):
         return nn.Dense(4)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper", ["orbax", "flax bytes", "flax msgpack"])
 @pytest.mark.parametrize("plain", [True, False])
 def test_train_state(plain, keeper, tmp_path):

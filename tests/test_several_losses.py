@@ -203,6 +203,7 @@ LENGTH = 24
 EVENT = st.sampled_from([0, 0, 0, 1, 2])  # Clean; not finite; finite with an overflow left out.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["skip_step", "drop_loss"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(EVENT, EVENT), min_size=LENGTH, max_size=LENGTH))
@@ -285,6 +286,7 @@ def test_a_chain_around(name):
     assert int(jmpp.metrics(state)["steps"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("bad", [None, "adversarial"])
 def test_sharded_over_eight_devices(bad, kind):
@@ -648,6 +650,7 @@ def cubic(w):
     return jnp.sum(w**3) + w[0] * w[1] ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALE_KINDS)
 def test_hessians_through_scaled_gradients(kind):
     """Small whole numbers and powers of two: exact in every mode of differentiation."""

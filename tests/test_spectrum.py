@@ -66,6 +66,7 @@ def check_counts(x, scale=1.0):
 BITS = {np.dtype(np.float32): np.uint32, HALVES["float16"]: np.uint16, HALVES["bfloat16"]: np.uint16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -96,6 +97,7 @@ def test_histogram_at_the_limits(value):
     check_counts(np.full(64, value, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((0,), F32), ((3, 0, 2), F16), ((), F32), ((), BF16), ((2, 3, 4), F16), ((1, 7), BF16)],
@@ -172,6 +174,7 @@ def plain_case(wrapped):
 KINDS = {"linen": linen_case, "nnx": nnx_case, "plain": plain_case}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_below_the_smallest_float16_is_named(kind):
     loss, params, model = KINDS[kind](False)
@@ -199,6 +202,7 @@ def test_a_gradient_below_the_smallest_float16_is_named(kind):
     assert found.of(f"{model}/tiny", "activation gradient").float16.zero == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_float16_model_loses_what_the_float32_model_foretold(kind):
     loss, params, model = KINDS[kind](False)
@@ -264,6 +268,7 @@ class NnxStack(nnx.Module):
         return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_activations_of_scanned_layers_add_up_over_trips(kind, wrapped):
@@ -334,6 +339,7 @@ TAPPED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAPPED)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 def test_taps_count_forward_and_backward_through_transforms(name, scale):
@@ -447,6 +453,7 @@ def test_two_steps_add_up():
     assert report.of("h", "activation").size == 6
 
 
+@pytest.mark.slow
 def test_as_in_jit_in_a_scan_and_donated():
     params, loss = params_and_loss()
     params["b"].pop("n")
@@ -494,6 +501,7 @@ def test_every_so_many_calls_are_counted(every):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_the_state_takes_an_optimizer_state_and_a_number():
     grads = {"w": jnp.full(3, 2.0**12)}
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(2.0**10))
@@ -509,6 +517,7 @@ def test_the_state_takes_an_optimizer_state_and_a_number():
         assert float(state.loss_scale) == 2.0**10
 
 
+@pytest.mark.slow
 def test_the_state_is_saved_and_restored():
     params, loss = params_and_loss()
     zero = jmpp.SpectrumState.create(params, loss, 1.0)
@@ -523,6 +532,7 @@ def test_the_state_is_saved_and_restored():
         assert restored.names == ("a", "b/c")
 
 
+@pytest.mark.slow
 def test_sharded_gradients_count_alike_and_shardings_stay():
     sharded = NamedSharding(MESH, P("d"))
     grads = jax.device_put(jnp.asarray(2.0 ** -np.arange(32.0), F32), sharded)
@@ -542,6 +552,7 @@ class NnxNorm(nnx.Module):
         return self.norm(self.a(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_in_the_step_of_an_nnx_model(has_aux):
     def loss(model, x, power):
@@ -759,6 +770,7 @@ PLOTTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLOTTED)
 def test_plot_is_a_figure_with_labelled_axes(name):
     matplotlib = pytest.importorskip("matplotlib")

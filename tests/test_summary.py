@@ -111,6 +111,7 @@ def seen_by_interceptor(model, policy, x):
     return seen, jax.eval_shape(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "policy"), LINEN, ids=lambda value: str(value))
 def test_linen_rows_are_what_a_run_does(case, policy):
     rules, x = POLICIES[policy], case.inputs()
@@ -134,6 +135,7 @@ def test_linen_rows_are_what_a_run_does(case, policy):
             assert (row.parameters, row.bytes) == (sum(x.size for x in own), nbytes(own)), row.path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_the_same_for_wrapped_models_and_types_of_arrays(case):
     x = case.inputs()
@@ -143,6 +145,7 @@ def test_the_same_for_wrapped_models_and_types_of_arrays(case):
     assert summary(case.make(), PolicyMap("mixed_float16"), jax.ShapeDtypeStruct(x.shape, x.dtype)) == bare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_an_unused_dtype_field_is_no_wish(case):
     """Models hand their `dtype` on to their layers, and under a policy it is the policy's."""
@@ -258,6 +261,7 @@ def test_a_rule_for_a_module_governs_those_below(kind):
     assert "b/first" in found.no_rule
 
 
+@pytest.mark.slow
 def test_the_policys_dtypes():
     row = summary(Three(), "p=f32,c=bf16,o=f16", X)["last"]
     assert (row.param_dtype, row.compute_dtype, row.output_dtype) == ("float32", "bfloat16", "float16")
@@ -326,6 +330,7 @@ WISHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "keep", "note"), WISHES)
 @pytest.mark.parametrize("kind", ["linen", "linen_wrapped", "nnx", "nnx_wrapped"])
 def test_wishes_that_are_overruled_or_kept(kind, own, keep, note):
@@ -385,6 +390,7 @@ def test_casts_that_are_read_are_not():
     assert f" and back in Three/last ({line_of('last')})" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:7], ids=repr)
 def test_models_under_one_policy_have_no_pointless_casts(case):
     assert summary(case.make(), "mixed_bfloat16", case.inputs()).pointless_casts == ()
@@ -451,6 +457,7 @@ def seen_by_patches(model, policy, x, monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
 @pytest.mark.parametrize("case", nnx_helpers.CASES, ids=repr)
 def test_nnx_rows_are_what_a_run_does(case, policy, monkeypatch):
@@ -474,6 +481,7 @@ def test_nnx_rows_are_what_a_run_does(case, policy, monkeypatch):
         assert (set(found[path].receives), set(found[path].returns)) == (received, returned), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", nnx_helpers.CASES, ids=repr)
 def test_nnx_wrapped_models_are_the_same_and_none_is_changed(case):
     x = case.inputs()

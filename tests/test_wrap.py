@@ -57,6 +57,7 @@ def computed(policy, module=None, **kwargs):
 F16, F32, BF16 = "float16", "float32", "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "want"),
     [
@@ -79,6 +80,7 @@ def test_rules(overrides, want):
     assert [seen[path] for path in paths] == want
 
 
+@pytest.mark.slow
 def test_output_dtype_applies_at_the_border_only():
     dtypes = {}
 
@@ -127,6 +129,7 @@ def test_a_call_among_own_methods_crosses_no_border():
     jmpp.wrap(Net(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16", "p=f32,c=f16"])
 def test_norms_are_float32_islands(norm, policy):
@@ -146,6 +149,7 @@ def test_norms_are_float32_islands(norm, policy):
     assert bool(jmpp.all_finite((out, state)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [
@@ -200,6 +204,7 @@ def test_a_field_called_dtype_that_is_none():
     jmpp.wrap(Odd(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "near"),
     [
@@ -221,6 +226,7 @@ def test_unused_rules_are_errors_that_name_the_nearest_path(rule, near, jit):
         model.apply(variables, jnp.ones((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_rule_for_a_part_that_this_method_does_not_run_is_no_error():
     class Net(nn.Module):
         def setup(self):
@@ -243,6 +249,7 @@ def test_a_rule_for_a_part_that_this_method_does_not_run_is_no_error():
         model.apply(variables, x, method="encode")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_submodule", [False, True])
 def test_a_module_left_out_of_a_later_run_is_no_error(as_submodule):
     class Inner(nn.Module):
@@ -302,6 +309,7 @@ def test_as_a_submodule_names_and_tree_stay():
     assert outer.apply(got, x).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_the_innermost_wrap_wins_and_a_second_replaces_the_first():
     x = jnp.ones((2, 4))
     inner = jmpp.wrap(nn.Dense(4), "mixed_bfloat16")
@@ -331,6 +339,7 @@ def test_bind_hash_equality_pickle_and_repr():
     assert "compute=float16" in repr(model)
 
 
+@pytest.mark.slow
 def test_submodules_of_a_bound_module_are_governed():
     class Net(nn.Module):
         given: nn.Module
@@ -406,6 +415,7 @@ class Stack(nn.Module):
         return nn.Dense(4, name="head")(scan(name="scanned")(x, None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("rule", [Block, "scanned", "scanned/Dense_0"])
 @pytest.mark.parametrize("types", [(F16, F32), (F32, F16), (F16, BF16)])
@@ -418,6 +428,7 @@ def test_rules_inside_a_scan_keep_its_carry(remat, rule, types):
     assert set(found) == {("dot_general", inner, inner), ("dot_general", outer, outer)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.OptimizedLSTMCell])
 @pytest.mark.parametrize("types", [(F32, F16), (F16, F32)])
 def test_rules_for_recurrent_cells(cell, types):
@@ -448,6 +459,7 @@ def test_what_is_lifted_inherits_the_rule_of_the_module_around_it(rule):
     assert set(found) == {("dot_general", F16, F16)}
 
 
+@pytest.mark.slow
 def test_rules_keep_neither_parameters_nor_tracers_alive():
     model = jmpp.wrap(nn.Sequential([nn.Dense(4)]), jmpp.PolicyMap("mixed_float16", {"layers_0": "float32"}))
     variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
@@ -484,6 +496,7 @@ def test_equal_wraps_share_a_jit_cache_entry():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_three_lines_in_a_train_state():
     model = jmpp.wrap(CNN(), "mixed_float16")
     tx = jmpp.loss_scaled(optax.adamw(1e-2), jmpp.DynamicLossScale())
@@ -543,6 +556,7 @@ def test_bad_policies():
         jmpp.linen.wrap(3, "mixed_float16")
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_flax():
     code = (
         "import sys; sys.modules['flax'] = None; import jmp_policy as j, jax.numpy as jnp, optax;"
@@ -564,6 +578,7 @@ def test_partial_dropout_streams_are_the_bare_ones():
     np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.slow
 def test_wrapped_checkpoint_is_the_bare_one():
     x = jnp.zeros((2, 4), jnp.int32)
     wrapped = jmpp.wrap(Encoder(), "mixed_float16").init(jax.random.key(0), x)
