@@ -28,6 +28,8 @@ from jmp_policy._src.products import functions
 from jmp_policy._src.products.binding import bind_product
 from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = np.dtype(np.float32)
 
 
