@@ -736,3 +736,12 @@ def test_an_nnx_module_itself():
 def test_what_is_no_function_is_refused(call, match):
     with pytest.raises(TypeError, match=match):
         call()
+
+
+def test_products_of_every_platform_are_listed():
+    def f(w, x):
+        half = lambda x, w: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)  # noqa: E731
+        return jax.lax.platform_dependent(x, w, cuda=half, default=lambda x, w: x @ w)
+
+    found = jmpp.audit(f, jnp.ones((3, 2)), jnp.ones((4, 3)))
+    assert sorted(p.lhs for p in found.products) == ["float16", "float32"]

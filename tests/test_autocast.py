@@ -794,3 +794,13 @@ def test_three_line_step():
     assert losses[-1] < losses[0]
     assert params["w"].dtype == np.float32
     assert step._cache_size() == 1
+
+
+def test_a_scalar_type_among_the_arguments_is_static():
+    # It has a dtype and a shape, and is no array.
+    def f(w, x, dtype):
+        return (x @ w).astype(dtype)
+
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    assert autocast(f, "float16")(w, x, np.float32).dtype == jnp.float32
+    assert autocast(f, "float16")(w, x, jnp.bfloat16).dtype == jnp.bfloat16

@@ -891,3 +891,26 @@ def test_check_of_a_scale_that_cannot_be_stuck_with_aux_and_nnx():
     with pytest.raises(jmpp.LossScaleStuckError, match="and all gradients are finite.$") as caught:
         jmpp.check(state, max_consecutive_skips=3, loss_fn=healthy, args=(params, X))
     assert caught.value.diagnosis.finite
+
+
+def test_the_branch_of_the_platform_that_runs_is_looked_into():
+    def loss(w, x):
+        y = jax.lax.platform_dependent(w * x, cpu=lambda y: y * 1e3, default=lambda y: y)
+        return y.astype(jnp.float32).sum()
+
+    found = diagnose(loss, jnp.full(3, 100.0, jnp.float16), jnp.ones(3, jnp.float16))
+    is_cpu = jax.default_backend() == "cpu"
+    assert (found.kind, found.operation) == (("overflow", "mul") if is_cpu else ("", ""))
+
+
+def test_what_a_loop_met_before_it_is_found_to_blame_as_a_whole_counts():
+    # Every trip is finite, and what the loop hands to its last operation is not.
+    def loss(w, x):
+        def body(carry, x):
+            return carry, (x * carry).astype(jnp.float16)
+
+        _, ys = jax.lax.scan(body, w, x)
+        return jnp.square(ys).astype(jnp.float32).sum()
+
+    found = diagnose(loss, jnp.float32(300.0), jnp.ones(4))
+    assert (found.kind, found.operation, found.largest_before) == ("overflow", "square", 300.0)

@@ -43,9 +43,9 @@ def imports(text_or_tree):
             yield "a relative import"
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == "jmp_policy")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
             for part in ast.walk(node):
-                if isinstance(part, ast.Constant) and str(part.value).startswith("jmp_policy._"):
+                if isinstance(part, ast.Constant) and re.fullmatch(r"jmp_policy(\.\w+)*", str(part.value)):
                     yield part.value
 
 

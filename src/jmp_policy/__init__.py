@@ -52,6 +52,7 @@ from jmp_policy._src.policy.policy import get_policy as get_policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
+from jmp_policy._src.policy.rules import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.report.audit.audit import audit as audit
 from jmp_policy._src.report.audit.findings import Audit as Audit
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
@@ -71,8 +72,11 @@ from jmp_policy._src.report.spectrum.tapping import tap as tap
 
 __version__ = "0.1.0"
 
-_register_frameworks(_importlib.import_module)
-_publish(__name__, globals())
+_register_frameworks(
+    linen=lambda: _importlib.import_module("jmp_policy.linen"),
+    nnx=lambda: _importlib.import_module("jmp_policy.nnx"),
+)
+_publish(__name__, globals(), also=[_PredicateOnWholePath])
 
 if _TYPE_CHECKING:
     from jmp_policy import linen as linen

@@ -1,31 +1,29 @@
 """Registers the module frameworks: Flax Linen and Flax NNX."""
 
-import functools
 from collections.abc import Callable
 
 from jmp_policy._src.policy.frameworks import Framework, register_framework
 
 
-def _linen(import_public: Callable[[str], object]) -> Framework:
-    from jmp_policy._src.flax.linen.framework import LinenFramework
-
-    import_public("jmp_policy.linen")
-    return LinenFramework()
-
-
-def _nnx(import_public: Callable[[str], object]) -> Framework:
-    from jmp_policy._src.flax.nnx.framework import NNXFramework
-
-    import_public("jmp_policy.nnx")
-    return NNXFramework()
-
-
-def register_frameworks(import_public: Callable[[str], object]) -> None:
+def register_frameworks(linen: Callable[[], object], nnx: Callable[[], object]) -> None:
     """Registers Linen and NNX, whose implementations are imported when one of their modules is first seen.
 
     Args:
-      import_public: imports a public module by name. Those of a framework are imported along with its
-        implementation, since they give its classes and functions the names that pickles show.
+      linen, nnx: import the public module of each. It gives the classes and functions of its framework the
+        names that pickles show, so that it is imported along with the implementation.
     """
-    register_framework("flax.linen", "Module", functools.partial(_linen, import_public))
-    register_framework("flax.nnx", "Module", functools.partial(_nnx, import_public))
+
+    def load_linen() -> Framework:
+        from jmp_policy._src.flax.linen.framework import LinenFramework
+
+        linen()
+        return LinenFramework()
+
+    def load_nnx() -> Framework:
+        from jmp_policy._src.flax.nnx.framework import NNXFramework
+
+        nnx()
+        return NNXFramework()
+
+    register_framework("flax.linen", "Module", load_linen)
+    register_framework("flax.nnx", "Module", load_nnx)

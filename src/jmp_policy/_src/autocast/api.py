@@ -208,8 +208,8 @@ def autocast(
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
         plan, arrays, rebuild = settings.trace(fn, args, kwargs)
-        with leaves_marked(any_wants_fp32_weight_grads(settings.policy_map)) as asks:
-            return rebuild((transform.with_float32_gradients(whole) if asks else whole)(plan, arrays))
+        with leaves_marked(any_wants_fp32_weight_grads(settings.policy_map)) as is_marked:
+            return rebuild((transform.with_float32_gradients(whole) if is_marked else whole)(plan, arrays))
 
     def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = compat.open_jaxpr(plan.jaxpr).outvars
@@ -219,7 +219,7 @@ def autocast(
             return jax.jit(as_function(plan, dtypes))(*arrays)
         with binding.program(is_body=False):
             outs = run(plan, list(map(argument, arrays, plan.ins)))
-            made = [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+            made = [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
         return [ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
 
     return in_half  # type: ignore[return-value]

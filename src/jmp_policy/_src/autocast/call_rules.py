@@ -48,18 +48,18 @@ class _Call:
     ) -> Plan:
         return planner.plan(eqn.params[self.parameter], ins, outs, region)
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if not step.inner or step.is_unchanged:
-            return rebound(step.eqn, float32_reads(step.eqn), cells)
-        return self.call(step, step.inner[0], cells)
+            return rebound(step.eqn, float32_reads(step.eqn), caches)
+        return self.call(step, step.inner[0], caches)
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         """Does it, when something inside changes."""
         raise NotImplementedError
 
 
-def _read_all(step: EqnPlan, cells: Sequence[CastCache]) -> list[Any]:
-    return [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
+def _read_all(step: EqnPlan, caches: Sequence[CastCache]) -> list[Any]:
+    return [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
 
 
 class Jit(_Call):
@@ -79,10 +79,10 @@ class Jit(_Call):
         ]
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if calls.is_inlined(step.eqn):
-            return run(plan, cells)
-        arrays = _read_all(step, cells)
+            return run(plan, caches)
+        arrays = _read_all(step, caches)
         jaxpr = _traced_again(plan, planned_dtypes(plan.outs, step.eqn.outvars), arrays)
         return [computed(out) for out in binding.bind(step.eqn, *arrays, jaxpr=jaxpr)]
 
@@ -100,16 +100,16 @@ class Inlined(_Call):
 
     parameter = "call_jaxpr"
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        return run(plan, cells)
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        return run(plan, caches)
 
 
 class Checkpoint(_Call):
     """jax.checkpoint: casts of weights are inside, so that no half copy is saved."""
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
-        outs = rebuild_control_flow.checkpoint(step.eqn, function, _read_all(step, cells), binding.bind)
+        outs = rebuild_control_flow.checkpoint(step.eqn, function, _read_all(step, caches), binding.bind)
         return [computed(out) for out in outs]
 
 
@@ -125,7 +125,7 @@ class CustomJVP(_Call):
         step.planner = planner
         return step
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn = step.eqn
         dtypes = planned_dtypes(plan.outs, eqn.outvars)
         function = jax.custom_jvp(_named(as_function(plan, dtypes), eqn))
@@ -135,7 +135,7 @@ class CustomJVP(_Call):
             return _run_rule(step, user_rule, dtypes, primals, tangents)
 
         function.defjvp(rule, symbolic_zeros=eqn.params["symbolic_zeros"])
-        return [computed(out) for out in function(*_read_all(step, cells))]
+        return [computed(out) for out in function(*_read_all(step, caches))]
 
 
 def _named(function: Callable[..., Any], eqn: Any) -> Callable[..., Any]:
@@ -249,8 +249,8 @@ class CustomVJP(_Call):
         asked = planner.table.get(eqn.primitive.name, ("",))[0] == "lower"
         return asked and region.half is not None and not eqn.params["symbolic_zeros"]
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        arrays = _read_all(step, cells)
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        arrays = _read_all(step, caches)
         dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
         function = jax.custom_vjp(as_function(plan, dtypes))
         passes = _PlannedPasses(step, dtypes, arrays)
@@ -313,11 +313,11 @@ def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int 
 class ShardMap(_Call):
     """jax.shard_map: weights are cast inside, so that their gradients are summed over devices in float32."""
 
-    def call(self, step: EqnPlan, plan: Plan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
         return [
             computed(out)
-            for out in rebuild_control_flow.shard_map(step.eqn, function, _read_all(step, cells))
+            for out in rebuild_control_flow.shard_map(step.eqn, function, _read_all(step, caches))
         ]
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads.dual_values import WIDENED
+from jmp_policy._src.weight_grads.dual_values import FLOAT32_PRODUCT
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
@@ -40,7 +40,7 @@ def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -
         with binding.program(is_body=True):
             return product(eqn, operands, FLOAT32)
 
-    dot.__name__ = WIDENED
+    dot.__name__ = FLOAT32_PRODUCT
     call = jax.custom_jvp(dot)
 
     def rule(primals: Any, tangents: Any) -> Any:

@@ -80,10 +80,10 @@ def _settled_carry(
 class _Loop:
     """Base of the rules of control flow."""
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if not step.inner or step.is_unchanged:
-            return rebound(step.eqn, float32_reads(step.eqn), cells)
-        arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
+            return rebound(step.eqn, float32_reads(step.eqn), caches)
+        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
         return [computed(out) for out in self.call(step, arrays)]
 
     def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:

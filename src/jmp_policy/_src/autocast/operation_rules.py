@@ -42,8 +42,8 @@ def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
 class _Bound:
     """Base of the rules whose operation is bound to operands in the planned dtypes."""
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        return rebound(step.eqn, step.reads, cells)
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        return rebound(step.eqn, step.reads, caches)
 
 
 class AsTraced(_Bound):
@@ -134,11 +134,11 @@ class Lower(_Bound):
             eqn, self, reads, tuple(Value(out.dtype) for out in made), "lower: as the caller asked"
         )
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn, half = step.eqn, step.region.half
         if half not in step.reads or "preferred_element_type" not in eqn.params:
-            return rebound(eqn, step.reads, cells)
-        arrays = [cell.read(dtype) for cell, dtype in zip(cells, step.reads, strict=True)]
+            return rebound(eqn, step.reads, caches)
+        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
 
         assert half is not None
         full = step.outs[0].dtype == FLOAT32
@@ -191,19 +191,19 @@ class Promote(_Bound):
             return FLOAT32, "follow: a float32 argument of full size"
         return half, "follow: every operand is half"
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn = step.eqn
         if eqn.primitive.name not in op_lists.BROADCASTING:
-            return rebound(eqn, step.reads, cells)
+            return rebound(eqn, step.reads, caches)
         like = eqn.outvars[0]
         arrays = [
-            _read_broadcast(cell, dtype, atom, like)
-            for cell, dtype, atom in zip(cells, step.reads, eqn.invars, strict=True)
+            _read_broadcast(cache, dtype, atom, like)
+            for cache, dtype, atom in zip(caches, step.reads, eqn.invars, strict=True)
         ]
         return [computed(out) for out in binding.bind(eqn, *arrays)]
 
 
-def _read_broadcast(cell: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
+def _read_broadcast(cache: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
     """Reads an operand; one that is read in half and is broadcast is broadcast in float32 and then cast.
 
     The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
@@ -211,8 +211,8 @@ def _read_broadcast(cell: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
     """
     in_half = dtype is not None and is_half(dtype) and not isinstance(atom, compat.Literal)
     if in_half and ir.shape_of(atom) != ir.shape_of(like):
-        return computed(ir.broadcast_like(cell.read(FLOAT32), like)).read(dtype)
-    return cell.read(dtype)
+        return computed(ir.broadcast_like(cache.read(FLOAT32), like)).read(dtype)
+    return cache.read(dtype)
 
 
 class Full(_Bound):
@@ -269,10 +269,10 @@ class DataMovement(Promote):
         read = FLOAT32 if _is_summed(eqn) else value.dtype
         return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if step.why == MOVED:
-            return _made_at_use(step, cells[0])
-        return _handed_on(step, rebound(step.eqn, step.reads, cells))
+            return _made_at_use(step, caches[0])
+        return _handed_on(step, rebound(step.eqn, step.reads, caches))
 
 
 def _is_summed(eqn: Any) -> bool:
@@ -282,13 +282,13 @@ def _is_summed(eqn: Any) -> bool:
     return name in op_lists.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
 
 
-def _made_at_use(step: EqnPlan, cell: CastCache) -> Sequence[CastCache]:
+def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
     """Returns the result of a step that moves a parameter, made when it is read: from the cast parameter."""
     eqn, scopes = step.eqn, compat.current_name_stack()
 
     def make(dtype: np.dtype) -> Any:
         with compat.eqn_context(eqn, scopes):
-            return binding.bind(eqn, cell.read(dtype))[0]
+            return binding.bind(eqn, cache.read(dtype))[0]
 
     return [CastCache(None, step.outs[0].dtype, make)]
 
@@ -312,14 +312,14 @@ class Float32Internal(Promote):
             return EqnPlan(eqn, self, _reads(eqn, FLOAT32), _results(eqn, region.half), why)
         return step
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        return _handed_on(step, rebound(step.eqn, step.reads, cells))
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        return _handed_on(step, rebound(step.eqn, step.reads, caches))
 
 
 def _handed_on(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
     """Returns results in the dtypes they were planned in."""
     results = zip(outs, step.outs, step.eqn.outvars, strict=True)
-    return [computed(cell.read(v.dtype)) if ir.is_float32(var) else cell for cell, v, var in results]
+    return [computed(cache.read(v.dtype)) if ir.is_float32(var) else cache for cache, v, var in results]
 
 
 class Convert(_Bound):
@@ -348,15 +348,15 @@ class Convert(_Bound):
             return EqnPlan(eqn, self, (None,), (Value(FLOAT32, "constant", number),), MOVED)
         return AS_TRACED.plan(planner, eqn, ins, outs, region)
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
-        (cell,), eqn = cells, step.eqn
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        (cache,), eqn = caches, step.eqn
         if step.why != MOVED:
-            return rebound(eqn, step.reads, cells)
+            return rebound(eqn, step.reads, caches)
         if step.reads[0] is not None:
-            return [cell]
+            return [cache]
 
         return [
-            CastCache(None, FLOAT32, lambda dtype: binding.bind(eqn, cell.read(None), new_dtype=dtype)[0])
+            CastCache(None, FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])
         ]
 
 

@@ -1,9 +1,18 @@
-"""Planning: which operation of a jaxpr runs in which dtype.
+"""Plans which operation of a jaxpr runs in which dtype.
 
-An abstract run over dtypes, never over arrays, in two passes. Backward, the look-ahead: which values only
-reach operations that run in float32. Forward, per operation: dtypes of its operands and results. Both are
-memoised, so that equal parts of a program (the layers of a model) are planned once, and fixed points of
-loops cost nothing at run time.
+An abstract run over dtypes, never over arrays, in two passes. The first one goes backward and asks of every
+value what the code behind it demands: True where every use runs in float32 or doesn't mind, False where some
+use takes half. The second goes forward and decides the dtypes of each operation's operands and results, from
+what its operands are and what is demanded of its results::
+
+    y = x @ w            # demanded in float32 alone: half operands, and a float32 result
+    z = y * y            # demanded in float32 alone: computed in float32, where 300 * 300 is finite
+    s = reduce_sum(z)    # on the list "full": demands float32 of z
+    h = (x @ v) @ u      # the inner product is demanded by another product: half operands, a half result
+
+Without the first pass the product would hand `y` on in half, and the squares would overflow. Both passes are
+memoised, so that equal parts of a program (the layers of a model) are planned once, and fixed points of loops
+cost nothing at run time.
 """
 
 import dataclasses
@@ -104,7 +113,7 @@ class Rule(Protocol):
         """Returns what is to be done, given what its operands are and what is wanted of its results."""
         ...
 
-    def run(self, step: EqnPlan, cells: Sequence[CastCache]) -> Sequence[CastCache]:
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         """Does it."""
         ...
 

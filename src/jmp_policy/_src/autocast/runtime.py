@@ -12,12 +12,12 @@ from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.products import binding
 
 
-def run(plan: Plan, cells: Sequence[CastCache]) -> list[CastCache]:
+def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
     """Runs the operations of a plan, on behalf of the lines of code they come from.
 
     Args:
       plan: what is to be done.
-      cells: the arguments. Casts made of them are kept in them.
+      caches: the arguments. Casts made of them are kept in them.
 
     Returns:
       The results.
@@ -29,7 +29,7 @@ def run(plan: Plan, cells: Sequence[CastCache]) -> list[CastCache]:
         with compat.eqn_context(eqn):
             return planned.rule.run(planned, operands)
 
-    return evaluate(plan.jaxpr, cells, step, constant=_constant, literal=_literal, last_uses=plan.last_uses)
+    return evaluate(plan.jaxpr, caches, step, constant=_constant, literal=_literal, last_uses=plan.last_uses)
 
 
 def _constant(var: Any, value: Any) -> CastCache:
@@ -53,12 +53,12 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
     def function(*arrays: Any) -> list[Any]:
         with binding.program(is_body=True):
             outs = run(plan, list(map(argument, arrays, plan.ins)))
-            return [cell.read(dtype) for cell, dtype in zip(outs, dtypes, strict=True)]
+            return [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
 
     return function
 
 
-def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], cells: Sequence[CastCache]) -> list[CastCache]:
+def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], caches: Sequence[CastCache]) -> list[CastCache]:
     """Does the operation itself, with its own parameters, on operands in the given dtypes."""
-    arrays = [cell.read(dtype) for cell, dtype in zip(cells, reads, strict=True)]
+    arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
     return [computed(out) for out in binding.bind(step_eqn, *arrays)]

@@ -93,8 +93,11 @@ def looked_into(eqn: Any) -> Called | None:
     """Returns the jaxpr that an operation calls once, also where only its shape says so.
 
     An operation that is in no table is taken for a call if a jaxpr among its parameters takes as many
-    arguments as it has operands, and gives as many results.
+    arguments as it has operands, and gives as many results. A `lax.platform_dependent` is no such call: every
+    branch is looked into.
     """
+    if kind_of(eqn) is Kind.PLATFORM:
+        return None
     if kind_of(eqn) is not None or eqn.primitive.name in _NO_CALL:
         return called(eqn)
     for jaxpr in map(compat.open_jaxpr, ir.subjaxprs(eqn)):

@@ -20,8 +20,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.interpreters import mlir, partial_eval
 
-Literal = core.Literal
-current_name_stack = source_info_util.current_name_stack
+Literal, current_name_stack = core.Literal, source_info_util.current_name_stack
 
 #: Versions of JAX in which the private parts were read.
 READ_IN = "0.10.2 and 0.12.0"
@@ -62,7 +61,7 @@ def checked(check: Callable[[], Any], what: str) -> Any:
     try:
         with jax.disable_jit(False):
             answer = check()
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration):
         answer = None
     require(answer is not None, what)
     return answer
@@ -108,10 +107,9 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def platforms_of_branches(eqn: Any) -> Sequence[Any] | None:
-    """Returns the platforms of each branch of a `lax.platform_dependent`; None for other operations.
+    """Returns the platforms of each branch of a `lax.platform_dependent`, None for the default; else None.
 
-    A branch for every other platform has None. Private: the parameter `branches_platforms` of a `cond`, the
-    same in jax 0.10.2 and 0.12.0. JAX has no public way to tell such a `cond` from others.
+    Private: the parameter `branches_platforms`. JAX has no public way to tell such a `cond` from others.
     """
     return eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
 
@@ -166,6 +164,27 @@ def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
     there is no public way to have another one saved with them.
     """
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def is_saved(saveable: Any) -> bool:
+    """Returns whether a policy of `jax.checkpoint` saves a value, for what it answered.
+
+    Private: the class of an object that some policies give for False. JAX has no public name for it.
+    """
+    checked(_probe_checkpoint_policy, "whether a policy of jax.checkpoint saves a value")
+    return saveable is not False and type(saveable).__name__ != _RECOMPUTED
+
+
+_RECOMPUTED = "RecomputeType"
+
+
+def _probe_checkpoint_policy() -> bool | None:
+    """Asks a policy that offloads one name about a value of another, which it wants computed again."""
+    names: dict[str, Any] = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["x"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        **names, offload_src="device", offload_dst="pinned_host"
+    )
+    return type(policy(core.primitives.add_p)).__name__ == _RECOMPUTED or None
 
 
 def residual_places(eqn: Any) -> Sequence[int | None]:

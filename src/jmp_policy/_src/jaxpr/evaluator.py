@@ -40,6 +40,10 @@ def evaluate(
     for var, value in zip(opened.constvars, consts or [None] * len(opened.constvars), strict=True):
         known[var] = constant(var, value)
 
+    if last_uses is not None:
+        # What is left of the arguments is in `known`, and goes with its last use.
+        del values
+
     def value_of(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else known[atom]
 

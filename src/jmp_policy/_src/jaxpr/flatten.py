@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
 
 def is_array(value: Any) -> bool:
     """Returns whether a leaf is an array that a trace takes, or its type; no Python scalar, no `float0`."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and hasattr(value, "shape") and dtype != jax.dtypes.float0
+    # By type: a scalar type (`np.float32`) has a `dtype` and a `shape` too.
+    return isinstance(value, _ARRAYS) and value.dtype != jax.dtypes.float0
 
 
 class Split(NamedTuple):

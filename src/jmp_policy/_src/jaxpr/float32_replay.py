@@ -70,7 +70,7 @@ def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """
     return evaluate(
         jaxpr,
-        [to_float32(value) for value in values],
+        list(map(to_float32, values)),
         replay_equation,
         constant=_constant,
         literal=_literal,

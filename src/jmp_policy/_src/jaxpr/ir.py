@@ -63,12 +63,17 @@ def default_branch(eqn: Any) -> Any:
     return eqn.params["branches"][platforms.index(None)]
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields all equations of a jaxpr, those of jaxprs inside it included."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inside in subjaxprs(eqn):
+            yield from equations(inside)
+
+
 def primitives(jaxpr: Any) -> Iterator[str]:
     """Yields the names of all primitives in a jaxpr, those of jaxprs inside it included."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        yield eqn.primitive.name
-        for inside in subjaxprs(eqn):
-            yield from primitives(inside)
+    return (eqn.primitive.name for eqn in equations(jaxpr))
 
 
 def is_traced(value: Any) -> bool:

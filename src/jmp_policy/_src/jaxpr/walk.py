@@ -98,7 +98,8 @@ class _Walk:
         return evaluate(jaxpr, arguments, step, constant=unknown, literal=unknown)
 
     def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while, Kind.COND: self._cond}
+        loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}
+        loops |= dict.fromkeys((Kind.COND, Kind.PLATFORM), self._cond)
         kind = calls.kind_of(eqn)
         if kind in loops:
             return loops[kind](eqn, operands, site, silent)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -21,9 +21,6 @@ from jmp_policy._src.policy.rules import PolicyMap, matches
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: "off": operations run as traced. "lower": every listed operation runs in half precision.
-RegionName: TypeAlias = Literal["off", "lower"]
 
 _MARKER = re.compile(r"autocast\[(\w+)\]")
 

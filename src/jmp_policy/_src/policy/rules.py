@@ -167,7 +167,7 @@ class PolicyMap:
             elif isinstance(pattern, type):
                 overrides.append((pattern, override))
             else:
-                overrides.append((_PredicateOnWholePath(pattern, start), override))
+                overrides.append((PredicateOnWholePath(pattern, start), override))
         return self._with(policy, overrides)
 
     def without_output_cast(self, policy: Policy) -> "PolicyMap":
@@ -189,7 +189,7 @@ class PolicyMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PredicateOnWholePath:
+class PredicateOnWholePath:
     """Predicate on the modules of a part of a model, which calls the user's with paths of the whole model."""
 
     predicate: Callable[[str, Any], bool]

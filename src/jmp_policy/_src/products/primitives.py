@@ -117,9 +117,7 @@ def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn
     ]
     if any(unknown):
         return None, eqn, [True], [True], needed
-    asked = saveable(like, *(var.aval for var in eqn.invars), **eqn.params)
-    # True or False, or an object that stands for either or for a copy in other memory, which stays here.
-    if asked is not False and type(asked).__name__ != "RecomputeType":
+    if compat.is_saved(saveable(like, *(var.aval for var in eqn.invars), **eqn.params)):
         return eqn, None, [False], [False], []
     return eqn, eqn, [False], [True], needed
 

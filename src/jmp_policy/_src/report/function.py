@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.core.imported import is_instance_of
-from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
@@ -83,19 +83,16 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         split = framework.split(args, kwargs)
         if split is not None:
             return _of_modules(fn, split, args, names, name)
-    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((tuple(args), kwargs))]
-    taken = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    arguments = [_argument(paths[i], names, leaves[i]) for i in taken]
+    tree = (tuple(args), kwargs)
+    given = split_arrays(tree)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    arguments = [_argument(paths[i], names, given.leaves[i]) for i in given.places]
 
     def call(arrays: Sequence[Any]) -> Any:
-        whole = list(leaves)
-        for i, array in zip(taken, arrays, strict=True):
-            whole[i] = array
-        new_args, new_kwargs = jax.tree.unflatten(structure, whole)
+        new_args, new_kwargs = given.merged(arrays)
         return fn(*new_args, **new_kwargs)
 
-    return Function(call, [leaves[i] for i in taken], arguments, name, has_state=False, args=tuple(args))
+    return Function(call, given.arrays, arguments, name, has_state=False, args=tuple(args))
 
 
 def is_floating(array: Any) -> bool:

@@ -49,7 +49,7 @@ _WHOLE = ("own", "argument")
 _MOVES = having(Trait.KEEPS_WEIGHT)
 
 #: Name of autocast's products with a float32 result.
-WIDENED = "product_with_float32_result"
+FLOAT32_PRODUCT = "product_with_float32_result"
 
 
 @jax.tree_util.register_dataclass
@@ -322,7 +322,7 @@ def _cond(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _custom_jvp(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     inner = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
-    if compat.name_of(eqn) != WIDENED or len(inner) != 1:
+    if compat.name_of(eqn) != FLOAT32_PRODUCT or len(inner) != 1:
         return _closed(run, eqn, operands)
     # Of autocast: a float32 result whose derivatives are half products.
     return [_product(inner[0], operands, inner[0].invars[0].aval.dtype)]

@@ -192,11 +192,11 @@ def _call_with_float32_gradients(
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs one method: inputs to compute dtype, parameters cast at use, outputs at the border."""
+    """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     own_call = scope.current_module == identity(module)
     with _governed(scope, module) as precision:
         if own_call:
-            # A method called by a method of the same module: no border is crossed, and what it computed
+            # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
         new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs)

@@ -14,7 +14,7 @@ from jmp_policy._src.report.spectrum import tapping
 def tapped() -> Iterator[None]:
     """Watches the result of every public method of every module called in a with-block.
 
-    A module under a policy is watched from outside: after its result was cast at a border.
+    A module under a policy is watched from outside: after its result was cast to output dtype.
     """
     models: list[str] = []
 

@@ -139,7 +139,7 @@ _OVERRULED: dict[int, tuple[Any, Any, Any]] = {}
 
 
 def remember_own_dtype(module: nnx.Module, own: Any, given: Any) -> None:
-    """Notes a layer's own wish, for when this very layer gets another policy."""
+    """Notes a layer's own asked_dtype, for when this very layer gets another policy."""
     key = id(module)
     _OVERRULED[key] = (weakref.ref(module, lambda _: _OVERRULED.pop(key, None)), own, given)
 
@@ -151,7 +151,7 @@ def own_dtype(module: nnx.Module) -> Any:
     return own if reference() is module and now is given else now
 
 
-def wish(module: nnx.Module, holder: Any) -> Any:
+def asked_dtype(module: nnx.Module, holder: Any) -> Any:
     """Returns the dtype that a module asks for itself; None if it does not.
 
     `nnx.Embed` and `nnx.SimpleCell` say float32 where nobody said anything.

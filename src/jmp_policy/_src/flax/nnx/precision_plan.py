@@ -308,14 +308,14 @@ class _Walk:
         index = rules.match(path, module)
         policy = governing = inherited if index is None else rules.overrides[index][1]
         named = index is not None and rules.names(index, module)
-        wish = layers.wish(module, holder) if rules.keep_module_dtypes else None
-        if wish is not None:
-            # A wish of its own; those below have theirs.
-            policy = dataclasses.replace(governing, compute_dtype=wish)
+        asked_dtype = layers.asked_dtype(module, holder) if rules.keep_module_dtypes else None
+        if asked_dtype is not None:
+            # A asked_dtype of its own; those below have theirs.
+            policy = dataclasses.replace(governing, compute_dtype=asked_dtype)
         half = is_half(policy.compute_dtype)
         island = rules.float32_islands and not named and half and layers.is_island(module)
         precision = ModulePrecision(policy, island)
-        return Place(path, module, precision, policy != outside, wish is not None), governing
+        return Place(path, module, precision, policy != outside, asked_dtype is not None), governing
 
     def _note(self, place: Place) -> None:
         self.seen.append((place.path, place.module))

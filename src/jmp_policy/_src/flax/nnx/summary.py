@@ -59,10 +59,10 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
 
 def _overruled(place: precision_plan.Place, holder: Any) -> str:
     """Returns what to say of a module that has a dtype of its own."""
-    wish = layers.wish(place.module, holder)
-    if wish is None or (not place.keeps_dtype and wish == place.precision.policy.compute_dtype):
+    asked_dtype = layers.asked_dtype(place.module, holder)
+    if asked_dtype is None or (not place.keeps_dtype and asked_dtype == place.precision.policy.compute_dtype):
         return ""
-    return f"its dtype={jax.numpy.dtype(wish).name} is {'kept' if place.keeps_dtype else 'overruled'}"
+    return f"its dtype={jax.numpy.dtype(asked_dtype).name} is {'kept' if place.keeps_dtype else 'overruled'}"
 
 
 def _uncalled(place: precision_plan.Place, calls: Sequence[Any]) -> str:

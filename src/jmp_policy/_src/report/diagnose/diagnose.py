@@ -82,7 +82,7 @@ def diagnose(
             dtype=str(replay.values[place].dtype),
             shape=tuple(replay.values[place].shape),
             is_nan=replay.ranges[place].nan,
-            advice="The program itself holds a constant that is not finite, and hands it on to the result.",
+            advice="The program itself holds a constant that is not finite, and returns it.",
         )
     if first < -1:
         return _of_argument(found, replay, -2 - first, function)
@@ -162,31 +162,34 @@ def _of_step(found: Diagnosis, fault: _Fault) -> Diagnosis:
     Loops and shard_maps run as a whole at first. If one is to blame, it runs again: a loop trip by trip, a
     shard_map with the devices as an axis. What is at fault inside takes its place.
     """
-    before = _largest(fault.replay, fault.at, fault.before)
-    fault = fault._replace(before=before)
-    inside = _inside(fault)
-    while inside is not None:
+    fault = fault._replace(before=_largest(fault.replay, fault.at, fault.before))
+    while True:
+        inside, before = _inside(fault)
+        if inside is None:
+            return _described(found, fault._replace(before=before))
         fault = inside._replace(before=_largest(inside.replay, inside.at, inside.before))
-        inside = _inside(fault)
-    return _described(found, fault)
 
 
-def _inside(fault: _Fault) -> _Fault | None:
-    """Returns the fault within a loop or shard_map; None for other operations, and if it is not found."""
+def _inside(fault: _Fault) -> tuple[_Fault | None, dict[Any, tuple[float, str]]]:
+    """Returns the fault within a loop or shard_map, and the largest magnitudes that were met in search of it.
+
+    There is no such fault in other operations, nor where each trip of a loop is finite by itself.
+    """
     replay, step, kind = fault.replay, fault.step, calls.kind_of(fault.step.eqn)
+    before = fault.before
     if replay.is_stacked or kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
-        return None
+        return None, before
     if kind is Kind.SHARD_MAP:
         runs = iter([(fault.trip, on_devices(step, [replay.values[p] for p in step.reads]))])
     else:
         runs = enumerate(_trips(replay, step))
-    before = fault.before
     for trip, inner in runs:
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
-            return _Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), before, trip)
-        before = _largest(inner, len(inner.steps), before)
-    return None
+            return _Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), before, trip), before
+        if kind is not Kind.SHARD_MAP:
+            before = _largest(inner, len(inner.steps), before)
+    return None, before
 
 
 def _described(found: Diagnosis, fault: _Fault) -> Diagnosis:
@@ -227,9 +230,9 @@ def _kind(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool) -> st
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
     """Returns the places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
     params = step.eqn.params
-    if step.eqn.primitive.name == "scan":
+    if calls.kind_of(step.eqn) is Kind.SCAN:
         first, carries = compat.scan_sizes(params)
-    elif step.eqn.primitive.name == "shard_map":
+    elif calls.kind_of(step.eqn) is Kind.SHARD_MAP:
         first, carries = 0, 0
     else:
         first, carries = params["body_nconsts"], len(inner.results)
@@ -292,7 +295,7 @@ def _lost_its_epsilon(replay: EagerReplay, place: int) -> bool:
             constant = step.reads[1]
             zero = not np.asarray(replay.values[constant]).any()
             return replay.is_constant(constant) and zero and is_half(replay.values[constant].dtype)
-        if step.eqn.primitive.name not in _KEEPS_ZERO:
+        if step.eqn.primitive.name not in _KEEPS_ZERO or len(step.reads) > 1:
             return False
         place = step.reads[0]
     return False
@@ -305,7 +308,7 @@ _KEEPS_ZERO = VIEWS | {"sqrt"}
 def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
     """Yields the trips of a loop, each as a replay of its own."""
     params, values = step.eqn.params, [replay.values[place] for place in step.reads]
-    if step.eqn.primitive.name == "scan":
+    if calls.kind_of(step.eqn) is Kind.SCAN:
         consts, carries = compat.scan_sizes(params)
         fixed, carry, xs = values[:consts], values[consts : consts + carries], values[consts + carries :]
         order = range(params["length"])

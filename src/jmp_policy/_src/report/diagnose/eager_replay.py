@@ -106,17 +106,17 @@ class EagerReplay:
 
     def _equation(self, eqn: Any, reads: list[int], site: walk.Site) -> list[int]:
         kind, called = calls.kind_of(eqn), calls.called(eqn)
-        if called is not None and kind is not Kind.SHARD_MAP:
-            return self._run(called.jaxpr, reads[called.skipped :], site)
-        if kind is Kind.COND and self._is_known:
+        if kind in (Kind.COND, Kind.PLATFORM) and self._is_known:
             branches = eqn.params["branches"]
             index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
             return self._run(branches[index], reads[1:], site)
+        if called is not None and kind is not Kind.SHARD_MAP:
+            return self._run(called.jaxpr, reads[called.skipped :], site)
         with compat.eqn_context(eqn):
             outs = compat.bind_primitive(eqn.primitive, [self.values[place] for place in reads], eqn.params)
         writes = [self._add(out) for out in outs]
         self.steps.append(ReplayedEqn(eqn, site, reads, writes))
-        if eqn.primitive.name in VIEWS and reads[0] in self.origins:
+        if eqn.primitive.name in VIEWS and len(reads) == 1 and reads[0] in self.origins:
             self.origins[writes[0]] = self.origins[reads[0]]
         return writes
 

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.report.function import Function, as_function
 from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compile_here, compiled, exported
 from jmp_policy._src.report.gpu.kernels import kernels_of, partitions
@@ -123,13 +124,12 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
 
 
 def _product_dtypes(jaxpr: Any) -> set[str]:
-    found = set()
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            found |= {str(ir.dtype_of(atom)) for atom in eqn.invars}
-        for inner in ir.subjaxprs(eqn):
-            found |= _product_dtypes(inner)
-    return found
+    """Returns the dtypes of the operands of all products in a jaxpr."""
+    products = (eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS)
+    return {str(ir.dtype_of(atom)) for eqn in products for atom in eqn.invars}
+
+
+_PRODUCTS = having(Trait.PRODUCT)
 
 
 def _check_exportable(jaxpr: Any, name: str) -> None:

@@ -236,11 +236,9 @@ def _type(array: Any) -> Any:
 
 def _half_types(jaxpr: Any) -> set[str]:
     """Returns the names of the half types in a jaxpr and in those inside it."""
-    opened, found = compat.open_jaxpr(jaxpr), set()
-    for eqn in opened.eqns:
-        found |= {str(ir.dtype_of(a)) for a in (*eqn.invars, *eqn.outvars) if is_half(ir.dtype_of(a))}
-        found = found.union(*map(_half_types, ir.subjaxprs(eqn)))
-    return found | {str(ir.dtype_of(a)) for a in opened.invars if is_half(ir.dtype_of(a))}
+    atoms = [atom for eqn in ir.equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars)]
+    atoms += compat.open_jaxpr(jaxpr).invars
+    return {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
 def _roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:

@@ -275,10 +275,6 @@ def _floating(tree: PyTree) -> list[tuple[Any, Any]]:
     return [(path, x) for path, x in leaves if is_array(x) and is_floating(x)]
 
 
-def _path(path: Sequence[Any]) -> str:
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-
-
 def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
