@@ -179,7 +179,7 @@ def autocast(
         (Flax's and Haiku's modules are such scopes), and governs what is inside.
       lower, full, follow: names of primitives to put on that list: operands to half; float32; the widest
         operand's dtype. Others of `jmp_policy.explain`'s table stay.
-      ops: the same as a mapping from names to lists; also "inside": in float32, handed on in half.
+      ops: the same as a mapping from names to lists; also "inside": in float32, returned in half.
 
     Returns:
       A function with the same signature, output structure and output dtypes.

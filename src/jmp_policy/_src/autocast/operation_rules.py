@@ -272,7 +272,7 @@ class DataMovement(Promote):
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if step.why == MOVED:
             return _made_at_use(step, caches[0])
-        return _handed_on(step, rebound(step.eqn, step.reads, caches))
+        return _as_planned(step, rebound(step.eqn, step.reads, caches))
 
 
 def _is_summed(eqn: Any) -> bool:
@@ -294,9 +294,9 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
 
 
 class Float32Internal(Promote):
-    """An operation in float32 inside, so that its derivative is; what comes of half is handed on in half.
+    """An operation in float32 inside, so that its derivative is; what comes of half is returned in half.
 
-    Rows of a parameter (an embedding) are handed on in half too.
+    Rows of a parameter (an embedding) are returned in half too.
     """
 
     def plan(
@@ -313,10 +313,10 @@ class Float32Internal(Promote):
         return step
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return _handed_on(step, rebound(step.eqn, step.reads, caches))
+        return _as_planned(step, rebound(step.eqn, step.reads, caches))
 
 
-def _handed_on(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
+def _as_planned(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
     """Returns results in the dtypes they were planned in."""
     results = zip(outs, step.outs, step.eqn.outvars, strict=True)
     return [computed(cache.read(v.dtype)) if ir.is_float32(var) else cache for cache, v, var in results]

@@ -1,7 +1,7 @@
 """Half values of weights, and products of them, whose derivatives by the weights are float32.
 
 Forward, and for the other operands, nothing differs from the operation as it was traced. The product that
-gives a weight's gradient has half operands too, and hands on what it accumulated in float32 anyway.
+gives a weight's gradient has half operands too, and returns what it accumulated in float32 anyway.
 """
 
 import functools

@@ -11,10 +11,10 @@ from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.products.functions import stand_in
 
-#: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
+#: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
 NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 
-#: Layers that normalise the weights of another layer: they hand on weights, which that layer casts.
+#: Layers that normalise the weights of another layer: they return weights, which that layer casts.
 WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 
 #: Layers whose products are fields, and the fields with the functions that they stand for when unset.
@@ -44,9 +44,9 @@ def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str
     fields = {field.name for field in dataclasses.fields(module)}
     new: dict[str, Any] = {}
     if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
-        # The weights that a weight normalisation hands on are stored as the layer's own at init.
-        hands_on_weights = island and isinstance(module, WEIGHT_NORMS)
-        new["dtype"] = policy.param_dtype if hands_on_weights else policy.compute_dtype
+        # The weights that a weight normalisation returns are stored as the layer's own at init.
+        returns_weights = island and isinstance(module, WEIGHT_NORMS)
+        new["dtype"] = policy.param_dtype if returns_weights else policy.compute_dtype
     if island and "force_float32_reductions" in fields:
         new["force_float32_reductions"] = True
     return new

@@ -73,7 +73,7 @@ def original_fields(module: nn.Module) -> dict[str, Any]:
 ORIGINAL = "_jmp_policy_original"
 
 
-def is_handed_on(module: nn.Module, field: str) -> bool:
+def is_from_parent(module: nn.Module, field: str) -> bool:
     """Returns whether a field has the value that the module's parent has by its policy."""
     parent = module.parent
     if not isinstance(parent, nn.Module) or field not in original_fields(parent):

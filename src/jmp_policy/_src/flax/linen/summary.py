@@ -8,7 +8,7 @@ import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.linen.intercept import intercept
-from jmp_policy._src.flax.linen.module_precision import governing_rule, is_handed_on
+from jmp_policy._src.flax.linen.module_precision import governing_rule, is_from_parent
 from jmp_policy._src.flax.linen.taps import tapped
 from jmp_policy._src.flax.linen.wrap import bare, bare_class, check_used, policy_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
@@ -62,7 +62,7 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
     """Returns what to say of a module that has a dtype of its own."""
     own = getattr(module, "dtype", None)
-    if own is None or not is_dtype_or_none(own) or is_handed_on(module, "dtype"):
+    if own is None or not is_dtype_or_none(own) or is_from_parent(module, "dtype"):
         return ""
     if not rules.keep_module_dtypes and own == precision.policy.compute_dtype:
         return ""

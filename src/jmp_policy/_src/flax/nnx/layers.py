@@ -13,7 +13,7 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
 
-#: Layers that normalise activations: statistics and arithmetic in float32, the compute dtype handed on.
+#: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
 #: Layers that normalise the weights of another layer, in place: the master weights themselves.
@@ -25,7 +25,7 @@ POSITIONS: tuple[type, ...] = (vars(nnx)["RoPE"],) if hasattr(nnx, "RoPE") else 
 #: Modules of Flax that hold others and compute nothing themselves.
 _CONTAINERS = (nnx.Sequential, nnx.List, nnx.Dict, nnx.Dropout, nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
-#: Of those, the ones whose results come from layers that hand on the compute dtype.
+#: Of those, the ones whose results come from layers that return compute dtype.
 _PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
 
@@ -52,9 +52,9 @@ def keeps_carry(module: nnx.Module) -> bool:
 
 
 def follows_by_itself(module: nnx.Module, bare: type) -> bool:
-    """Returns whether settings alone make a module compute, and hand on values, as the policy says.
+    """Returns whether settings alone make a module compute, and return values, as the policy says.
 
-    True for Flax's layers with a `dtype`, with exceptions: recurrent cells hand on the wider of compute and
+    True for Flax's layers with a `dtype`, with exceptions: recurrent cells return the wider of compute and
     carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
     another one.
     """

@@ -240,7 +240,7 @@ def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) ->
     starts = inner.arguments[first : first + carries]
     while True:
         needed = inner.feeding(list(wanted))
-        # What a trip hands on to the next one.
+        # What a trip passes to the next one.
         more = {r for start, r in zip(starts, inner.results, strict=False) if start in needed} - wanted
         if not more:
             return needed

@@ -137,7 +137,7 @@ class EagerReplay:
 
         Returns:
           Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
-          finite, or non-finite constants were handed on as they are.
+          finite, or non-finite constants were returned unchanged.
         """
         blame: dict[int, int] = {}
         for place in range(len(self.values)):

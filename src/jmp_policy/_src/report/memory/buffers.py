@@ -180,7 +180,7 @@ class _Lives:
     def _passed(
         self, instruction: _Instruction, operands: list[_Sources], arguments: Sequence[_Sources]
     ) -> _Sources:
-        """Returns what an instruction hands on without making it."""
+        """Returns what an instruction passes on without making it."""
         match instruction.opcode:
             case "parameter" if arguments:
                 return arguments[instruction.number]
