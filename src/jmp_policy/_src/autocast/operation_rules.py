@@ -109,15 +109,13 @@ class Lower(_Bound):
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
         half, reason = region.half, planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
-            return self._plan_other(planner, eqn, ins, outs, region)
+            return self._plan_other(eqn, region)
         if _wanted_full(eqn, outs) and not region.lower:
             why = f"lower: {reason}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why)
         return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, half), f"lower: {reason}")
 
-    def _plan_other(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
         """Plans a primitive that the caller has put on the list: what it makes of half it must say."""
         reads = _reads(eqn, region.half)
         operands = [
