@@ -519,6 +519,92 @@ def test_a_softmax_in_half_is_listed():
     assert "exp" in {h.operation for h in found.half_operations}
 
 
+class WithEpsilon:
+    """An epsilon that the line which adds it does not show."""
+
+    def __init__(self, epsilon):
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        return x / (jnp.sqrt(jnp.square(x)) + self.epsilon)
+
+
+BOOLS = np.arange(16) % 2 == 0
+LOST = {
+    "div": (lambda x: x / 100000, "/ 100000", "inf"),
+    "mul": (lambda x: x * 1e-8, "* 1e-08", "0"),
+    "add": (lambda x: jnp.log(x + 1e-8), "+ 1e-08", "0"),
+    "add, left": (lambda x: 1e-8 + x, "1e-08", "0"),
+    "add of an array": (lambda x: x + jnp.asarray(1e-8, x.dtype), "+ 1e-08", "0"),
+    "of two lines": (lambda x: (x
+        * 1e-9), "* 1e-09", "0"),
+    "clip": (lambda x: jnp.clip(x, 1e-8, 1.0), "1e-08", "0"),
+    "maximum": (lambda x: x / jnp.maximum(jnp.abs(x), 1e-8), "1e-08", "0"),
+    "where": (lambda x: jnp.where(BOOLS, x, -1e9), "-1e+09", "-inf"),
+    "product mask": (lambda x: x + (1 - (x > 0).astype(x.dtype)) * -1e9, "* -1000000000.0", "-inf"),
+    "mask array": (lambda x: x + jnp.where(BOOLS, 0, -1e9).astype(x.dtype), "-1e+09", "-inf"),
+    "of a library": (lambda x: jax.nn.standardize(x, epsilon=1e-8), "1e-08", "0"),
+    "another name": (WithEpsilon(1e-8), "", "0"),
+}  # fmt: skip
+
+KEPT = {
+    "an infinite mask": lambda x: jnp.where(BOOLS, x, -jnp.inf),
+    "largest": lambda x: jnp.max(x, initial=-jnp.inf),
+    "softmax": jax.nn.softmax,
+    "logsumexp": lambda x: jax.nn.logsumexp(jnp.where(BOOLS, x, -jnp.inf)),
+    "relu": jax.nn.relu,
+    "a bound": lambda x: jnp.clip(x, -1e9, 1e9),
+    "a comparison": lambda x: x < 1e9,
+    "finfo": lambda x: jnp.where(BOOLS, x, jnp.finfo(x.dtype).min),
+    "zero": lambda x: (x + 0.0) * 0.0 + 0,
+    "sum": lambda x: sum([x, x]),
+    "variance": lambda x: x / jnp.sqrt(jnp.var(x) + 1e-5),
+    "attention": lambda x: nn.SelfAttention(2, dtype=F16).init_with_output(jax.random.key(0), x)[0],
+    "norm": lambda x: nn.LayerNorm(dtype=F16).init_with_output(jax.random.key(0), x)[0],
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_constants_that_float16_makes_infinite_or_zero_are_listed_with_their_line(name):
+    fn, written, becomes = LOST[name]
+    (found,) = jmpp.audit(fn, BATCH).constants
+    assert (found.written, found.becomes, found.dtype) == (written, becomes, "float16")
+    assert found.line.startswith("test_audit.py:")
+    report = jmpp.audit(fn, BATCH)
+    assert found.text in report.verdict
+    assert "Constants that half precision makes" in str(report)
+    assert jmpp.audit(lambda x: fn(x).sum().astype(F32), BATCH, grad=True).constants == (found,)
+    assert not jmpp.audit(fn, array(8, 16, dtype=F32)).constants
+    assert not jmpp.audit(fn, array(8, 16, dtype=BF16)).constants
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_constants_that_are_meant_are_not_listed(name):
+    assert not jmpp.audit(KEPT[name], BATCH).constants
+
+
+def test_constants_of_a_model_are_named_by_module():
+    class Mean(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.square(nn.Dense(4)(x)).sum() / 100000  # plant: constant
+
+    model = jmpp.wrap(Mean(), "mixed_float16")
+    variables = {"params": {"Dense_0": {"kernel": array(3, 4, dtype=F32), "bias": array(4, dtype=F32)}}}
+    (found,) = jmpp.audit(model.apply, variables, array(2, 3, dtype=F32), grad=True).constants
+    assert (found.path, found.written) == ("Mean", "/ 100000")
+    assert found.place == f"Mean ({here('constant')})"
+
+
+def test_a_constant_in_a_loop_and_one_that_is_given_to_a_function():
+    def looped(x):
+        scale = jax.jit(lambda x, epsilon: x + epsilon)
+        return lax.scan(lambda c, _: (scale(c, 1e-9), None), x, None, length=3)[0]
+
+    found = jmpp.audit(looped, BATCH).constants
+    assert [c.becomes for c in found] == ["0"]
+
+
 class Vocabulary(nn.Module):
     """A head whose vocabulary no Tensor Core likes."""
 

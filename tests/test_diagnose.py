@@ -650,6 +650,178 @@ def test_in_float32_the_same_epsilon_does(loss):
     assert diagnose(replay_in_float32(lambda w: ratio(w)), jnp.full(3, 0.5)).finite
 
 
+class SoftmaxNet(nn.Module):
+    """A classifier that returns probabilities, as examples of older libraries do."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.softmax(15 * nn.Dense(10, name="head")(x))  # mark: softmax_net
+
+
+def log_loss(policy):
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    params = SoftmaxNet().init(jax.random.key(0), x)["params"]
+    model = jmpp.wrap(SoftmaxNet(), policy)
+    rows = jnp.arange(32)
+    return lambda p, x: -jnp.log(model.apply({"params": p}, x)[rows, rows % 10]).mean(), params, x
+
+
+def test_an_underflow_is_named_where_the_value_became_zero_and_not_where_its_logarithm_is_taken():
+    found = diagnose(*log_loss("mixed_float16"))
+    assert (found.kind, found.operation, found.dtype) == ("underflow", "log", "float32")
+    assert (found.zero.operation, found.zero.path, found.zero.dtype) == ("exp", "SoftmaxNet", "float16")
+    assert found.zero.line.split(" ")[0] == line_of("softmax_net")
+    assert "compute 'SoftmaxNet' in float32" in found.advice
+    assert "log_softmax" in found.advice
+    assert found.zero.place in found.verdict
+    assert diagnose(*log_loss("float32")).finite
+
+
+def probabilities(w):
+    small = jnp.exp(-30 * w).astype(F16)  # mark: cast_to_zero
+    return jnp.log(jnp.stack([small, small]).astype(F32)).sum()
+
+
+def test_an_underflow_in_a_cast():
+    found = diagnose(probabilities, jnp.ones(2))
+    assert (found.kind, found.zero.operation) == ("underflow", "convert_element_type")
+    assert found.zero.line.split(" ")[0] == line_of("cast_to_zero")
+
+
+# Constants that half precision makes infinite or zero.
+
+NONE_LEFT = jnp.asarray([[True, False], [False, False]])
+
+
+def attend(fill):
+    def loss(w):
+        scores = fill(w.astype(F16))
+        return jnp.vdot(jax.nn.softmax(scores).astype(F32), VALUES)
+
+    return loss
+
+
+MASKS = {
+    "where": lambda s: jnp.where(NONE_LEFT, s, -1e9),
+    "product": lambda s: s + (1 - NONE_LEFT.astype(F16)) * -1e9,
+    "cast": lambda s: s + jnp.where(NONE_LEFT, 0, -1e9).astype(F16),
+    "cast constant": lambda s: s + jnp.float32(-1e9).astype(F16),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
+    found = diagnose(attend(MASKS[name]), jnp.ones((2, 2)))
+    assert (found.kind, found.constant.becomes) == ("overflow", "-inf")
+    assert float(found.constant.written.removeprefix("*").removeprefix("+")) == -1e9
+    assert "not finite in float32 either" not in found.verdict
+    assert "jnp.finfo(dtype).min in masks" in found.advice
+
+
+def test_an_infinite_mask_is_the_models_own_and_says_what_half_may_have_done():
+    found = diagnose(attend(lambda s: jnp.where(NONE_LEFT, s, -jnp.inf)), jnp.ones((2, 2)))
+    assert (found.kind, found.constants, found.has_infinite_constant) == ("not finite", (), False)
+    mask = jnp.asarray([[0, -jnp.inf], [-jnp.inf] * 2], F16)
+    found = diagnose(attend(lambda s: s + mask), jnp.ones((2, 2)))
+    assert (found.kind, found.has_infinite_constant) == ("not finite", True)
+    assert "if the infinite half constant that it comes from was meant" in found.verdict
+    assert "if it was written as a finite number (-1e9 in a mask)" in found.advice
+    found = diagnose(lambda w, mask: attend(lambda s: s + mask)(w), jnp.ones((2, 2)), mask)
+    assert (found.kind, found.path) == ("argument", "mask")
+    assert "finite before its cast to float16" in found.advice
+
+
+def test_a_finite_loss_says_which_constants_were_lost():
+    def mse(w, x):
+        return (jnp.square(x.astype(F16) * w.astype(F16)).sum() / 100000).astype(F32)  # mark: mean
+
+    found = diagnose(mse, jnp.ones(2), jnp.ones(2))
+    assert found.finite
+    assert found.verdict.endswith(f"; but '/ 100000' is inf in float16, in {line_of('mean')}.")
+    assert "Write constants that half precision holds" in str(found)
+
+
+# Whole training steps, and other functions without a loss.
+
+
+def step_of(tx):
+    @jax.jit
+    def train_step(state, batch):
+        params, opt_state = state
+
+        def loss(params):
+            return (params["w"] * batch.astype(F16)).sum().astype(F32)  # mark: step_loss
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)  # mark: step_update
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return train_step
+
+
+def half_state(tx, dtype=F16):
+    params = {"w": jnp.ones(3, dtype), "unused": jnp.ones(2, dtype)}
+    return params, tx.init(params)
+
+
+def test_a_nan_of_the_optimizer_is_named_with_its_line_and_repair():
+    tx = optax.adam(1e-3)
+    found = diagnose(step_of(tx), half_state(tx), jnp.ones(3))
+    assert (found.kind, found.operation, found.is_nan) == ("underflow", "div", True)
+    assert line(found) == line_of("step_update")
+    assert found.bad_results == ("result/0/0/unused",)
+    assert found.zero.operation == "add"
+    assert "master_weights" in found.advice
+    assert "eps" in found.advice
+    assert math.isnan(found.loss)
+    repaired = optax.adam(1e-3, eps=1e-4)
+    found = diagnose(step_of(repaired), half_state(repaired), jnp.ones(3))
+    assert found.verdict.startswith("train_step: all results are finite")
+    masters = jmpp.master_weights(tx)
+    assert diagnose(step_of(masters), half_state(masters), jnp.ones(3)).finite
+
+
+def test_squares_of_gradients_that_become_zero_in_the_optimizer():
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones(3, F16)}
+    found = diagnose(step_of(tx), (params, tx.init(params)), jnp.full(3, 1e-4))
+    assert (found.kind, found.is_nan, found.operation) == ("underflow", False, "div")
+    assert found.zero.operation != "add"
+    assert "master_weights" in found.advice
+
+
+def test_a_step_is_diagnosed_in_its_forward_pass_and_in_its_arguments_too():
+    tx = optax.adam(1e-3)
+    found = diagnose(step_of(tx), half_state(tx, F32), jnp.full(3, 1e9))
+    assert (found.kind, line(found)) == ("overflow", line_of("step_loss"))
+    assert "result/1" in found.bad_results
+    found = diagnose(step_of(tx), half_state(tx, F32), jnp.full(3, jnp.nan))
+    assert (found.kind, found.path) == ("argument", "batch")
+
+
+def test_what_a_step_passes_on_is_no_fault():
+    def step(state, x):
+        return {"best": state["best"], "w": square(state["w"]) * x}
+
+    state = {"best": jnp.float32(np.inf), "w": BIG}
+    found = diagnose(step, state, F16(1))
+    assert (found.kind, found.operation) == ("overflow", "integer_pow")
+    assert diagnose(step, {**state, "w": jnp.float32(1)}, F16(1)).path == "state/best"
+
+
+def test_a_step_of_nnx_modules():
+    model = NnxDeep(2)
+    found = diagnose(lambda model, x: {"logits": model(x), "n": 3}, jmpp.wrap(model, "mixed_float16"), X)
+    assert (found.kind, found.path) == ("overflow", "NnxDeep/layers/2")
+
+
+def test_the_loss_scale_of_a_step_is_that_in_its_state():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(8.0))
+    params = jnp.ones(2)
+    found = diagnose(lambda state, x: (state, x / (x - x)), (params, tx.init(params)), jnp.ones(2))
+    assert (found.loss_scale, found.operation) == (8.0, "div")
+
+
 # Arguments that were not finite to begin with.
 
 
@@ -720,8 +892,8 @@ def test_has_aux():
 @pytest.mark.parametrize(
     ("loss", "params", "kwargs", "error", "message"),
     [
-        (lambda w: w, jnp.ones(2), {}, TypeError, "scalar"),
-        (lambda w: (w, w), jnp.float32(1), {}, TypeError, "must return one scalar"),
+        (lambda w: w, jnp.ones(2), {"scale": 8.0}, TypeError, "scalar"),
+        (lambda w: (w, w), jnp.float32(1), {"scale": 8.0}, TypeError, "must return one scalar"),
         (lambda w: w, jnp.float32(1), {"has_aux": True}, TypeError, r"must return \(loss, aux\)"),
         (3, jnp.float32(1), {}, TypeError, "diagnose takes a function and its arguments, got 3"),
         (Net(), jnp.float32(1), {}, TypeError, "a Linen module keeps no parameters"),

@@ -139,6 +139,8 @@ OBJECTS = {
     "Formats": lambda: report.formats(1.0, 0.1),
     "RepeatedCast": lambda: report.RepeatedCast(*("",) * len(report.RepeatedCast.__dataclass_fields__)),
     "HalfOperation": lambda: report.HalfOperation(*("",) * len(report.HalfOperation.__dataclass_fields__)),
+    "LostConstant": lambda: report.LostConstant(*("",) * len(report.LostConstant.__dataclass_fields__)),
+    "Zero": lambda: report.Zero(*("",) * len(report.Zero.__dataclass_fields__)),
     "Upcast": lambda: report.Upcast(*("",) * len(report.Upcast.__dataclass_fields__)),
     "intercept": lambda: jmpp.linen.intercept("mixed_float16"),
     "Linen module": wrapped_linen,

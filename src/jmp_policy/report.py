@@ -10,6 +10,7 @@ from jmp_policy._src.report.audit.findings import Upcast as Upcast
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
 from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
+from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
 from jmp_policy._src.report.formats import Format as Format
 from jmp_policy._src.report.formats import Formats as Formats
 from jmp_policy._src.report.formats import formats as formats
@@ -18,6 +19,7 @@ from jmp_policy._src.report.gpu.kernels import Kernel as Kernel
 from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport
 from jmp_policy._src.report.gpu.lowering import lowering_report as lowering_report
 from jmp_policy._src.report.gpu.roofline import Estimate as Estimate
+from jmp_policy._src.report.lost_constants import LostConstant as LostConstant
 from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
 from jmp_policy._src.report.memory.memory import MemoryRow as MemoryRow
 from jmp_policy._src.report.memory.memory import memory_report as memory_report

@@ -26,6 +26,20 @@ def source_line(eqn: Any) -> str:
     return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
 
 
+def caller(eqn: Any) -> tuple[str, int]:
+    """Returns the file and line that called JAX for an operation, be it in a library; ("", 0) if unknown."""
+    for frame in compat.frames(eqn):
+        if not frame.file_name.startswith((_directory("jax"), _directory("jmp_policy"), "<frozen")):
+            return frame.file_name, frame.line_num
+    return "", 0
+
+
+def is_called_by(eqn: Any, package: str) -> bool:
+    """Returns whether a function of a package ("optax") traced an operation."""
+    directory = _directory(package)
+    return bool(directory) and any(f.file_name.startswith(directory) for f in compat.frames(eqn))
+
+
 def is_promotion(eqn: Any) -> bool:
     """Returns whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 

@@ -47,11 +47,13 @@ class ValueInfo(NamedTuple):
       key: the same for the same value wherever it is passed on.
       origin: index of the program's argument that it is, or None.
       provenance: the marks that a visitor put on values that it was computed from.
+      constant: the number or array of the program that it is; None for anything else.
     """
 
     key: int
     origin: int | None = None
     provenance: frozenset[int] = frozenset()
+    constant: Any = None
 
 
 class Visitor(Protocol):
@@ -92,10 +94,13 @@ class _Walk:
             site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
             return self._equation(eqn, operands, site, silent)
 
-        def unknown(*_: Any) -> ValueInfo:
-            return self.new()
-
-        return evaluate(jaxpr, arguments, step, constant=unknown, literal=unknown)
+        return evaluate(
+            jaxpr,
+            arguments,
+            step,
+            constant=lambda _, value: self.new()._replace(constant=value),
+            literal=lambda atom: self.new()._replace(constant=atom.val),
+        )
 
     def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}

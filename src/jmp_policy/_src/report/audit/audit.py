@@ -16,6 +16,7 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.report.audit import matrix_products
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 
 
 def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:
@@ -46,7 +47,8 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
     function = as_function(fn, args, kwargs, "audit")
     if grad:
         function = _with_gradients(function)
-    jaxpr = function.jaxpr()
+    with without_overflow_warnings():
+        jaxpr = function.jaxpr()
     visitor = AuditVisitor([argument.path for argument in function.arguments])
     walk(jaxpr, visitor)
     return visitor.audit(function.name)
@@ -92,6 +94,7 @@ class AuditVisitor:
         self._half: list[HalfOperation] = []
         self._opaque = Counter[str]()
         self._uncounted = False
+        self._constants = LostConstants()
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         outs = [ir.dtype_of(var) for var in eqn.outvars]
@@ -113,6 +116,7 @@ class AuditVisitor:
         elif name in _KERNELS:
             self._opaque[name] += 1
         self._see_half(eqn, site)
+        self._constants.see(eqn, site, operands, results)
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -191,6 +195,7 @@ class AuditVisitor:
             opaque=dict(self._opaque),
             flops=total,
             uncounted=self._uncounted,
+            constants=self._constants.found(),
         )
 
     def _places(self, causes: Iterable[int]) -> str:

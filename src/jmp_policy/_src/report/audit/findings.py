@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
 from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.report.lost_constants import (
+    REPAIR,
+    LostConstant,
+    lost_constants_table,
+    lost_constants_text,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,7 @@ class Audit(Report):
       opaque: kernels that the audit cannot look into, with their number by name.
       flops: floating-point operations of all products.
       uncounted: whether there are products in a `while`, which is counted as one trip.
+      constants: constants that half precision makes infinite or zero.
     """
 
     function: str
@@ -152,6 +159,7 @@ class Audit(Report):
     opaque: dict[str, int]
     flops: int
     uncounted: bool
+    constants: tuple[LostConstant, ...] = ()
 
     _rows = "products"
 
@@ -178,7 +186,8 @@ class Audit(Report):
             left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
                 self.half_operations
             )
-            return f"{self.function} has no matrix products or convolutions{left}."
+            lost = f"; {lost_constants_text(self.constants)}" * bool(self.constants)
+            return f"{self.function} has no matrix products or convolutions{left}{lost}."
         parts = [self._share_text()]
         unaligned = [p for p in self.products if p.is_half and p.pad]
         if unaligned:
@@ -199,6 +208,8 @@ class Audit(Report):
             parts.append(
                 f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
             )
+        if self.constants:
+            parts.append(lost_constants_text(self.constants))
         return "; ".join(parts) + "."
 
     def _share_text(self) -> str:
@@ -240,6 +251,8 @@ class Audit(Report):
             ]
             columns = ("operation", "dtype", "module", "line", "pass", "times ", "why")
             tables.append(Table(columns, rows, "Still in half precision"))
+        if self.constants:
+            tables.append(lost_constants_table(self.constants))
         return tables
 
     def _lines(self) -> Sequence[str]:
@@ -249,6 +262,8 @@ class Audit(Report):
         if self.opaque:
             kernels = ", ".join(f"{name} ({count})" for name, count in self.opaque.items())
             lines.append(f"Not looked into: {kernels}.")
+        if self.constants:
+            lines.append(REPAIR)
         return [*lines, self.verdict]
 
 

@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from jmp_policy._src.core.report_base import Report, Table, joined
 from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.report.lost_constants import (
+    REPAIR,
+    LostConstant,
+    lost_constants_table,
+    lost_constants_text,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +31,41 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class Zero:
+    """Operation whose result became zero in half precision, at which another one failed.
+
+    Args:
+      operation: name of the primitive.
+      path, line, backward: its place, as of a `Product`.
+      dtype: dtype of its result.
+    """
+
+    operation: str
+    path: str
+    line: str
+    backward: bool
+    dtype: str
+
+    @property
+    def place(self) -> str:
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
+        return Site(path=self.path, line=self.line).place
+
+
+@dataclasses.dataclass(frozen=True)
 class Diagnosis(Report):
     """The first non-finite value of a loss and its gradients; `str` says what happened and what to do.
 
     Args:
-      function: name of the loss function.
-      finite: whether loss and gradients are all finite; the fields below then are empty.
-      loss: the loss, scale taken off.
+      function: name of the function.
+      finite: whether loss and gradients, or all results, are finite; the fields below then are empty, but for
+        `constants`.
+      loss: the loss, scale taken off; nan for a function that is no loss.
       loss_scale: what the loss was multiplied by.
       bad_results: names of what is not finite in the end: "the loss", gradients by their path.
       kind: "overflow" (finite in float32), "underflow" (finite in float32: a divisor, or the argument of a
         logarithm, became zero), "not finite" (nor is it in float32) or "argument" (it was so to begin with).
+        A constant that is infinite in half only is an overflow too, and one that is zero an underflow.
       path: names of the scopes around it, joined by slashes; the name of an argument.
       line: where the user wrote it.
       backward: whether it is in the backward pass.
@@ -48,6 +78,11 @@ class Diagnosis(Report):
       largest_before_place: where that was.
       largest_in_float32: largest finite magnitude of the same value in float32; nan where it is not finite.
       advice: what to do.
+      zero: of an underflow, the operation whose result became zero; else None.
+      constant: the constant that half precision made infinite or zero, if it is the cause; else None.
+      has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
+        been written so.
+      constants: all constants of the program that half precision makes infinite or zero.
     """
 
     function: str
@@ -69,6 +104,10 @@ class Diagnosis(Report):
     largest_before_place: str = ""
     largest_in_float32: float = math.nan
     advice: str = ""
+    zero: Zero | None = None
+    constant: LostConstant | None = None
+    has_infinite_constant: bool = False
+    constants: tuple[LostConstant, ...] = ()
 
     _rows = "operands"
 
@@ -81,31 +120,49 @@ class Diagnosis(Report):
     def verdict(self) -> str:
         """Returns what happened, in one sentence."""
         if self.finite:
-            return f"{self.function}: the loss ({self.loss:.6g}) and all gradients are finite."
+            what = "all results" if math.isnan(self.loss) else f"the loss ({self.loss:.6g}) and all gradients"
+            lost = f"; but {lost_constants_text(self.constants)}" * bool(self.constants)
+            return f"{self.function}: {what} are finite{lost}."
         what = "NaN" if self.is_nan else "infinite"
         if self.kind == "argument":
             return f"{self.path} is not finite to begin with ({what}, {self.dtype}{list(self.shape)})."
         where = f"{'backward' if self.backward else 'forward'}, in {self.place}"
         trip = "" if self.trip is None else f", trip {self.trip}"
-        ends = {
-            "overflow": f"an overflow: in float32 it is finite, at most {self.largest_in_float32:.4g}",
-            "underflow": "an underflow: in float32 it is finite, but something became zero in half precision",
-            "not finite": "not finite in float32 either",
-        }
         return (
             f"The first non-finite value is {what}: the result of {self.operation} "
-            f"({self.dtype}{list(self.shape)}), {where}{trip}; {ends[self.kind]}."
+            f"({self.dtype}{list(self.shape)}), {where}{trip}; {self._cause()}."
         )
 
+    def _cause(self) -> str:
+        """Describes what half precision has to do with it."""
+        if self.constant is not None:
+            return f"an {self.kind}: {self.constant.text}"
+        if self.kind == "overflow" and math.isnan(self.largest_in_float32):
+            return f"an overflow: it is computed from a constant that is infinite in {self.dtype}"
+        if self.kind == "overflow":
+            return f"an overflow: in float32 it is finite, at most {self.largest_in_float32:.4g}"
+        if self.zero is not None:
+            return (
+                "an underflow: in float32 it is finite, but something became zero in half precision, the "
+                f"result of {self.zero.operation} ({self.zero.dtype}) in {self.zero.place}"
+            )
+        if self.has_infinite_constant:
+            return "not finite in float32 either, if the infinite half constant that it comes from was meant"
+        return "not finite in float32 either"
+
     def _tables(self) -> Sequence[Table]:
+        lost = [lost_constants_table(self.constants)] if self.constants else []
         if not self.operands:
-            return ()
+            return lost
         rows = [(o.name or "(computed)", o.dtype, list(o.shape), f"{o.largest:.4g}") for o in self.operands]
-        return [Table(("operand", "dtype", "shape", "largest "), rows, f"What {self.operation} was given")]
+        return [
+            Table(("operand", "dtype", "shape", "largest "), rows, f"What {self.operation} was given"),
+            *lost,
+        ]
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict]
+            return [self.verdict, *([REPAIR] if self.constants else [])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(
@@ -115,15 +172,22 @@ class Diagnosis(Report):
         return [*lines, self.advice]
 
 
-def advice(found: Diagnosis, scaled: bool) -> str:
-    """Returns what to do; `scaled` says whether the value has the loss scale in it."""
-    part = f"{found.path!r}" if found.path else f"the function at {found.line}"
-    if found.kind == "underflow":
-        return (
-            f"Something became zero in {found.dtype} (the smallest number of float16 is 6e-8): enlarge the "
-            f"epsilon that guards it to 1e-4 or more, or compute {part} in float32: by a rule of a "
-            "PolicyMap, or with full_precision around it."
-        )
+def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
+    """Returns what to do.
+
+    Args:
+      found: what happened.
+      scaled: whether the value has the loss scale in it.
+      in_optimizer: whether an optimizer computed it.
+    """
+    if in_optimizer and found.kind in ("underflow", "overflow"):
+        return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
+    if found.kind == "underflow" and found.zero is not None:
+        return _of_underflow(found.zero)
+    if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
+        what = found.constant.text if found.constant else f"A constant is infinite in {found.dtype}"
+        return f"{what}. {REPAIR}"
+    part = _part(found.path, found.line)
     if found.kind == "overflow" and scaled:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
@@ -132,22 +196,52 @@ def advice(found: Diagnosis, scaled: bool) -> str:
         )
     if found.kind == "overflow":
         limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
+        is_cast = found.operation == "convert_element_type"
+        of_mask = (
+            " If it is a mask, fill it with jnp.finfo(dtype).min of the dtype that it is cast to." * is_cast
+        )
         return (
             f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in "
             "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
-            "Or make what it is given smaller: normalise before it."
+            f"Or make what it is given smaller: normalise before it.{of_mask}"
         )
     known = _ADVICE.get(
         found.operation,
         "In float32 it is not finite either: look for what feeds this operation.",
     )
-    if found.dtype == "float16" and found.operation in _ADVICE:
+    if found.has_infinite_constant:
         known += (
-            " If an epsilon guards it already: one below 6e-8 is zero in float16 before the program begins, "
-            "which no replay in float32 can tell from a zero that was meant."
+            " The program holds an infinite constant in half precision: if it was written as a finite number "
+            "(-1e9 in a mask), half made it infinite; jnp.finfo(dtype).min is the number to write."
+        )
+    elif found.dtype == "float16" and found.operation in _ADVICE:
+        known += (
+            " If an epsilon guards it already: one up to 2**-25 (3e-8) is zero in float16 before the program "
+            "begins, which no replay in float32 can tell from a zero that was meant."
         )
     return known
 
+
+def _part(path: str, line: str) -> str:
+    return f"{path!r}" if path else f"the function at {line}"
+
+
+def _of_underflow(zero: Zero) -> str:
+    part = _part(zero.path, zero.line)
+    logarithm = " Of a softmax take log_softmax in its place." * (zero.operation in ("exp", "div"))
+    return (
+        f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype} (the smallest number of "
+        f"float16 is 6e-8): compute {part} in float32, by a rule of a PolicyMap or with full_precision "
+        "around it, and return float32 from it; or enlarge the epsilon that guards it to 1e-4 or more."
+        f"{logarithm}"
+    )
+
+
+_OF_OPTIMIZER = (
+    "The optimizer computes in {dtype}, the dtype of its parameters or gradients, which its epsilon and its "
+    "squares are too small or too large for: give it float32 ones with master_weights(optimizer), or float32 "
+    "parameters under a policy that computes in half; or enlarge its eps to 1e-4 or more."
+)
 
 #: By operation, what makes it non-finite in any precision.
 _ADVICE = {

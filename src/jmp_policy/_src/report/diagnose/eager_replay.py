@@ -135,30 +135,38 @@ class EagerReplay:
     def first_nonfinite_step(self) -> int | None:
         """Returns the first step that made a non-finite value which reached a non-finite result.
 
+        Results that are arguments, passed on, count only if all are: a step may return the best loss so far,
+        which is infinite at first.
+
         Returns:
           Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
           finite, or non-finite constants were returned unchanged.
         """
-        blame: dict[int, int] = {}
+        # By place of a non-finite value: the step or argument that it comes from.
+        sources: dict[int, int] = {}
         for place in range(len(self.values)):
             if not self.ranges[place].is_finite:
-                blame[place] = _CONSTANT
+                sources[place] = _CONSTANT
         for index, place in enumerate(self.arguments):
-            if place in blame:
-                blame[place] = -2 - index
+            if place in sources:
+                sources[place] = -2 - index
         for index, step in enumerate(self.steps):
-            bad = [place for place in step.reads if place in blame]
-            guilty = [blame[place] for place in bad if blame[place] != _CONSTANT]
+            bad = [place for place in step.reads if place in sources]
+            known = [sources[place] for place in bad if sources[place] != _CONSTANT]
             for place in step.writes:
-                if place not in blame:
+                if place not in sources:
                     continue
                 new_nan = self.ranges[place].nan and not any(self.ranges[b].nan for b in bad)
-                if guilty:
-                    blame[place] = min(guilty)
+                if known:
+                    sources[place] = min(known)
                 elif not bad or new_nan:
-                    blame[place] = index
-        found = [blame[place] for place in self.results if blame.get(place, _CONSTANT) != _CONSTANT]
-        return min(found, default=None)
+                    sources[place] = index
+        computed = [place for place in self.results if place not in self.origins]
+        for places in (computed, self.results):
+            found = [sources[p] for p in places if sources.get(p, _CONSTANT) != _CONSTANT]
+            if found:
+                return min(found)
+        return None
 
     def feeding(self, results: Sequence[int]) -> set[int]:
         """Returns the places of the values that some results are computed from, those included."""

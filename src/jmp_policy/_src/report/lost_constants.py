@@ -1,0 +1,239 @@
+"""Finds constants that half precision makes infinite or zero: `/ 100000`, `+ 1e-8`, masks of -1e9."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_floating, is_half
+from jmp_policy._src.core.report_base import Table, joined
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.source_constants import written_constants
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class LostConstant:
+    """Constant of a program that half precision makes infinite or zero.
+
+    Args:
+      operation: name of the primitive that reads it.
+      path, line, backward: its place, as of a `Product`.
+      dtype: half dtype that it was rounded to.
+      written: what the source says ("/ 100000"), or the number that was cast; "" if unknown.
+      becomes: "inf", "-inf" or "0".
+    """
+
+    operation: str
+    path: str
+    line: str
+    backward: bool
+    dtype: str
+    written: str
+    becomes: str
+
+    @property
+    def place(self) -> str:
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
+        return Site(path=self.path, line=self.line).place
+
+    @property
+    def text(self) -> str:
+        """Describes it in one phrase: "'/ 100000' is inf in float16, in loss.py:12"."""
+        what = repr(self.written) if self.written else f"a constant read by {self.operation}"
+        return f"{what} is {self.becomes} in {self.dtype}, in {self.place}"
+
+
+@contextlib.contextmanager
+def without_overflow_warnings() -> Iterator[None]:
+    """Silences NumPy's warning, without a place, of a constant that overflows while a program is traced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "overflow encountered in cast", RuntimeWarning)
+        yield
+
+
+def lost_constants_text(constants: Sequence[LostConstant]) -> str:
+    """Describes lost constants in one phrase, for verdicts; "" without any."""
+    return joined([constant.text for constant in constants])
+
+
+#: What to do about them.
+REPAIR = (
+    "Write constants that half precision holds (in float16 from 6e-8 to 65504; jnp.finfo(dtype).min in "
+    "masks), or compute that part in float32."
+)
+
+
+def lost_constants_table(constants: Sequence[LostConstant]) -> Table:
+    """Makes the table of lost constants."""
+    rows = [
+        (
+            c.written or "(unknown)",
+            c.becomes,
+            c.dtype,
+            c.operation,
+            c.path,
+            c.line,
+            "backward" if c.backward else "forward",
+        )
+        for c in constants
+    ]
+    columns = ("constant", "becomes", "in", "read by", "module", "line", "pass")
+    return Table(columns, rows, "Constants that half precision makes infinite or zero")
+
+
+class _Constant(NamedTuple):
+    """A constant on its way to the operation that reads it.
+
+    Args:
+      written: the number as it was before a cast to half; "" where it was half in the program already.
+      becomes: what it is in half.
+    """
+
+    written: str
+    becomes: str
+
+
+class LostConstants:
+    """Collects lost constants from the operations that a walk sees, in order.
+
+    A cast of a wider constant shows what was lost. A constant that is half in the jaxpr already may have been
+    meant: -inf fills masks, and sums begin with 0. Of these only such count as no program means (a product
+    with infinity, a division by zero), and those whose number stands in the source.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, LostConstant] = {}
+        self._constants: dict[int, _Constant] = {}
+        self._wide: dict[int, Any] = {}
+        self._not_negative: set[int] = set()
+
+    def found(self) -> tuple[LostConstant, ...]:
+        """Returns what was found so far, each place once."""
+        return tuple(self._found.values())
+
+    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
+        """Returns no marks; `Visitor` asks for them."""
+        return frozenset()
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Takes note of an operation, as `Visitor.see`."""
+        name = eqn.primitive.name
+        constants = [self._constant(atom, info) for atom, info in zip(eqn.invars, operands, strict=True)]
+        if name in _VIEWS and len(operands) == 1:
+            self._pass_on(eqn, operands[0], constants[0], results[0])
+            return
+        if name == "select_n" and is_floating(ir.dtype_of(eqn.outvars[0])):
+            # What a mask is filled with before it is cast.
+            wide = [value for info in operands[1:] if (value := self._value(info)) is not None]
+            if wide and not is_half(ir.dtype_of(eqn.outvars[0])):
+                self._wide[results[0].key] = np.concatenate([np.ravel(value) for value in wide])
+        for place, constant in enumerate(constants):
+            if constant is not None:
+                self._read(eqn, site, place, constant, operands)
+        if name in _NOT_NEGATIVE or (name in _KEEPS_SIGN and operands[0].key in self._not_negative):
+            self._not_negative.update(info.key for info in results)
+
+    def _pass_on(self, eqn: Any, operand: ValueInfo, constant: _Constant | None, result: ValueInfo) -> None:
+        value = self._value(operand)
+        before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
+        if operand.key in self._not_negative:
+            self._not_negative.add(result.key)
+        if constant is not None:
+            self._constants[result.key] = constant
+        elif value is not None and is_half(after) and not is_half(before):
+            lost = _lost_in_cast(value, after)
+            if lost is not None:
+                self._constants[result.key] = lost
+        elif value is not None:
+            self._wide[result.key] = value
+
+    def _value(self, info: ValueInfo) -> Any:
+        """Returns the constant that a value is, or those that it may hold; None for other values."""
+        value = self._wide.get(info.key) if info.constant is None else info.constant
+        return None if ir.is_traced(value) else value
+
+    def _constant(self, atom: Any, info: ValueInfo) -> _Constant | None:
+        dtype = ir.dtype_of(atom)
+        if info.key in self._constants:
+            return self._constants[info.key]
+        if info.constant is None or not is_half(dtype) or np.ndim(info.constant) != 0:
+            return None
+        value = float(info.constant)
+        return _Constant("", _text(value)) if value == 0 or np.isinf(value) else None
+
+    def _read(
+        self, eqn: Any, site: Site, place: int, constant: _Constant, operands: Sequence[ValueInfo]
+    ) -> None:
+        name, dtype = eqn.primitive.name, ir.dtype_of(eqn.invars[place])
+        written = constant.written
+        if name in (_BOUNDS if written and constant.becomes != "0" else _COMPARISONS):
+            return
+        if not written:
+            numbers = [(n, text) for n, text in written_constants(eqn)]
+            written = next((text for n, text in numbers if _is_lost(n, constant.becomes, dtype)), "")
+            is_written_so = any(_becomes(n, dtype) == constant.becomes for n, _ in numbers) and not written
+            if not written and (is_written_so or not self._is_meaningless(eqn, place, constant, operands)):
+                return
+        found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, constant.becomes)
+        # The backward pass reads it again.
+        key = (found.line, found.dtype, found.becomes, found.written or found.operation)
+        self._found.setdefault(key, found)
+
+    def _is_meaningless(
+        self, eqn: Any, place: int, constant: _Constant, operands: Sequence[ValueInfo]
+    ) -> bool:
+        """Returns whether no program means an operation with such a constant."""
+        name = eqn.primitive.name
+        if constant.becomes != "0":
+            return name in ("mul", "div") or (name in ("add", "sub") and constant.becomes == "inf")
+        if name == "max":
+            return operands[1 - place].key in self._not_negative
+        # On the right: Python's sum() begins with 0 on the left.
+        return name in ("add", "div") and place == 1
+
+
+def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:
+    """Returns what a cast to half does to a constant: of arrays the first element that becomes infinite."""
+    array = np.ravel(np.asarray(value))
+    if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array) or not array.size:
+        return None
+    with np.errstate(over="ignore", under="ignore"):
+        cast = array.astype(dtype).astype(np.float64)
+    lost = np.isinf(cast) & np.isfinite(array)
+    if array.size == 1:
+        lost |= (cast == 0) & (array != 0)
+    if not lost.any():
+        return None
+    first = int(np.argmax(lost))
+    return _Constant(f"{float(array[first]):g}", _text(float(cast[first])))
+
+
+def _becomes(number: float, dtype: Any) -> str:
+    with np.errstate(over="ignore", under="ignore"):
+        return _text(float(np.asarray(number).astype(dtype)))
+
+
+def _is_lost(number: float, becomes: str, dtype: Any) -> bool:
+    """Returns whether a number is another one in half precision, namely infinite or zero as said."""
+    return np.isfinite(number) and number != 0 and _becomes(number, dtype) == becomes
+
+
+def _text(number: float) -> str:
+    return "0" if number == 0 else f"{number:g}"
+
+
+_VIEWS = having(Trait.VIEW)
+
+#: Comparisons with a number that is beyond all others, or below all of them, are right in half too.
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_BOUNDS = _COMPARISONS | {"max", "min", "clamp", "reduce_max", "reduce_min", "pad"}
+
+_NOT_NEGATIVE = frozenset({"abs", "square", "sqrt", "exp", "exp2", "logistic"})
+
+#: Operations whose results are no less than zero where their operand is.
+_KEEPS_SIGN = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_window_sum", "cumsum", "select_n"})
