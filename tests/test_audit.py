@@ -605,6 +605,148 @@ def test_a_constant_in_a_loop_and_one_that_is_given_to_a_function():
     assert [c.becomes for c in found] == ["0"]
 
 
+def serial_sums(fn, *args, **kwargs):
+    found = jmpp.audit(fn, *args, **kwargs)
+    return [(h.operation, h.terms) for h in found.half_operations if "one after another" in h.why]
+
+
+def embedding(policy, tokens=(8, 1024)):
+    model = jmpp.wrap(nn.Embed(16, 4), policy)
+    tokens = array(*tokens, dtype=jnp.int32)
+    variables = {"params": {"embedding": array(16, 4, dtype=F32)}}
+    return lambda v, t: model.apply(v, t).astype(F32).sum(), variables, tokens
+
+
+def test_the_gradient_of_an_embedding_is_a_sum_in_half_that_float32_gradients_repair():
+    found = jmpp.audit(*embedding("mixed_float16"), grad=True)
+    (row,) = [h for h in found.half_operations if h.operation.startswith("scatter")]
+    assert (row.terms, row.backward, row.dtype) == (8192, True, "float16")
+    assert "g=f32" in row.why
+    assert "up to 8192 terms one after another" in found.verdict
+    assert "8192" in str(found)
+    assert not serial_sums(*embedding("p=f32,c=f16,o=f32,g=f32"), grad=True)
+    assert not serial_sums(*embedding("mixed_float16", (1, 8)), grad=True)
+
+    loss, _, _ = embedding("mixed_float16")
+    repaired, _, _ = embedding("p=f32,c=f16,o=f32,g=f32")
+    tokens, variables = jnp.zeros((8, 1024), jnp.int32), {"params": {"embedding": jnp.ones((16, 4))}}
+    sums = [
+        jax.grad(lambda v, f=f: 0.1 * f(v, tokens))(variables)["params"]["embedding"]
+        for f in (loss, repaired)
+    ]
+    assert sums[0][0, 0] < 0.9 * 819.2
+    np.testing.assert_allclose(sums[1][0], 819.2, rtol=1e-3)
+
+
+LONG = array(8192)
+INDICES = array(8192, dtype=jnp.int32)
+SERIAL = {
+    "segment_sum": (lambda x, i: jax.ops.segment_sum(x, i, 4), (LONG, INDICES), 8192),
+    "batched": (
+        jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, 4)),
+        (array(4, 64), array(4, 64, dtype=jnp.int32)),
+        64,
+    ),
+    "scan": (lambda x: lax.scan(lambda c, y: (c + y, None), x[0], x)[0], (LONG,), 8192),
+    "fori_loop": (lambda x: lax.fori_loop(0, 100, lambda i, c: c + x[i], x[0]), (LONG,), 100),
+    "while": (
+        lambda x: lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, c[1] + x[c[0]]), (0, x[0])),
+        (LONG,),
+        0,
+    ),
+}
+NOT_SERIAL = {
+    "few terms": (lambda x, i: jnp.zeros(4, F16).at[i].add(x), (array(8), array(8, dtype=jnp.int32))),
+    "one per row": (
+        lambda x, i: x.at[jnp.arange(512), i].add(1.0),
+        (array(512, 64), array(512, dtype=jnp.int32)),
+    ),
+    "take_along_axis": (
+        jax.grad(lambda x, i: jnp.take_along_axis(x, i[:, None], 1).sum().astype(F32)),
+        (array(512, 64), array(512, dtype=jnp.int32)),
+    ),
+    "unique": (lambda x, i: jnp.zeros(9000, F16).at[i].add(x, unique_indices=True), (LONG, INDICES)),
+    "float32": (lambda x, i: jax.ops.segment_sum(x.astype(F32), i, 4), (LONG, INDICES)),
+    "float32 carry": (lambda x: lax.scan(lambda c, y: (c + y, None), jnp.float32(0), x)[0], (LONG,)),
+    "residual stream": (
+        lambda x: lax.scan(lambda c, _: (c + jnp.tanh(c), None), x, None, length=48)[0],
+        (LONG,),
+    ),
+    "short scan": (lambda x: lax.scan(lambda c, y: (c + y, None), x[0], x)[0], (array(8),)),
+}
+
+
+@pytest.mark.parametrize("name", SERIAL)
+def test_sums_that_add_one_term_after_another_are_listed(name):
+    fn, args, terms = SERIAL[name]
+    (found,) = serial_sums(fn, *args)
+    assert found[1] == terms
+
+
+@pytest.mark.parametrize("name", NOT_SERIAL)
+def test_other_sums_are_not(name):
+    fn, args = NOT_SERIAL[name]
+    assert not serial_sums(fn, *args)
+
+
+def test_sums_over_axes_say_how_many_terms():
+    found = jmpp.audit(lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), array(8, 16))
+    assert [h.terms for h in found.half_operations] == [8]
+    assert [h.terms for h in jmpp.audit(lambda x: lax.cumsum(x), array(100)).half_operations] == [100]
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))), None
+
+
+class Blocks(nn.Module):
+    scanned: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.scanned:
+            for _ in range(2):
+                x, _ = ScannedBlock()(x)
+            return x
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(ScannedBlock, **axes, length=2)()(x, None)[0]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_scan_over_layers_casts_another_slice_on_each_trip(scanned):
+    model = jmpp.wrap(Blocks(scanned), "mixed_float16")
+    x = array(4, 16, dtype=F32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = jmpp.audit(lambda v, x: squares(model.apply(v, x)), variables, x, grad=True)
+    assert not found.repeated_casts
+    assert not found.upcasts
+
+
+def test_a_value_cast_several_times_in_a_trip_still_counts():
+    def body(carry, row):
+        return carry @ row.astype(F16) @ row.astype(F16), None
+
+    found = jmpp.audit(lambda x, w: lax.scan(body, x, w)[0], BATCH, array(5, 16, 16, dtype=F32))
+    assert [c.times for c in found.repeated_casts] == [2]
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.RNN(nn.LSTMCell(8))(x).mean()
+
+
+def test_the_float32_carry_of_a_recurrent_cell_is_no_silent_upcast():
+    model = jmpp.wrap(Recurrent(), "mixed_float16")
+    x = array(2, 20, 3, dtype=F32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = jmpp.audit(lambda v, x: model.apply(v, x).astype(F32), variables, x, grad=True)
+    assert not found.upcasts
+    assert found.half_share == 1
+
+
 class Vocabulary(nn.Module):
     """A head whose vocabulary no Tensor Core likes."""
 

@@ -48,12 +48,16 @@ class ValueInfo(NamedTuple):
       origin: index of the program's argument that it is, or None.
       provenance: the marks that a visitor put on values that it was computed from.
       constant: the number or array of the program that it is; None for anything else.
+      times: how often it is made: in a scan once per trip, as `Site.times`.
+      is_carry: whether it is a loop's carry at the start of a trip.
     """
 
     key: int
     origin: int | None = None
     provenance: frozenset[int] = frozenset()
     constant: Any = None
+    times: int = 1
+    is_carry: bool = False
 
 
 class Visitor(Protocol):
@@ -65,6 +69,10 @@ class Visitor(Protocol):
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation; called once for each, in order."""
+        ...
+
+    def loop(self, eqn: Any, site: Site) -> None:
+        """Takes note of a loop before the operations in it."""
         ...
 
 
@@ -82,9 +90,11 @@ class _Walk:
         self._visitor = visitor
         self._keys = 0
 
-    def new(self, provenance: frozenset[int] = frozenset(), origin: int | None = None) -> ValueInfo:
+    def new(
+        self, provenance: frozenset[int] = frozenset(), origin: int | None = None, times: int = 1
+    ) -> ValueInfo:
         self._keys += 1
-        return ValueInfo(self._keys, origin, provenance)
+        return ValueInfo(self._keys, origin, provenance, times=times)
 
     def inside(
         self, jaxpr: Any, arguments: Sequence[ValueInfo], outer: Site, silent: bool
@@ -106,6 +116,8 @@ class _Walk:
         loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}
         loops |= dict.fromkeys((Kind.COND, Kind.PLATFORM), self._cond)
         kind = calls.kind_of(eqn)
+        if kind in (Kind.SCAN, Kind.WHILE) and not silent:
+            self._visitor.loop(eqn, site)
         if kind in loops:
             return loops[kind](eqn, operands, site, silent)
         called = calls.looked_into(eqn)
@@ -114,7 +126,7 @@ class _Walk:
         inner = calls.inner_jaxprs(eqn)
         if not inner:
             provenance = self._visitor.marks(eqn, site, operands)
-            results = [self.new(provenance) for _ in eqn.outvars]
+            results = [self.new(provenance, times=site.times) for _ in eqn.outvars]
             if not silent:
                 self._visitor.see(eqn, site, operands, results)
             return results
@@ -122,18 +134,19 @@ class _Walk:
         for jaxpr in inner:
             arguments = [self.new(provenance) for _ in compat.open_jaxpr(jaxpr).invars]
             self.inside(jaxpr, arguments, site, silent)
-        return [self.new(provenance) for _ in eqn.outvars]
+        return [self.new(provenance, times=site.times) for _ in eqn.outvars]
 
     def _scan(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         consts, carries = compat.scan_sizes(eqn.params)
         trips = dataclasses.replace(site, times=site.times * eqn.params["length"])
-        fixed, xs = operands[:consts], [self.new(info.provenance) for info in operands[consts + carries :]]
+        fixed = operands[:consts]
+        xs = [self.new(info.provenance, times=trips.times) for info in operands[consts + carries :]]
 
         def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
             return self.inside(eqn.params["jaxpr"], [*fixed, *carry, *xs], trips, silent)
 
-        carry = self._settled(operands[consts : consts + carries], body)
-        return [self.new(info.provenance) for info in body(carry, silent)]
+        carry = self._settled(operands[consts : consts + carries], body, trips.times)
+        return [self.new(info.provenance, times=site.times) for info in body(carry, silent)]
 
     def _while(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -143,21 +156,21 @@ class _Walk:
         def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
             return self.inside(eqn.params["body_jaxpr"], [*fixed, *carry], trips, silent)
 
-        carry = self._settled(start, body)
+        carry = self._settled(start, body, site.times)
         self.inside(eqn.params["cond_jaxpr"], [*tested, *carry], trips, silent)
-        return [self.new(info.provenance) for info in body(carry, silent)]
+        return [self.new(info.provenance, times=site.times) for info in body(carry, silent)]
 
     def _cond(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         branches = [self.inside(j, operands[1:], site, silent) for j in eqn.params["branches"]]
-        return [self.new(_joined(results)) for results in zip(*branches, strict=True)]
+        return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
 
     def _settled(
-        self, start: Sequence[ValueInfo], body: Callable[[list[ValueInfo], bool], list[ValueInfo]]
+        self, start: Sequence[ValueInfo], body: Callable[[list[ValueInfo], bool], list[ValueInfo]], times: int
     ) -> list[ValueInfo]:
         """Returns what is known of a loop's carry at the start of every trip."""
         provenance = [info.provenance for info in start]
         while True:
-            carry = [self.new(known) for known in provenance]
+            carry = [self.new(known, times=times)._replace(is_carry=True) for known in provenance]
             after = body(carry, True)[: len(provenance)]
             joined = [known | info.provenance for known, info in zip(provenance, after, strict=True)]
             if joined == provenance:

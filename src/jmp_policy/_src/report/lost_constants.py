@@ -120,6 +120,9 @@ class LostConstants:
         """Returns no marks; `Visitor` asks for them."""
         return frozenset()
 
+    def loop(self, eqn: Any, site: Site) -> None:
+        """Does nothing: a loop reads no constants itself."""
+
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation, as `Visitor.see`."""
         name = eqn.primitive.name

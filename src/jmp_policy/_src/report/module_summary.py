@@ -231,6 +231,9 @@ class _RoundTrips:
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         return frozenset()
 
+    def loop(self, eqn: Any, site: Site) -> None:
+        """Does nothing: what a loop does with a value is seen inside it."""
+
     def read(self, value: ValueInfo) -> None:
         self._reads[value.key] = self._reads.get(value.key, 0) + 1
 

@@ -15,6 +15,7 @@ from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.report.audit import matrix_products
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.audit.half_sums import HalfSums, sum_terms
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 
@@ -95,6 +96,10 @@ class AuditVisitor:
         self._opaque = Counter[str]()
         self._uncounted = False
         self._constants = LostConstants()
+        self._sums = HalfSums()
+        self._upcast_values: dict[int, int] = {}
+        self._of_carries: set[int] = set()
+        self._meets_carry: set[int] = set()
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         outs = [ir.dtype_of(var) for var in eqn.outvars]
@@ -115,8 +120,13 @@ class AuditVisitor:
             self._see_cast(eqn, site, operands[0])
         elif name in _KERNELS:
             self._opaque[name] += 1
+        self._see_carry(eqn, operands, results)
         self._see_half(eqn, site)
         self._constants.see(eqn, site, operands, results)
+        self._sums.see(eqn, site, operands, results)
+
+    def loop(self, eqn: Any, site: Site) -> None:
+        self._sums.loop(eqn, site)
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -159,10 +169,23 @@ class AuditVisitor:
         costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
         if costs and before != after and size(var) > 1 and not isinstance(var, compat.Literal):
             cost = size(var) * np.dtype(before).itemsize
-            self._casts[operand.key, str(after)].append((site, operand.origin, cost))
+            # In a scan a value is another one on each trip, unless it comes from outside.
+            times = site.times // operand.times
+            self._casts[operand.key, str(after)].append((site, operand.origin, cost, times))
         if _is_silent_upcast(eqn, site):
             shape = tuple(ir.shape_of(var))
             self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(before), str(after), shape, ())
+
+    def _see_carry(self, eqn: Any, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Notes which upcasts meet a loop's float32 carry: a sum in float32, as it should be."""
+        if id(eqn) in self._ids:
+            self._upcast_values[results[0].key] = self._ids[id(eqn)]
+        pairs = list(zip(eqn.invars, operands, strict=True))
+        if any((v.is_carry or v.key in self._of_carries) and ir.is_float32(atom) for atom, v in pairs):
+            self._of_carries.update(info.key for info in results)
+            self._meets_carry |= {
+                self._upcast_values[v.key] for v in operands if v.key in self._upcast_values
+            }
 
     def _see_half(self, eqn: Any, site: Site) -> None:
         name = eqn.primitive.name
@@ -172,7 +195,9 @@ class AuditVisitor:
         if listed != "full" or half is None or all(size(v) == 0 for v in eqn.invars):
             return
         self._half.append(
-            HalfOperation(name, site.path, site.line, site.backward, str(half), site.times, why)
+            HalfOperation(
+                name, site.path, site.line, site.backward, str(half), site.times, why, sum_terms(eqn)
+            )
         )
 
     def audit(self, function: str) -> Audit:
@@ -185,13 +210,14 @@ class AuditVisitor:
         upcasts = tuple(
             dataclasses.replace(upcast, reaches=tuple(dict.fromkeys(self._reached[index])))
             for index, upcast in self._upcasts.items()
+            if self._reached[index] or index not in self._meets_carry
         )
         return Audit(
             function=function,
             products=products,
             upcasts=upcasts,
             repeated_casts=tuple(self._repeated()),
-            half_operations=tuple(self._half),
+            half_operations=(*self._half, *self._sums.found),
             opaque=dict(self._opaque),
             flops=total,
             uncounted=self._uncounted,
@@ -204,12 +230,12 @@ class AuditVisitor:
     def _repeated(self) -> list[RepeatedCast]:
         found = []
         for (_, dtype), casts in self._casts.items():
-            times = sum(site.times for site, _, _ in casts)
+            times = sum(times for *_, times in casts)
             if times < 2:
                 continue
-            _, origin, cost = casts[0]
+            _, origin, cost, _ = casts[0]
             value = "a computed value" if origin is None else str(self._arguments[origin])
-            places = tuple(dict.fromkeys(site.place for site, _, _ in casts))
+            places = tuple(dict.fromkeys(site.place for site, *_ in casts))
             found.append(RepeatedCast(value, dtype, times, cost, places))
         return sorted(found, key=lambda cast: -cast.times * cast.size)
 

@@ -100,7 +100,7 @@ class RepeatedCast:
     Args:
       value: path of the argument ("params/Dense_0/kernel"), or "a computed value".
       dtype: dtype of the casts.
-      times: number of casts; one in the body of a scan counts once per trip.
+      times: number of casts; in the body of a scan, one of a value from outside counts once per trip.
       size: bytes that one cast reads.
       places: places of the casts.
     """
@@ -123,7 +123,8 @@ class HalfOperation:
       path, line, backward: its place, as of a `Product`.
       dtype: dtype of the computation.
       times: how often it runs.
-      why: what goes wrong in half precision.
+      why: what goes wrong in half precision, and of sums that add one term after another the repair.
+      terms: of a sum, how many terms may go into one element; 0 for others, and where it is unknown.
     """
 
     operation: str
@@ -133,6 +134,12 @@ class HalfOperation:
     dtype: str
     times: int
     why: str
+    terms: int = 0
+
+    @property
+    def place(self) -> str:
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
+        return Site(path=self.path, line=self.line).place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,12 +189,16 @@ class Audit(Report):
     @property
     def verdict(self) -> str:
         """Returns one line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
+        sums = [
+            f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in self.half_operations if _is_serial(h)
+        ]
         if not self.products:
             left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
                 self.half_operations
             )
             lost = f"; {lost_constants_text(self.constants)}" * bool(self.constants)
-            return f"{self.function} has no matrix products or convolutions{left}{lost}."
+            added = f"; {joined(sums)}" * bool(sums)
+            return f"{self.function} has no matrix products or convolutions{left}{added}{lost}."
         parts = [self._share_text()]
         unaligned = [p for p in self.products if p.is_half and p.pad]
         if unaligned:
@@ -208,6 +219,8 @@ class Audit(Report):
             parts.append(
                 f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
             )
+        if sums:
+            parts.append(joined(sums))
         if self.constants:
             parts.append(lost_constants_text(self.constants))
         return "; ".join(parts) + "."
@@ -247,9 +260,10 @@ class Audit(Report):
             tables.append(Table(("value", "to", "times ", "size ", "where"), rows, "Casts of the same value"))
         if self.half_operations:
             rows = [
-                (h.operation, h.dtype, h.path, h.line, _pass(h), h.times, h.why) for h in self.half_operations
+                (h.operation, h.dtype, h.path, h.line, _pass(h), h.times, h.terms or "", h.why)
+                for h in self.half_operations
             ]
-            columns = ("operation", "dtype", "module", "line", "pass", "times ", "why")
+            columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ", "why")
             tables.append(Table(columns, rows, "Still in half precision"))
         if self.constants:
             tables.append(lost_constants_table(self.constants))
@@ -270,6 +284,11 @@ class Audit(Report):
 def _is_narrow(name: str) -> bool:
     dtype = jnp.dtype(name)
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
+
+
+def _is_serial(found: HalfOperation) -> bool:
+    """Returns whether a sum adds one term after another."""
+    return found.operation in ("scatter-add", "scatter_add", "scan", "while")
 
 
 def _widest(product: Product) -> str:
