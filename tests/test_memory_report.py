@@ -1,4 +1,4 @@
-"""Where memory goes: exact where the arguments decide, closed against XLA's totals, and the recipe."""
+"""Where memory goes: exact where the arguments decide, closed against XLA's totals, and the estimate."""
 
 import dataclasses
 
@@ -144,7 +144,7 @@ def test_totals_are_those_of_the_compiled_program(reports):
     assert reports("plain").policy == total
 
 
-def test_recipe_of_a_network_of_known_size(reports):
+def test_estimate_of_a_network_of_known_size(reports):
     report = reports("plain")
     count = LAYERS * WIDTH * WIDTH
     assert report.parameters == count
@@ -162,7 +162,7 @@ def test_recipe_of_a_network_of_known_size(reports):
     assert 0.4 < report.accounted[0] < 1.1
 
 
-def test_recipe_of_a_scan(reports):
+def test_estimate_of_a_scan(reports):
     report = reports("scan")
     assert report.row("half copies").expected_policy == 2 * report.parameters
     # tanh keeps its result, and in newer versions nothing else; each layer's input is kept for its product.
@@ -234,13 +234,61 @@ def test_sharded_arguments_are_counted_per_device():
     assert report.row("parameters").policy == 4 * LAYERS * WIDTH * WIDTH
 
 
+def half_step(params, x):
+    def loss(params):
+        h = x.astype(jnp.float16)
+        for w in params:
+            h = jnp.tanh(h @ w.astype(jnp.float16))
+        return h.astype(jnp.float32).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def test_the_estimate_is_of_one_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    place, everywhere = (jax.sharding.NamedSharding(mesh, s) for s in (spec("data"), spec()))
+
+    def types(rows, of_weights=None, of_rows=None):
+        params = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=of_weights)] * 2
+        return params, jax.ShapeDtypeStruct((rows, 64), jnp.float32, sharding=of_rows)
+
+    alone = memory_report(half_step, *types(128))
+    parallel = memory_report(half_step, *types(8 * 128, everywhere, place))
+    for category in ("parameters", "half copies", "gradients", "activations", "inputs"):
+        assert parallel.row(category).expected_policy == alone.row(category).expected_policy
+    fsdp = memory_report(half_step, *types(8 * 128, place, place))
+    assert fsdp.row("parameters").expected_policy == alone.row("parameters").policy // 8
+    assert fsdp.row("gradients").expected_policy == alone.row("gradients").policy // 8
+
+    def mapped(params, x):
+        specs = {"in_specs": (spec(), spec("data")), "out_specs": spec(), "check_vma": False}
+        return jax.shard_map(lambda p, x: jax.lax.pmean(half_step(p, x), "data"), mesh=mesh, **specs)(
+            params, x
+        )
+
+    sharded = memory_report(mapped, *types(8 * 128, everywhere, place))
+    assert sharded.row("activations").expected_policy == alone.row("activations").expected_policy
+
+
+def test_changes_from_next_to_nothing_are_no_percentages():
+    row = memory.MemoryRow("temporaries", 8, 87408, 0, 0)
+    assert "> 10 times" in memory._shown(row)
+    assert not any("%" in cell for cell in memory._shown(row))
+    assert "-50 %" in memory._shown(memory.MemoryRow("temporaries", 8, 4, 0, 0))
+
+
 def test_what_it_says(reports):
     report = reports("plain")
     text = str(report)
     assert "Memory of step on cpu" in text
     assert "half copies" in text
-    assert text.endswith(report.verdict)
+    assert " ".join(text.split()).endswith(report.verdict)
     assert report.verdict.startswith("float16 takes ")
+    costs_more = report.policy > report.float32
+    assert ("a CPU computes half products in float32" in report.verdict) == costs_more
+    assert "estimate from the jaxpr" in text
+    assert "recipe" not in text
     assert "float32's memory: activations " in report.verdict
     assert "Processors have no half products" in text
     assert report.to_dict()["rows"][0]["category"] == "parameters"
@@ -274,7 +322,7 @@ def test_plot(reports):
     (axes,) = figure.axes
     assert "MB" in axes.get_ylabel()
     assert [label.get_text().split(",")[0] for label in axes.get_xticklabels()] == ["XLA"] * 2 + [
-        "recipe"
+        "estimate"
     ] * 2
     tops = [sum(bar[i].get_height() for bar in axes.containers) for i in range(4)]
     np.testing.assert_allclose(tops[:2], [reports("plain").float32 / 1e6, reports("plain").policy / 1e6])

@@ -1,9 +1,12 @@
-"""The memory that NVIDIA's recipe for mixed precision expects, worked out from a traced program alone.
+"""Estimates the memory of mixed precision from a jaxpr alone, as guides to mixed precision count it.
 
 A half copy of each parameter that is cast, a gradient for each parameter, and the activations: what the
 forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
 kept: products, reductions, random numbers. What follows from them element by element is computed again
 where it is read, and a value takes the widest form in which the backward pass reads it.
+
+Bytes are those on one device. A jaxpr has the shapes of all devices together, but inside a `shard_map`: what
+is computed outside of one is taken to be divided as the inputs are.
 """
 
 import math
@@ -19,15 +22,18 @@ from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import is_backward
 
 
-def analytic_memory_model(jaxpr: Any, roles: Sequence[str], donated: Sequence[int]) -> Counter[str]:
+def analytic_memory_model(
+    jaxpr: Any, roles: Sequence[str], donated: Sequence[int], parts: Sequence[int]
+) -> Counter[str]:
     """Returns bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
 
     Args:
       jaxpr: a closed jaxpr.
       roles: the category of each of its arguments.
       donated: which of them results may overwrite.
+      parts: how many devices each of them is divided over.
     """
-    return _Accounting(jaxpr, roles, donated).bytes
+    return _Accounting(jaxpr, roles, donated, parts).bytes
 
 
 def axes(shape: Sequence[int]) -> tuple[int, ...]:
@@ -69,10 +75,12 @@ _VIEWS, _COSTLY = having(Trait.VIEW), having(Trait.COSTLY)
 class _Accounting:
     """One accounting."""
 
-    def __init__(self, jaxpr: Any, roles: Sequence[str], donated: Sequence[int]):
+    def __init__(self, jaxpr: Any, roles: Sequence[str], donated: Sequence[int], parts: Sequence[int]):
         opened = compat.open_jaxpr(jaxpr)
-        self._roles = roles
-        self._elements = [math.prod(_shape(var)) for var in opened.invars]
+        self._roles, self._parts = roles, parts
+        self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
+        inputs = [n for n, role in zip(parts, roles, strict=True) if role == "inputs"]
+        self._devices = max(inputs, default=1)
         self._keys = 0
         self._has_gradients = False
         self._kept: dict[_Made, int] = {}
@@ -80,8 +88,8 @@ class _Accounting:
         values = [_Value(argument=i) for i in range(len(opened.invars))]
         results = self._inside(jaxpr, values, backward=False)
         found = Counter[str]()
-        for var, role in zip(opened.invars, roles, strict=True):
-            found[role] += _size(var)
+        for var, role, count in zip(opened.invars, roles, parts, strict=True):
+            found[role] += _size(var) // count
         found["half copies"] = sum(self._copies.values())
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
         if self._has_gradients:
@@ -94,13 +102,14 @@ class _Accounting:
         types = [(_shape(var), ir.dtype_of(var)) for var in opened.invars]
         weights = {axes(shape) for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
         places = Counter(types[i] for i in donated)
+        divided = dict(zip(types, self._parts, strict=True))
         size = 0
         for atom, result in zip(opened.outvars, results, strict=True):
             kind = (_shape(atom), ir.dtype_of(atom))
             if places[kind]:
                 places[kind] -= 1
             elif not (result.backward and axes(kind[0]) in weights):
-                size += _size(atom)
+                size += _size(atom) // divided.get(kind, 1)
         return size
 
     def _inside(self, jaxpr: Any, values: Sequence[_Value], backward: bool) -> list[_Value]:
@@ -115,7 +124,12 @@ class _Accounting:
     def _equation(self, eqn: Any, operands: Sequence[_Value], backward: bool) -> list[_Value]:
         called = calls.looked_into(eqn)
         if called is not None:
-            return self._inside(called.jaxpr, operands[called.skipped :], backward)
+            devices = self._devices
+            if calls.kind_of(eqn) is Kind.SHARD_MAP:
+                self._devices = 1
+            results = self._inside(called.jaxpr, operands[called.skipped :], backward)
+            self._devices = devices
+            return results
         if backward:
             self._keep(eqn, operands)
         if calls.kind_of(eqn) is Kind.SCAN and not backward:
@@ -165,7 +179,8 @@ class _Accounting:
 
     def _made(self, var: Any) -> _Value:
         self._keys += 1
-        return _Value(frozenset([_Made(self._keys, math.prod(_shape(var)), _width(var))]))
+        elements = math.prod(_shape(var)) // self._devices
+        return _Value(frozenset([_Made(self._keys, elements, _width(var))]))
 
 
 def _is_elementwise(eqn: Any) -> bool:

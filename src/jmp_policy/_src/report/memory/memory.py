@@ -1,7 +1,8 @@
-"""Where the memory of a training step goes, in float32 and under a policy, against what the recipe expects.
+"""Reports where the memory of a training step goes, in float32 and under a policy, beside an estimate.
 
-What is measured is XLA's own buffer assignment of the compiled program. What is expected is the accounting of
-the guides to mixed precision: a half copy of each parameter on top, two bytes less for each activation.
+What is measured is XLA's own buffer assignment of the compiled program. The estimate from the jaxpr is the
+accounting of the guides to mixed precision: a half copy of each parameter on top, two bytes less for each
+activation.
 """
 
 import dataclasses
@@ -15,14 +16,13 @@ import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
-from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
-from jmp_policy._src.report.function import Argument, Function, as_function
+from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.memory import buffers
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
+from jmp_policy._src.report.memory.roles import argument_roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MemoryRow:
         "results" or "temporaries".
       float32: what XLA allots to it in the program computed in float32.
       policy: what XLA allots to it in the program as it is.
-      expected_float32, expected_policy: what the recipe's accounting says, of the traced programs alone.
+      expected_float32, expected_policy: the estimate from the jaxpr alone, before XLA.
     """
 
     category: str
@@ -82,7 +82,7 @@ class MemoryReport(Report):
 
     @property
     def accounted(self) -> tuple[float, float]:
-        """Returns the recipe's total over XLA's, in float32 and under the policy."""
+        """Returns the estimated total over XLA's, in float32 and under the policy."""
         expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
         return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
 
@@ -99,10 +99,13 @@ class MemoryReport(Report):
             changes.append(f"activations {_change(activations.policy, activations.float32)}")
         if self.parameters and copies:
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
-        return f"{found}: {', '.join(changes)}." if changes else f"{found}."
+        found = f"{found}: {', '.join(changes)}." if changes else f"{found}."
+        if self.backend == "cpu" and self.policy > self.float32:
+            return f"{found[:-1]}; for a CPU computes half products in float32, which a GPU or TPU does not."
+        return found
 
     def _tables(self) -> Sequence[Table]:
-        names = ("memory", "float32 ", f"{self.precision} ", "change ", "recipe, float32 ", "recipe ")
+        names = ("memory", "float32 ", f"{self.precision} ", "change ", "estimate, float32 ", "estimate ")
         rows = [_shown(row) for row in self.rows if any(dataclasses.astuple(row)[1:])]
         sums = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
         rows.append(_shown(MemoryRow("total", self.float32, self.policy, *sums)))
@@ -110,7 +113,9 @@ class MemoryReport(Report):
 
     def _lines(self) -> Sequence[str]:
         float32, half = (percent(share) for share in self.accounted)
-        lines = [f"The recipe's accounting gives {float32} of what XLA allots in float32, {half} as it is."]
+        lines = [
+            f"The estimate from the jaxpr is {float32} of what XLA allots in float32, {half} of it as it is."
+        ]
         if not self.has_buffers:
             lines.append(
                 "The compiler does not say what lies in its temporary memory: only its size is known."
@@ -118,12 +123,12 @@ class MemoryReport(Report):
         if self.backend == "cpu" and self.precision != "float32":
             lines.append(
                 "Processors have no half products: XLA keeps float32 copies of their operands, which a GPU "
-                "or TPU doesn't. Ask on the device that will train."
+                "or TPU doesn't. Ask on the device that will train; lowering_report shows a GPU's products."
             )
         return [*lines, self.verdict]
 
     def plot(self) -> Any:
-        """Draws stacked bars: what XLA allots and what the recipe expects, in float32 and under the policy.
+        """Draws stacked bars: what XLA allots and the estimate, in float32 and under the policy.
 
         Returns:
           The Matplotlib figure.
@@ -134,7 +139,12 @@ class MemoryReport(Report):
         pyplot = plotting("MemoryReport.plot")
         figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
         bars = ["float32", "policy", "expected_float32", "expected_policy"]
-        names = ["XLA,\nfloat32", f"XLA,\n{self.precision}", "recipe,\nfloat32", f"recipe,\n{self.precision}"]
+        names = [
+            "XLA,\nfloat32",
+            f"XLA,\n{self.precision}",
+            "estimate,\nfloat32",
+            f"estimate,\n{self.precision}",
+        ]
         below = np.zeros(len(bars))
         for row, color in zip(self.rows, _COLORS, strict=True):
             heights = np.array([getattr(row, bar) for bar in bars]) / 1e6
@@ -160,7 +170,10 @@ _PROGRAMS = ("float32", "policy")
 
 
 def _change(now: int, before: int) -> str:
-    return f"{100 * (now / before - 1):+.0f} %" if before else ""
+    """Formats a change in percent; more than tenfold is no change but another kind of memory."""
+    if not before:
+        return ""
+    return f"{100 * (now / before - 1):+.0f} %" if now <= 10 * before else "> 10 times"
 
 
 def _shown(row: MemoryRow) -> list[str]:
@@ -172,7 +185,7 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
     """Reports what takes how much memory in a training step, as it is and computed in float32.
 
     Both programs are compiled for the default backend, and nothing runs. XLA's buffer assignment says what is
-    in memory when most of it is in use; beside it stands what the recipe for mixed precision expects.
+    in memory when most of it is in use; beside it stands an estimate from the jaxpr.
     Arguments and results that share memory (`donate_argnums` of a jitted `fn`) are counted once.
 
     Optimizer state is what an argument, field or key called `opt_state` or a state of optax holds. Parameters
@@ -198,7 +211,7 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
       (8192, 4096)
     """
     function = as_function(fn, args, kwargs, "memory_report")
-    roles = _roles(function, function.args, kwargs)
+    roles = argument_roles(function, function.args, kwargs)
     types = [_type(array) for array in function.arrays]
 
     def as_given(*arrays: Any) -> Any:
@@ -241,77 +254,6 @@ def _half_types(jaxpr: Any) -> set[str]:
     return {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
-def _roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Returns the category of each array among the arguments."""
-    if function.has_state:
-        state = [_is_named(argument, "opt_state") for argument in function.arguments]
-        trains = _of_modules(function, args, kwargs)
-    else:
-        state = _optimizer_state(function, args, kwargs)
-        trains = _trained(function, state)
-    return [
-        "optimizer state" if is_state else "parameters" if is_trained else "inputs"
-        for is_state, is_trained in zip(state, trains, strict=True)
-    ]
-
-
-def _is_named(argument: Argument, name: str) -> bool:
-    """Returns whether a name is on the path of an array."""
-    return name in argument.path.split("/")
-
-
-def _of_modules(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns which arrays are Params of NNX modules."""
-    holders = {
-        place: _holds_nodes(args[place] if isinstance(place, int) else kwargs[place])
-        for place in {argument.position for argument in function.arguments}
-    }
-    return [argument.trainable and holders[argument.position] for argument in function.arguments]
-
-
-def _optimizer_state(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns which arrays are optimizer state: by their name, or since a state of optax holds them."""
-    tree = (tuple(args), kwargs)
-    marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
-    marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
-    below = [mark for leaf, mark in marks if is_array(leaf)]
-    return [
-        _is_named(argument, "opt_state") or mark
-        for argument, mark in zip(function.arguments, below, strict=True)
-    ]
-
-
-def _trained(function: Function, state: Sequence[bool]) -> list[bool]:
-    """Returns which arrays are parameters: below the name `params`, or by what comes out again."""
-    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
-    named = [fit and _is_named(a, "params") for fit, a in zip(fits, function.arguments, strict=True)]
-    return named if any(named) else _first_trained(function, fits)
-
-
-def _holds_nodes(argument: Any) -> bool:
-    """Returns whether an argument is a module of NNX or has one inside."""
-    kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
-    leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(leaf, kinds) for leaf in leaves)
-
-
-def _is_state(node: Any) -> bool:
-    """Returns whether a node of the arguments is a state of an optax transformation, ours included."""
-    return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
-
-
-def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
-    """Returns which arrays are those of the first argument that comes out again; else of the first."""
-    results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
-    made = Counter((tuple(t.shape), t.dtype) for t in results)
-    groups: dict[int | str, Counter[Any]] = {}
-    for argument, array, fit in zip(function.arguments, function.arrays, fits, strict=True):
-        if fit:
-            groups.setdefault(argument.position, Counter())[tuple(array.shape), array.dtype] += 1
-    chosen = next((place for place, types in groups.items() if types <= made), next(iter(groups), None))
-    return [fit and a.position == chosen for a, fit in zip(function.arguments, fits, strict=True)]
-
-
 class _Measured(NamedTuple):
     """A program's memory by category: found in its compiled form, expected of its traced one."""
 
@@ -333,7 +275,8 @@ def _measured(call: Callable[..., Any], types: Sequence[Any], roles: Sequence[st
     assert stats is not None
     weights = [t for t, role in zip(types, roles, strict=True) if role == "parameters"]
     shapes = {axes(shape) for t in weights for shape in _shapes(t)}
-    expected = analytic_memory_model(jaxpr, roles, donated)
+    parts = [math.prod(t.shape) // max(math.prod(_shapes(t)[-1]), 1) or 1 for t in types]
+    expected = analytic_memory_model(jaxpr, roles, donated, parts)
     differentiated = expected["gradients"] > 0
     found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
