@@ -519,6 +519,30 @@ def test_a_softmax_in_half_is_listed():
     assert "exp" in {h.operation for h in found.half_operations}
 
 
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+@pytest.mark.parametrize(("stride", "dilation", "groups"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 4)])
+def test_gradients_of_convolutions_take_the_flops_of_the_forward_pass(stride, dilation, groups, padding):
+    def conv(params):
+        return squares(
+            lax.conv_general_dilated(
+                *params, (stride, stride), padding, rhs_dilation=(dilation, dilation),
+                feature_group_count=groups, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+        )  # fmt: skip
+
+    args = array(2, 9, 11, 8), array(3, 3, 8 // groups, 16)
+    forward, *backward = jmpp.audit(conv, args, grad=True).products
+    assert [p.flops for p in backward] == [forward.flops] * 2
+    if padding == "VALID":
+        (product,) = jmpp.audit(lambda x, w: conv((x, w)), *args).products
+        plain = [jax.ShapeDtypeStruct(a.shape, F32) for a in args]
+        linear = lambda x, w: lax.conv_general_dilated(  # noqa: E731
+            x, w, (stride, stride), padding, rhs_dilation=(dilation, dilation), feature_group_count=groups,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        assert product.flops == jax.jit(linear).lower(*plain).cost_analysis()["flops"]
+
+
 class WithEpsilon:
     """An epsilon that the line which adds it does not show."""
 

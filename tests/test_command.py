@@ -35,6 +35,10 @@ def apply(w, x):
 def loss(w, x):
     return jnp.square(x @ w).mean()
 
+def net(x):
+    with jax.named_scope("net"):
+        return jnp.tanh(x) @ jnp.ones((8, 4))
+
 def example():
     return loss, jnp.ones((8, 8)), jnp.ones((4, 8), jnp.float32)
 
@@ -443,3 +447,55 @@ def test_joined():
     assert report_base.joined(list("abcdefg")) == "a, b, c and 4 more"
     assert report_base.joined(list("abc"), 2, repr) == "'a', 'b' and 1 more"
     assert report_base.joined([]) == ""
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"jmp_policy {sys.modules['jmp_policy'].__version__}"
+
+
+def test_memory(capsys):
+    found = data(
+        capsys, "memory", "jmp_example:loss", "f32[8,8]", "f32[4,8]", "--policy", "float16", "--grad"
+    )
+    assert found["precision"] == "float16"
+    assert found["verdict"].startswith("float16 takes ")
+    assert {row["category"] for row in found["rows"]} >= {"parameters", "gradients"}
+    status, out, _ = run(capsys, "memory", "jmp_example:example")
+    assert status == 0
+    assert "Memory of loss on cpu" in out
+
+
+def test_summary(capsys):
+    found = data(capsys, "summary", "jmp_example:net", "f32[2,8]", "--policy", "float16")
+    assert "net" in {row["path"] for row in found["modules"]}
+    assert found["verdict"]
+
+
+def test_reports_as_json_carry_their_verdict(capsys):
+    found = data(capsys, "audit", "jmp_example:loss", "f16[8,8]", "f16[8,8]")
+    assert found["half_share"] == 1.0
+    assert found["verdict"].startswith("100 % of FLOPs in float16")
+
+
+def test_a_repl_shows_the_verdict_alone():
+    found = audit(jnp.matmul, jnp.ones((8, 8), jnp.float16), jnp.ones((8, 8), jnp.float16))
+    assert repr(found) == f"<Audit: {found.verdict}>"
+    assert "\n" not in repr(found)
+    assert len(str(found)) > len(repr(found))
+    assert repr(formats()) == "<Formats: print it to see its rows>"
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2", "float32"])
+def test_what_a_format_rounds_to_zero(name):
+    (row,) = [row for row in formats().formats if row.name == name]
+    least = row.smallest_subnormal / 2
+
+    def becomes(number):
+        return next(row.becomes[0] for row in formats(number).formats if row.name == name)
+
+    assert becomes(least) == "0"
+    assert float(becomes(1.01 * least)) > 0
+    line = next(line for line in str(formats()).splitlines() if line.split()[:1] == [name])
+    assert f"{least:.3g}" in line

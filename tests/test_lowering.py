@@ -22,7 +22,7 @@ from jmp_policy._src.report.gpu.hlo import executed, parse, shape_bytes
 from jmp_policy._src.report.gpu.kernels import kernels_of, module_path
 from jmp_policy._src.report.gpu.lowered import verdict_of
 from jmp_policy._src.report.gpu.lowering import lowering_report
-from jmp_policy._src.report.gpu.roofline import LAUNCH_SECONDS, estimates
+from jmp_policy._src.report.gpu.roofline import LAUNCH_SECONDS, Estimate, estimates
 from jmp_policy._src.report.gpu.targets import TARGETS, find_target, target_of_device
 
 DATA = Path(__file__).parent / "data"
@@ -83,6 +83,21 @@ def test_an_unaligned_vocabulary_is_named(version):
     assert {kernel.path for kernel in odd} == {"Net/head"}
     assert any(kernel.alignment == "unaligned" and "x1001x" in kernel.size for kernel in odd)
     assert "unaligned: Net/head" in verdict_of(found, ())
+
+
+@pytest.mark.parametrize("card", ["T4", "V100"])
+def test_a_card_without_bfloat16_tensor_cores_is_recommended_float16(card):
+    kernels, target = recorded("volta", VERSIONS[0], "V100"), TARGETS[card]
+    float32 = Estimate("float32", "as given", 1.0, 1.0, "compute")
+    float16 = Estimate("float16", "under autocast", 0.5, 2.0, "compute")
+    bfloat16 = Estimate("bfloat16", "under autocast", 0.4, 2.5, "compute")
+    said = verdict_of(kernels, (float32, float16, bfloat16), target)
+    assert "estimated 2.00x the speed of float32 in float16 under autocast" in said
+    assert "bfloat16" not in said
+    found = (float32, Estimate("bfloat16", "as given", 1.0, 1.0, "compute"))
+    assert f"{card} has no Tensor Cores for bfloat16: use float16" in verdict_of(kernels, found, target)
+    assert "has no Tensor Cores" not in verdict_of(kernels, found, TARGETS["H100"])
+    assert "in bfloat16 under autocast" in verdict_of(kernels, (float32, float16, bfloat16), TARGETS["H100"])
 
 
 def test_cublaslt_and_the_pads_that_it_needs_on_a_v100(version):

@@ -635,7 +635,7 @@ def test_as_text():
 
 def test_as_data():
     data = json.loads(json.dumps(FOUND.to_dict()))
-    assert set(data) == {f.name for f in dataclasses.fields(FOUND)}
+    assert set(data) == {f.name for f in dataclasses.fields(FOUND)} | {"verdict"}
     assert data["modules"][1]["path"] == "first"
     assert data["modules"][1]["receives"] == ["float16"]
     assert data["no_rule"] == ["first", "last"]

@@ -3,6 +3,8 @@
 python -m jmp_policy formats 1e-8 70000
 python -m jmp_policy audit my_model:train_step 'f32[64,784]' 'i32[64]'
 python -m jmp_policy lowering my_model:example --target A100
+python -m jmp_policy memory my_model:train_step 'f32[64,784]' --policy bfloat16
+python -m jmp_policy summary my_model:model 'f32[64,784]' --policy mixed_float16
 """
 
 import argparse
@@ -46,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jmp_policy", description="What runs in which precision, before anything runs."
     )
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    parser.add_argument("--version", action="version", version=f"jmp_policy {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     where = (
         "module:function. Called with the arrays described behind it; without any, it takes no arguments and "
@@ -56,20 +60,31 @@ def _parser() -> argparse.ArgumentParser:
         "audit", help="every product of a function: dtypes, sizes, FLOPs, what to pad"
     )
     lowering = commands.add_parser("lowering", help="the kernels that XLA makes of a function for a GPU")
-    for command in (audit, lowering):
-        command.add_argument("function", help=where)
+    memory = commands.add_parser("memory", help="what takes the memory, compiled for the default backend")
+    summary = commands.add_parser(
+        "summary", help="which rule governs which module of a model, in which dtypes"
+    )
+    for command in (audit, lowering, memory, summary):
+        is_model = command is summary
+        command.add_argument(
+            "function", help=f"{where} A model in place of the function." if is_model else where
+        )
         command.add_argument("arrays", nargs="*", help=arrays)
-        command.add_argument("--policy", help="autocast the function under this policy first")
+        policy = "the model's policy" if is_model else "autocast the function under this policy first"
+        command.add_argument("--policy", help=policy)
+    for command in (audit, lowering, memory):
         command.add_argument(
             "--grad", action="store_true", help="the gradients of a loss in its first argument too"
         )
     lowering.add_argument("--target", default="H100", help="V100, T4, A100, L4, H100, H200 or B200")
     audit.set_defaults(run=_audit)
     lowering.set_defaults(run=_lowering)
+    memory.set_defaults(run=_memory)
+    summary.set_defaults(run=_summary)
     formats = commands.add_parser("formats", help="the number formats, and what a number becomes in each")
     formats.add_argument("numbers", nargs="*", type=float, help="any numbers; put -- before negative ones")
     formats.set_defaults(run=_formats)
-    for command in (audit, lowering, formats):
+    for command in (audit, lowering, memory, summary, formats):
         command.add_argument("--json", action="store_true", help="as JSON instead of a table")
     return parser
 
@@ -83,19 +98,49 @@ def _formats(given: Any) -> Any:
 def _audit(given: Any) -> Any:
     from jmp_policy._src.report.audit.audit import audit
 
-    fn, args = _function(given)
+    fn, args = _autocast(given)
     return audit(fn, *args, grad=given.grad)
 
 
 def _lowering(given: Any) -> Any:
     from jmp_policy._src.report.gpu.lowering import lowering_report
 
-    fn, args = _function(given)
+    fn, args = _with_gradients(given)
+    return lowering_report(fn, *args, target=given.target)
+
+
+def _memory(given: Any) -> Any:
+    from jmp_policy._src.report.memory.memory import memory_report
+
+    fn, args = _with_gradients(given)
+    return memory_report(fn, *args)
+
+
+def _summary(given: Any) -> Any:
+    from jmp_policy._src.report.module_summary import summary
+
+    model, inputs = _function(given)
+    return summary(model, given.policy, *inputs)
+
+
+def _with_gradients(given: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the function, or the one that computes its gradients too, and its arguments."""
+    fn, args = _autocast(given)
     if given.grad:
         import jax
 
         fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
-    return lowering_report(fn, *args, target=given.target)
+    return fn, args
+
+
+def _autocast(given: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the function, under the policy that was asked for, and its arguments."""
+    fn, args = _function(given)
+    if given.policy:
+        from jmp_policy._src.autocast.api import autocast
+
+        fn = autocast(fn, given.policy)
+    return fn, args
 
 
 def _function(given: Any) -> tuple[Any, Sequence[Any]]:
@@ -109,10 +154,6 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
                 f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
             )
         fn, *args = made
-    if given.policy:
-        from jmp_policy._src.autocast.api import autocast
-
-        fn = autocast(fn, given.policy)
     return fn, args
 
 

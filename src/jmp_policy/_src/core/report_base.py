@@ -31,10 +31,23 @@ class Report:
     """Base class of the reports, which are frozen dataclasses of plain fields.
 
     A report defines its tables (`_tables`) and the lines below them (`_lines`). Where the rows of one field
-    make a table for `to_pandas`, `_rows` is the name of that field.
+    make a table for `to_pandas`, `_rows` is the name of that field. `_computed` are the properties that
+    `to_dict` has beside the fields.
+
+    `repr` is short, so that a line of a REPL stays one; `str` is the whole report.
     """
 
     _rows: str = ""
+    _computed: tuple[str, ...] = ("verdict",)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A dataclass makes its own where the class has none.
+        cls.__repr__ = Report.__repr__
+
+    def __repr__(self) -> str:
+        verdict = getattr(self, "verdict", "")
+        return f"<{type(self).__name__}: {verdict or 'print it to see its rows'}>"
 
     def _tables(self) -> Sequence[Table]:
         raise NotImplementedError
@@ -43,8 +56,10 @@ class Report:
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field as dictionaries, lists, numbers and text, which `json.dumps` takes."""
-        return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        """Returns every field, and the verdict, as dictionaries, lists, numbers and text for `json.dumps`."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        names += [name for name in self._computed if name not in names and hasattr(self, name)]
+        return {name: plain(getattr(self, name)) for name in names}
 
     def to_pandas(self) -> Any:
         """Returns the rows as a `pandas.DataFrame`.

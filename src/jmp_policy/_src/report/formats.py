@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,13 +63,13 @@ class Formats(Report):
             "significand ",
             "largest ",
             "normal from ",
-            "zero below ",
+            "zero up to ",
             "epsilon ",
         )
         rows = [
             (
                 *(f.name, f.bits, f.exponent_bits, f.significand_bits, f"{f.largest:.5g}"),
-                *(f"{f.smallest_normal:.3g}", f"{f.smallest_subnormal:.3g}", f"{f.epsilon:.3g}"),
+                *(f"{f.smallest_normal:.3g}", _half_of(f.smallest_subnormal), f"{f.epsilon:.3g}"),
             )
             for f in self.formats
         ]
@@ -79,10 +80,19 @@ class Formats(Report):
         return tables
 
 
+def _half_of(number: float) -> str:
+    """Formats the half of a number; that of the smallest float64 is no float64.
+
+    Up to half of its smallest number a format rounds to zero: a tie goes to the even one of the two.
+    """
+    return f"{number / 2:.3g}" if number / 2 else f"{Decimal(number) / 2:.3g}".lower()
+
+
 def formats(*numbers: float) -> Formats:
     """Lists the formats that training uses, and what numbers become in each.
 
-    Numbers are rounded to nearest, ties to even.
+    Numbers are rounded to nearest, ties to even: what is at most half of the smallest number becomes zero, in
+    float16 up to 2**-25, about 3e-8.
 
     Args:
       numbers: any finite or infinite numbers.

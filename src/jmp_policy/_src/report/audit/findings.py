@@ -169,6 +169,7 @@ class Audit(Report):
     constants: tuple[LostConstant, ...] = ()
 
     _rows = "products"
+    _computed = ("verdict", "half_share", "tensor_core_share")
 
     @property
     def half_share(self) -> float:

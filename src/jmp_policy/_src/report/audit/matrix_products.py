@@ -47,14 +47,17 @@ def size_of(eqn: Any) -> Size:
 
 def _of_convolution(eqn: Any) -> Size:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-    kernel, out = shape_of(eqn.invars[1]), shape_of(eqn.outvars[0])
+    lhs, kernel, out = map(shape_of, (*eqn.invars[:2], eqn.outvars[0]))
     k = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
     n = out[numbers.out_spec[1]]
     m = math.prod(out) // max(n, 1)
-    # Zeros that dilation puts between inputs (the gradient of a strided convolution) are not computed with.
-    zeros = math.prod(eqn.params["lhs_dilation"] or (1,))
     batch_groups = eqn.params["batch_group_count"]
-    return Size(groups * batch_groups, m, n // (groups * batch_groups), k, 2 * m * n * k // zeros)
+    # The gradient of a convolution without padding, or with strides, is one of more outputs than inputs. The
+    # zeros around and between these are not computed with: each input is multiplied by the kernel once.
+    spatial = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)
+    places = math.prod(min(lhs[i], out[j]) for i, j in spatial)
+    flops = 2 * places * out[numbers.out_spec[0]] * n * k
+    return Size(groups * batch_groups, m, n // (groups * batch_groups), k, flops)
 
 
 def padding(eqn: Any, size: Size) -> str:

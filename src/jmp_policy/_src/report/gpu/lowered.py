@@ -9,7 +9,7 @@ from typing import Any
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.report.gpu.kernels import Kernel
 from jmp_policy._src.report.gpu.roofline import Estimate, kernel_seconds, plot_roofline
-from jmp_policy._src.report.gpu.targets import TARGETS, target_of_device
+from jmp_policy._src.report.gpu.targets import TARGETS, Target, target_of_device
 
 HALVES = ("float16", "bfloat16")
 #: Number of runs whose median is the measured time.
@@ -181,8 +181,14 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate]) -> str:
-    """Returns the report in one line: modules whose products are not fast, and the estimated speed."""
+def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate], target: Target | None = None) -> str:
+    """Returns the report in one line: modules whose products are not fast, and the estimated speed.
+
+    Args:
+      kernels: those of the program.
+      found: estimates.
+      target: the card; a half type that its Tensor Cores don't have is not recommended.
+    """
     products = [kernel for kernel in kernels if kernel.flops]
     if not products:
         return "No matrix kernels."
@@ -200,14 +206,24 @@ def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate]) -> str:
     for what, some in groups.items():
         if some:
             parts.append(f"{what}: {joined(list(dict.fromkeys(kernel.place for kernel in some)))}")
-    return "; ".join([*parts, *_estimated(found)]) + "."
+    known = [half for half in HALVES if target is None or half in target.on_tensor_cores]
+    given = {e.precision for e in found if e.program == "as given"} | {k.arithmetic for k in products}
+    if target is not None and known and (missing := [h for h in HALVES if h in given and h not in known]):
+        parts.append(f"{target.name} has no Tensor Cores for {missing[0]}: use {known[0]}")
+    return "; ".join([*parts, *_estimated(found, known)]) + "."
 
 
-def _estimated(found: Sequence[Estimate]) -> list[str]:
-    """Describes the speed of the given program in half precision, or else of the best one under autocast."""
+def _estimated(found: Sequence[Estimate], known: Sequence[str]) -> list[str]:
+    """Describes the speed of the given program in half precision, or else of the best one under autocast.
+
+    Args:
+      found: estimates.
+      known: half types that Tensor Cores of the card have.
+    """
     by_precision = {estimate.precision: estimate for estimate in found}
     halves = [by_precision[half] for half in HALVES if half in by_precision]
-    given = [estimate for estimate in halves if estimate.program == "as given"] or halves
+    given = [estimate for estimate in halves if estimate.program == "as given"]
+    given = given or [estimate for estimate in halves if estimate.precision in known]
     if not given or "float32" not in by_precision:
         return []
     best = max(given, key=lambda estimate: estimate.speedup)

@@ -98,7 +98,7 @@ def _report(
             for precision, answer in answers.items()
             if answer.error
         ),
-        verdict=verdict_of(kernels, found),
+        verdict=verdict_of(kernels, found, card),
     )
 
 
