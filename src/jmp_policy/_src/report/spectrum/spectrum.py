@@ -37,6 +37,11 @@ def gradient_spectrum(
     Pass the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
     scale it is trained with, to see what it does lose. Runs on the device, under one jit.
 
+    Each call traces and compiles anew, which takes seconds: `loss_fn` may read values that have changed since
+    the last one, and a program kept for it would show the old ones. To count over many steps compile once,
+    with `spectrum_value_and_grad` in the training step; with `jax_compilation_cache_dir` set, JAX finds the
+    compiled program of an earlier call.
+
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`; of NNX modules `(model, *args) -> scalar`.
       params: a pytree of arrays, or an NNX model.
