@@ -105,6 +105,7 @@ def lowering():
 OBJECTS = {
     "Policy": lambda: jmpp.Policy("float32", "float16", "float32", "float32"),
     "PolicyMap": rules,
+    "Precision": lambda: jmpp.Precision(rules(), {"critic": "dynamic", "actor": 8.0}),
     "PolicyMap of a part": lambda: rules().relative_to("body", jmpp.get_policy("float16")),
     "NoOpLossScale": jmpp.NoOpLossScale,
     "StaticLossScale": lambda: jmpp.StaticLossScale(8.0),
