@@ -14,6 +14,7 @@ from jmp_policy._src.core.suggest import check_keys, did_you_mean
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.scale_dict import KINDS, loss_scale_from_dict, loss_scale_to_dict
+from jmp_policy._src.loss_scaling.state import get_loss_scale_state
 from jmp_policy._src.policy.policy import POLICY_KEYS, Policy, get_policy
 from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
 
@@ -153,6 +154,17 @@ def from_config(settings: Any) -> Precision:
     rules: Any = settings.get("rules") or ()
     settings["rules"] = [_rule(pair) for pair in (rules.items() if hasattr(rules, "items") else rules)]
     return Precision(PolicyMap.from_dict({"policy": policy, **settings}), loss_scale)
+
+
+def check_one_loss_scale(opt_state: Any) -> None:
+    """Raises ValueError for the state of a transformation that was `loss_scaled` twice."""
+    try:
+        get_loss_scale_state(opt_state)
+    except ValueError as error:
+        raise ValueError(
+            f"tx has a loss scale already ({error}) Give the transformation without loss_scaled: the "
+            "precision brings the loss scale."
+        ) from error
 
 
 def _policy(value: Any) -> Policy | PolicyMap:
