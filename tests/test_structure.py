@@ -185,6 +185,7 @@ DOCUMENTED = {
     "jax.interpreters": {"ad", "batching", "mlir"},
     "flax.core": {"FrozenDict", "meta"},
     "flax.nnx.nn": {"dtypes"},
+    "flax.training": {"train_state"},
 }
 
 #: Attributes, and parameters of equations, without an underscore that nobody documents.

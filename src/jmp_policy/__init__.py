@@ -15,6 +15,8 @@ from jmp_policy import report as report
 from jmp_policy._src.api.check import LossScaleStuckError as LossScaleStuckError
 from jmp_policy._src.api.check import check as check
 from jmp_policy._src.api.frameworks import register_frameworks as _register_frameworks
+from jmp_policy._src.api.precision import Precision as Precision
+from jmp_policy._src.api.precision import from_config as from_config
 from jmp_policy._src.api.wrap import wrap as wrap
 from jmp_policy._src.autocast.api import autocast as autocast
 from jmp_policy._src.autocast.explanation import Explanation as Explanation

@@ -1,5 +1,6 @@
 """Puts Flax Linen modules under policies: `wrap`, and the interceptor behind it."""
 
+from jmp_policy._src.api.train_state import TrainState as TrainState
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.flax.linen.intercept import intercept as intercept
 from jmp_policy._src.flax.linen.wrap import policy_of as policy_of

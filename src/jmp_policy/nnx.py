@@ -1,5 +1,6 @@
 """Puts Flax NNX modules under policies: `wrap`, and functions for training steps that take modules."""
 
+from jmp_policy._src.api.nnx_optimizer import Optimizer as Optimizer
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.flax.nnx import attention as _attention
 from jmp_policy._src.flax.nnx import governed as _governed

@@ -5,6 +5,7 @@ and the error for an unknown word lists the known ones.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,6 +73,19 @@ class Policy:
         """Returns the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
+    def to_dict(self) -> dict[str, str]:
+        """Returns the dtypes as `{"params": "float32", "compute": "float16", "output": "float32"}`."""
+        return dict(part.split("=") for part in str(self).split(","))
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, str]) -> "Policy":
+        """Reads what `to_dict` returns; short keys, and keys left out, are as in the text of a policy.
+
+        Raises:
+          ValueError: for unknown keys and dtypes.
+        """
+        return get_policy(",".join(f"{key}={value}" for key, value in settings.items()))
+
     def __str__(self) -> str:
         names = {word: getattr(self, field) for word, field in _WORD_TO_FIELD.items()}
         return ",".join(f"{w}={np.dtype(d).name}" for w, d in names.items() if d is not None)
@@ -90,7 +104,8 @@ _WORD_TO_FIELD = {
     "grad": "grad_dtype",
 }
 _SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad"}
-_KEYS = (*_WORD_TO_FIELD, *_SHORT_KEYS)
+#: Words for the dtypes of a policy, in its text and as a dict.
+POLICY_KEYS = (*_WORD_TO_FIELD, *_SHORT_KEYS)
 _PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
 _MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
 
@@ -120,9 +135,10 @@ def get_policy(text: PolicyLike) -> Policy:
     if isinstance(text, Policy):
         return text
     if not isinstance(text, str):
+        hint = " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
         raise TypeError(
             f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {text!r} "
-            f"of type {type(text).__name__}."
+            f"of type {type(text).__name__}.{hint if hasattr(text, 'items') else ''}"
         )
     name = text.strip().lower()
     if name in _PURE:
@@ -133,6 +149,9 @@ def get_policy(text: PolicyLike) -> Policy:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
     hint = did_you_mean(name, known)
+    if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
+        full = np.dtype(DTYPE_WORDS[name]).name
+        hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."
     raise ValueError(
         f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
         "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
@@ -145,10 +164,10 @@ def _parse_assignments(text: str) -> Policy:
         key, equals, word = (piece.strip().lower() for piece in part.partition("="))
         key = _SHORT_KEYS.get(key, key)
         if not equals or key not in _WORD_TO_FIELD:
-            hint = did_you_mean(key, _KEYS)
+            hint = did_you_mean(key, POLICY_KEYS)
             raise ValueError(
                 f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
-                f"the keys {', '.join(_KEYS)}."
+                f"the keys {', '.join(POLICY_KEYS)}."
             )
         if key in dtypes:
             raise ValueError(f"Policy {text!r} sets {key!r} twice.")

@@ -5,12 +5,15 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.policy.pattern_text import pattern_from_text, pattern_to_text
 from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
 
 #: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
@@ -60,7 +63,8 @@ class PolicyMap:
         keep_module_dtypes: bool = False,
         float32_islands: bool = True,
     ):
-        pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
+        # A ConfigDict is like a mapping, and none.
+        pairs = getattr(overrides, "items", lambda: overrides)()
         checked = tuple((_check_pattern(p), get_policy(policy)) for p, policy in _as_pairs(pairs))
         object.__setattr__(self, "default", get_policy(default))
         object.__setattr__(self, "overrides", checked)
@@ -92,6 +96,34 @@ class PolicyMap:
         flags += "" if self.float32_islands else ", float32_islands=False"
         inside = f", {{{rules[2:]}}}" if rules else ""
         return f"PolicyMap({str(self.default)!r}{inside}{flags})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns `{"policy": text, "rules": [[pattern, policy], ...]}`, and the flags that are not default.
+
+        Classes and functions are written as "module:name", such as "flax.linen:Dense".
+
+        Raises:
+          ValueError: for a pattern that cannot be imported by name, such as a lambda.
+        """
+        pairs = [[pattern_to_text(pattern), str(policy)] for pattern, policy in self.overrides]
+        changed = {name: value for name, value in self._flags().items() if value != FLAGS[name]}
+        return {"policy": str(self.default), **({"rules": pairs} if pairs else {}), **changed}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "PolicyMap":
+        """Reads what `to_dict` returns; `rules` may be a mapping from pattern to policy too.
+
+        Raises:
+          ValueError, TypeError: for unknown keys, patterns that cannot be imported, and what is no policy.
+        """
+        check_keys(settings, ("policy", "rules", *FLAGS), "a PolicyMap")
+        if "policy" not in settings:
+            raise ValueError(f"The settings of a PolicyMap need the key 'policy', got {dict(settings)!r}.")
+        rules = settings.get("rules") or ()
+        pairs = _as_pairs(rules.items() if isinstance(rules, Mapping) else rules)
+        overrides = [(pattern_from_text(pattern), policy) for pattern, policy in pairs]
+        flags = {name: settings[name] for name in FLAGS if name in settings}
+        return cls(settings["policy"], overrides, **flags)
 
     def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
         """Returns the index of the first rule whose pattern matches this very module, or None."""
@@ -180,12 +212,18 @@ class PolicyMap:
         return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
 
     def _with(self, default: Policy, overrides: list[tuple[Pattern, Policy]]) -> "PolicyMap":
-        return PolicyMap(
-            default,
-            overrides,
-            keep_module_dtypes=self.keep_module_dtypes,
-            float32_islands=self.float32_islands,
-        )
+        return PolicyMap(default, overrides, **self._flags())
+
+    def _flags(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in FLAGS}
+
+
+#: The flags of a `PolicyMap`, with their defaults.
+FLAGS = {
+    parameter.name: parameter.default
+    for parameter in inspect.signature(PolicyMap).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +361,11 @@ def _check_pattern(pattern: Any) -> Pattern:
         except ValueError:
             pass  # A builtin has no signature to check; a wrong one fails when it is called.
         return cast(Pattern, pattern)
+    if isinstance(pattern, re.Pattern):
+        raise TypeError(
+            f"A pattern of a PolicyMap is no regular expression; got {pattern!r}. Write a path glob "
+            "('decoder/layer_*'), or a predicate: lambda path, module: expression.search(path) is not None."
+        )
     raise TypeError(
         "A pattern of a PolicyMap is a path glob, a module class or a predicate (path, module) -> "
         f"bool; got {pattern!r} of type {type(pattern).__name__}."

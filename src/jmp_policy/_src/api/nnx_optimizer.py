@@ -1,0 +1,97 @@
+"""The optimizer of NNX with one precision for all parts of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
+from jmp_policy._src.flax.nnx.governed import policy_of
+from jmp_policy._src.flax.nnx.train import keep_state_on_skip, scaled_value_and_grad
+
+
+class Optimizer(nnx.Optimizer):
+    """Flax's `nnx.Optimizer` that scales losses, and skips steps whose gradients are not finite.
+
+    Its state is that of an `nnx.Optimizer` whose transformation is `loss_scaled`: checkpoints of either
+    restore into the other.
+
+    Args:
+      model: the wrapped model: `precision.wrap(model)`.
+      tx: an optax transformation, without `loss_scaled` around it.
+      wrt: which Variables are trained, as an NNX filter.
+      precision: a `Precision`, or what `from_config` reads: "bf16", a mapping, ...
+      graph: as for `nnx.Optimizer`.
+
+    Raises:
+      TypeError, ValueError: for what is no precision; for a model that is not wrapped; for a `tx` that has a
+        loss scale already.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> import jmp_policy
+      >>> precision = jmp_policy.from_config("bf16")
+      >>> model = precision.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+      >>> optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision=precision)
+      >>> @nnx.jit
+      ... def train_step(optimizer, model, x):
+      ...     return optimizer.minimize(lambda model, x: (model(x) ** 2).mean(), model, x)
+      >>> loss = train_step(optimizer, model, jnp.ones((4, 2)))
+      >>> loss.dtype, int(optimizer.step[...])
+      (dtype('float32'), 1)
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, precision: Any, graph: bool | None = None):
+        precision = from_config(precision)
+        _check_wrapped(model, precision)
+        super().__init__(model, precision.loss_scaled(tx), wrt=wrt, graph=graph)
+        check_one_loss_scale(self)
+
+    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Differentiates a loss times its loss scale with respect to `wrt` of the first argument.
+
+        Args:
+          fun: the loss function, which takes the model first.
+          options: as for `jmp_policy.nnx.scaled_value_and_grad`.
+
+        Returns:
+          A function `(model, *args, **kwargs) -> (value, grads)`: the loss as it is, and gradients for
+          `update`.
+        """
+        options.setdefault("argnums", nnx.DiffState(0, self.wrt))
+        gradient = scaled_value_and_grad(fun, **options)
+
+        def value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+            return gradient(self, *args, **kwargs)
+
+        return value_and_scaled_grad
+
+    def minimize(
+        self, fun: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
+    ) -> Any:
+        """Trains one step: gradients, update, and on a skipped step all of the model's state as it was.
+
+        Args:
+          fun: the loss function. It takes the model, and returns a scalar, or `(loss, aux)` with `has_aux`.
+          model: the model.
+          args, kwargs: further arguments of the loss function.
+          has_aux: whether the loss function returns something beside the loss.
+
+        Returns:
+          The loss as it is, or `(loss, aux)`.
+        """
+        with keep_state_on_skip(self, model):
+            value, grads = self.value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
+            self.update(model, grads)
+        return value
+
+
+def _check_wrapped(model: Any, precision: Precision) -> None:
+    if nnx.graphdef(precision.wrap(model)) == nnx.graphdef(model):
+        return
+    if all(policy_of(module) is None for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            f"The model ({type(model).__name__}) is not wrapped: it would compute as it was written, "
+            "whatever the precision. Make it before the optimizer: model = precision.wrap(model)."
+        )

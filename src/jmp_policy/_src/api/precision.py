@@ -1,0 +1,231 @@
+"""Reads one setting of a config as a policy and a loss scale."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import optax
+
+from jmp_policy._src.api.wrap import wrap
+from jmp_policy._src.core.suggest import check_keys, did_you_mean
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
+from jmp_policy._src.loss_scaling.scale_dict import KINDS, loss_scale_from_dict, loss_scale_to_dict
+from jmp_policy._src.loss_scaling.state import get_loss_scale_state
+from jmp_policy._src.policy.policy import POLICY_KEYS, Policy, get_policy
+from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
+
+T = TypeVar("T")
+
+#: Words of other libraries' configs (accelerate, Lightning, DeepSpeed), which YAML may read as numbers and as
+#: False. "fp16" and "bf16" mean mixed precision there.
+WORDS = {
+    **dict.fromkeys(("no", "false", "none", "32", "32-true", "fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "16", "16-mixed", "fp16-mixed", "float16-mixed"), "mixed_float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed", "bfloat16-mixed"), "mixed_bfloat16"),
+    **dict.fromkeys(("16-true", "fp16-true"), "float16"),
+    "bf16-true": "bfloat16",
+    **dict.fromkeys(("64", "64-true", "fp64", "f64"), "float64"),
+    "auto": "mixed_half",
+}
+_KEYS = ("policy", "rules", *FLAGS, "loss_scale")
+
+
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class Precision:
+    """A policy and a loss scale: all that a config says about precision.
+
+    Args:
+      policy: a policy, its text, or a `PolicyMap`.
+      loss_scale: "auto": dynamic where the policy or a rule computes in float16, else none. "dynamic",
+        "none", a number for a static scale, the dict of a loss scale
+        (`{"type": "dynamic", "growth_interval": 500}`), a `LossScale`, or a mapping from the names of several
+        losses to one of these each.
+
+    Raises:
+      TypeError, ValueError: for something that is not a policy or a loss scale.
+
+    Example:
+      >>> precision = Precision("mixed_float16", loss_scale=1024)
+      >>> precision.to_dict()["loss_scale"]
+      {'type': 'static', 'loss_scale': 1024.0}
+      >>> from_config(precision.to_dict()) == precision
+      True
+    """
+
+    policy: Policy | PolicyMap
+
+    def __init__(self, policy: PolicyMapLike = "float32", loss_scale: Any = "auto"):
+        object.__setattr__(self, "policy", policy if isinstance(policy, PolicyMap) else get_policy(policy))
+        if _is_word(loss_scale, "auto"):
+            loss_scale = "dynamic" if _computes_in_float16(self.policy) else "none"
+        _loss_scale(loss_scale)  # Raises for what is none.
+        object.__setattr__(self, "_loss_scale_setting", loss_scale)
+
+    @property
+    def loss_scale(self) -> Any:
+        """Returns a new loss scale, or a dict of them by the name of the loss."""
+        return _loss_scale(self._loss_scale_setting)()  # type: ignore[attr-defined]
+
+    def wrap(self, module: T) -> T:
+        """Returns a Flax module that computes under the policy; as `jmp_policy.wrap`."""
+        return wrap(module, self.policy)
+
+    def loss_scaled(self, inner: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+        """Makes an optimizer take scaled gradients and skip steps; as `jmp_policy.loss_scaled`."""
+        return loss_scaled(inner, self.loss_scale, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as a dict of texts, numbers and lists, which `from_config` reads.
+
+        Raises:
+          TypeError, ValueError: for a loss scale or pattern of the user's own that has no name.
+        """
+        scale = self.loss_scale
+        several = isinstance(scale, dict)
+        settings = (
+            {n: loss_scale_to_dict(s) for n, s in scale.items()} if several else loss_scale_to_dict(scale)
+        )
+        return {**as_policy_map(self.policy).to_dict(), "loss_scale": settings}
+
+    def __repr__(self) -> str:
+        return f"Precision({self.policy!r}, loss_scale={self.loss_scale!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Precision) or as_policy_map(self.policy) != as_policy_map(other.policy):
+            return False
+        return repr(self.loss_scale) == repr(other.loss_scale)
+
+    def __hash__(self) -> int:
+        return hash(as_policy_map(self.policy))
+
+
+def from_config(settings: Any) -> Precision:
+    """Reads a setting of a config as a policy and a loss scale.
+
+    Args:
+      settings: one of
+
+        - a word: `"fp16"`, `"bf16"`, `"no"` (accelerate), `"16-mixed"`, `"bf16-mixed"`, `"32-true"`
+          (Lightning), `"auto"`: the half type that suits the default backend. `"fp16"` and `"bf16"` mean
+          mixed precision, with float32 parameters; `"float16"` and `"bfloat16"` all of that type, as in
+          `get_policy`;
+        - the text of a policy, such as `"mixed_float16"` or `"p=f32, c=bf16, o=f32"`;
+        - a mapping with `policy` (any of the above), and optionally `rules` (pairs of pattern and policy, or
+          a mapping), `loss_scale` (as for `Precision`), and the flags of a `PolicyMap`; a dict, a
+          `ml_collections.ConfigDict`, an OmegaConf `DictConfig`. The text of a class is "module:name", such
+          as "flax.linen:Dense". A ConfigDict sorts its keys: where the order of rules matters, write pairs;
+        - a mapping with the dtypes of one policy: `{"params": "float32", "compute": "bfloat16"}`;
+        - JSON of one of these; a policy, a `PolicyMap` or a `Precision`.
+
+    Returns:
+      One object with `policy`, `loss_scale`, `wrap` and `loss_scaled`.
+
+    Raises:
+      TypeError, ValueError: for a word, key, pattern or value that is not known, with those that are.
+
+    Example:
+      >>> precision = from_config({"policy": "fp16", "rules": [["**/head", "fp32"]]})
+      >>> precision.policy
+      PolicyMap('params=float32,compute=float16,output=float32', {'**/head': 'params=float32,compute=...'})
+      >>> type(precision.loss_scale).__name__, type(from_config("bf16").loss_scale).__name__
+      ('DynamicLossScale', 'NoOpLossScale')
+    """
+    if isinstance(settings, Precision):
+        return settings
+    if isinstance(settings, str) and settings.strip()[:1] in ("{", '"', "["):
+        try:
+            settings = json.loads(settings)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"The precision {settings!r} looks like JSON and is none: {error}.") from error
+    if not hasattr(settings, "items"):
+        return Precision(_policy(settings))
+    settings = _plain(settings)
+    if settings and not set(settings) - set(POLICY_KEYS):
+        return Precision(Policy.from_dict(settings))
+    check_keys(settings, _KEYS, "a precision")
+    loss_scale = settings.pop("loss_scale", "auto")
+    policy = _policy(settings.pop("policy", "float32"))
+    if not settings:
+        return Precision(policy, loss_scale)
+    rules: Any = settings.get("rules") or ()
+    settings["rules"] = [_rule(pair) for pair in (rules.items() if hasattr(rules, "items") else rules)]
+    return Precision(PolicyMap.from_dict({"policy": policy, **settings}), loss_scale)
+
+
+def check_one_loss_scale(opt_state: Any) -> None:
+    """Raises ValueError for the state of a transformation that was `loss_scaled` twice."""
+    try:
+        get_loss_scale_state(opt_state)
+    except ValueError as error:
+        raise ValueError(
+            f"tx has a loss scale already ({error}) Give the transformation without loss_scaled: the "
+            "precision brings the loss scale."
+        ) from error
+
+
+def _policy(value: Any) -> Policy | PolicyMap:
+    """Reads a policy from a word of another library's config, or as `get_policy` does."""
+    if isinstance(value, PolicyMap):
+        return value
+    if hasattr(value, "items"):
+        return Policy.from_dict(_plain(value))
+    known: Any = WORDS.get(str(value).strip().lower(), value)
+    try:
+        return get_policy(known)
+    except ValueError as error:
+        raise ValueError(f"{error} In a config also: {', '.join(WORDS)}.") from error
+
+
+def _rule(pair: Any) -> tuple[Any, Any]:
+    if isinstance(pair, str) or not hasattr(pair, "__len__") or len(pair) != 2:
+        raise TypeError(
+            "'rules' are pairs of pattern and policy, such as [['**/head', 'float32']], or a mapping from "
+            f"pattern to policy; got {pair!r} in them."
+        )
+    pattern, policy = pair
+    return pattern, _policy(policy)
+
+
+def _loss_scale(setting: Any) -> Callable[[], Any]:
+    """Checks the setting of one or several loss scales, and returns a function that makes them.
+
+    Making one asks JAX for its devices, which must not happen before `jax.distributed.initialize`.
+    """
+    if isinstance(setting, LossScale):
+        return lambda: setting
+    if hasattr(setting, "items"):
+        settings = _plain(setting)
+        if "type" in settings or set(settings) & set(inspect.signature(DynamicLossScale).parameters):
+            return loss_scale_from_dict(settings)
+        several = {name: _loss_scale(one) for name, one in settings.items()}
+        return lambda: {name: make() for name, make in several.items()}
+    if setting is False or _is_word(setting, "none", "no", "false"):
+        return NoOpLossScale
+    if _is_word(setting, "dynamic"):
+        return DynamicLossScale
+    if isinstance(setting, int | float) and setting is not True:
+        return loss_scale_from_dict({"type": "static", "loss_scale": setting})
+    hint = did_you_mean(setting, ("auto", *KINDS)) if isinstance(setting, str) else ""
+    raise ValueError(
+        f"Unknown loss scale {setting!r}.{hint} Known: 'auto', 'dynamic', 'none', a number for a static "
+        f"scale, and {{'type': ..., ...}} with the type {', '.join(KINDS)}."
+    )
+
+
+def _is_word(value: Any, *words: str) -> bool:
+    return isinstance(value, str) and value.strip().lower() in words
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """Returns a mapping as a dict; a ConfigDict is none, but can be turned into one."""
+    return dict(settings.items())
+
+
+def _computes_in_float16(policy: Policy | PolicyMap) -> bool:
+    rules = as_policy_map(policy)
+    policies = (rules.default, *(p for _, p in rules.overrides))
+    return any(p.compute_dtype == np.float16 for p in policies)

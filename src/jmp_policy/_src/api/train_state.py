@@ -1,0 +1,105 @@
+"""Flax's TrainState with one precision for all its parts: model, optimizer, loss scale, skipped steps."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+from flax.training import train_state
+
+from jmp_policy._src.api.precision import check_one_loss_scale, from_config
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.flax.linen.intercept import intercept
+from jmp_policy._src.loss_scaling.finiteness import select_tree
+from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
+
+S = TypeVar("S", bound="TrainState")
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` that trains under a precision, and keeps state on skipped steps.
+
+    Its fields are those of a `flax.training.train_state.TrainState` whose `tx` is `loss_scaled`: checkpoints
+    of either restore into the other. Subclass it for more fields, such as `batch_stats`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
+      >>> model, x = nn.Dense(1), jnp.ones((4, 2))
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply, params=params, tx=optax.sgd(0.1), precision="bf16")
+      >>> @jax.jit
+      ... def train_step(state, x):
+      ...     def loss_fn(params):
+      ...         return (state.apply_fn({"params": params}, x) ** 2).mean()
+      ...     loss, grads = state.value_and_grad(loss_fn)(state.params)
+      ...     return state.apply_gradients(grads=grads), loss
+      >>> state, loss = train_step(state, x)
+      >>> loss.dtype, int(state.step)
+      (dtype('float32'), 1)
+    """
+
+    @classmethod
+    def create(cls: type[S], *, apply_fn: Any, params: PyTree, tx: Any, precision: Any, **kwargs: Any) -> S:
+        """Makes a state at step 0.
+
+        Args:
+          apply_fn: `model.apply` of a bare module, or another function that calls Linen modules. What it
+            calls is governed by the policy.
+          params: the parameters, in param dtype.
+          tx: an optax transformation, without `loss_scaled` around it.
+          precision: a `Precision`, or what `from_config` reads: "bf16", a mapping, ...
+          kwargs: other fields of a subclass.
+
+        Raises:
+          TypeError, ValueError: for what is no precision; for a `tx` that has a loss scale already.
+        """
+        precision = from_config(precision)
+        module = getattr(apply_fn, "__self__", None)
+        if isinstance(module, nn.Module):
+            governed = getattr(precision.wrap(module), apply_fn.__name__)
+        else:
+            governed = intercept(precision.policy)(apply_fn)
+        tx = precision.loss_scaled(tx)
+        state = super().create(apply_fn=governed, params=params, tx=tx, **kwargs)
+        check_one_loss_scale(state.opt_state)
+        return state
+
+    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Differentiates a loss times the state's loss scale; as `jmp_policy.scaled_value_and_grad`.
+
+        Args:
+          fun: the loss function.
+          options: `argnums`, `has_aux`, `loss` and the others of `scaled_value_and_grad`.
+
+        Returns:
+          A function `(*args, **kwargs) -> (value, grads)`: the loss as it is, and gradients for
+          `apply_gradients`.
+        """
+        gradient = scaled_value_and_grad(fun, **options)
+
+        def value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+            return gradient(self.opt_state, *args, **kwargs)
+
+        return value_and_scaled_grad
+
+    def apply_gradients(self: S, *, grads: PyTree, **kwargs: Any) -> S:
+        """Updates the state, or leaves it as it was where a gradient is infinite or NaN.
+
+        Args:
+          grads: from `value_and_grad`.
+          kwargs: other fields to replace, such as `batch_stats`. On a skipped step they stay as they were.
+
+        Returns:
+          The new state; `step` counts skipped steps too, as Flax's does.
+        """
+        new = super().apply_gradients(grads=grads, **kwargs)
+        finite = grads_finite(new.opt_state)
+
+        def kept(name: str) -> Any:
+            old, value = getattr(self, name), getattr(new, name)
+            same = jax.tree.structure(old) == jax.tree.structure(value)
+            return select_tree(finite, value, old) if same else value
+
+        return new.replace(params=kept("params"), **{name: kept(name) for name in kwargs})

@@ -1,0 +1,230 @@
+"""One setting of a config becomes a policy and a loss scale, and goes back into a config."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+import pytest
+import yaml
+
+import jmp_policy as jmpp
+
+SCALES = {
+    "none": jmpp.NoOpLossScale(),
+    "static": jmpp.StaticLossScale(128.0),
+    "dynamic": jmpp.DynamicLossScale(2.0**10, growth_interval=7, hysteresis=2),
+    "statistic": jmpp.StatisticLossScale(margin=3),
+    "pid": jmpp.PIDLossScale(kp=0.5),
+}
+WORDS = {
+    "float32": (False, None, "no", "NO", "fp32", 32, "32-true", "full"),
+    "mixed_float16": ("fp16", "f16", 16, "16", "16-mixed", "fp16-mixed", " mixed_float16 "),
+    "mixed_bfloat16": ("bf16", "bf16-mixed", "mixed_bfloat16", "p=f32, c=bf16, o=f32"),
+    "float16": ("float16", "16-true", {"params": "f16"}),
+    "bfloat16": ("bfloat16", "bf16-true", {"p": "bf16", "c": "bf16"}, "p=bf16"),
+    "float64": (64, "64-true"),
+    "p=f32,c=bf16,o=f32,g=f32": ({"params": "float32", "compute": "bf16", "output": "f32", "grad": "f32"},),
+}
+
+
+@pytest.mark.parametrize(("policy", "word"), [(p, word) for p, words in WORDS.items() for word in words])
+def test_words_of_configs(policy, word):
+    precision = jmpp.from_config(word)
+    assert precision.policy == jmpp.get_policy(policy)
+    dynamic = precision.policy.compute_dtype == jnp.float16
+    assert isinstance(precision.loss_scale, jmpp.DynamicLossScale if dynamic else jmpp.NoOpLossScale)
+    assert jmpp.from_config(yaml.safe_load(yaml.safe_dump({"x": word}))["x"]) == precision
+
+
+def test_auto_is_mixed_precision_in_the_half_type_of_the_device():
+    half = jmpp.best_half_dtype().name
+    assert jmpp.from_config("auto").policy == jmpp.get_policy(f"mixed_{half}")
+
+
+SETTINGS = {
+    "policy": "fp16",
+    "rules": [["**/head", "fp32"], ["flax.linen:Embed", "p=f32,c=bf16"]],
+    "float32_islands": False,
+    "loss_scale": {"type": "dynamic", "loss_scale": 256, "growth_interval": 9},
+}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        dict,
+        json.dumps,
+        ml_collections.ConfigDict,
+        ml_collections.FrozenConfigDict,
+        lambda s: yaml.safe_load(yaml.safe_dump(s)),
+        lambda s: {**s, "rules": dict(s["rules"])},
+    ],
+)
+def test_mappings(read):
+    precision = jmpp.from_config(read(SETTINGS))
+    rules = {"**/head": "float32", nn.Embed: "p=f32, c=bf16"}
+    assert precision.policy == jmpp.PolicyMap("mixed_float16", rules, float32_islands=False)
+    assert repr(precision.loss_scale) == repr(jmpp.DynamicLossScale(256.0, growth_interval=9))
+    # There and back, by way of what JSON and YAML can hold.
+    text = json.dumps(precision.to_dict())
+    assert jmpp.from_config(text) == jmpp.from_config(yaml.safe_load(text)) == precision
+    assert json.dumps(jmpp.from_config(text).to_dict()) == text
+    assert hash(jmpp.from_config(text)) == hash(precision)
+    assert pickle.loads(pickle.dumps(precision)) == precision
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_loss_scales_there_and_back(kind):
+    scale = SCALES[kind]
+    precision = jmpp.Precision("mixed_float16", scale)
+    settings = precision.to_dict()["loss_scale"]
+    assert settings["type"] == kind
+    again = jmpp.from_config(json.loads(json.dumps(precision.to_dict())))
+    assert repr(again.loss_scale) == repr(scale)
+    assert again == precision
+    assert kind == "none" or jmpp.Precision("mixed_float16", "none") != precision
+
+
+def test_loss_scale_settings():
+    def scale(setting, policy="bf16"):
+        return jmpp.from_config({"policy": policy, "loss_scale": setting}).loss_scale
+
+    assert isinstance(scale("auto", "p=f32,c=f16"), jmpp.DynamicLossScale)
+    assert isinstance(scale("dynamic"), jmpp.DynamicLossScale)
+    assert isinstance(scale("none", "fp16"), jmpp.NoOpLossScale)
+    assert isinstance(scale(False, "fp16"), jmpp.NoOpLossScale)
+    assert float(scale(1024).loss_scale) == 1024
+    assert scale({"growth_interval": 3}).growth_interval == 3
+    several = scale({"critic": "dynamic", "actor": {"type": "pid"}})
+    assert {name: type(s) for name, s in several.items()} == {
+        "critic": jmpp.DynamicLossScale,
+        "actor": jmpp.PIDLossScale,
+    }
+    assert jmpp.from_config(jmpp.Precision("mixed_float16", several).to_dict()).loss_scale.keys() == {
+        "actor",
+        "critic",
+    }
+    # A rule that computes in float16 is enough.
+    assert isinstance(
+        jmpp.from_config({"policy": "fp32", "rules": {"body": "fp16"}}).loss_scale, jmpp.DynamicLossScale
+    )
+
+
+def test_a_config_trains():
+    x, y = jnp.linspace(-1, 1, 16)[:, None], jnp.linspace(2, -2, 16)[:, None]
+    for word in ("no", "bf16", "fp16"):
+        precision = jmpp.from_config(word)
+        model, tx = precision.wrap(nn.Dense(1)), precision.loss_scaled(optax.sgd(0.5), monitor=True)
+        params = model.init(jax.random.key(0), x)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, model=model, tx=tx):
+            loss, grads = jmpp.scaled_value_and_grad(lambda p: jnp.mean((model.apply(p, x) - y) ** 2))(
+                state, params
+            )
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        for _ in range(30):
+            params, state, loss = step(params, state)
+        assert loss < 1e-3
+        assert model.apply(params, x).dtype == jnp.float32
+
+
+WRONG = {
+    "fp8": "Unknown policy 'fp8'.*In a config also: no,",
+    "bf61": "Unknown policy 'bf61'",
+    "{policy": "looks like JSON",
+    True: "got True of type bool",
+    2.5: "got 2.5 of type float",
+    ("fp16",): "of type tuple",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_wrong_words(setting):
+    with pytest.raises((ValueError, TypeError), match=WRONG[setting]):
+        jmpp.from_config(setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"polcy": "fp16"}, "Unknown key 'polcy'.*Did you mean 'policy'"),
+        ({"policy": "fp16", "rules": ["head"]}, "pairs of pattern and policy.*got 'head'"),
+        ({"policy": "fp16", "rules": {"no.such:Class": "fp32"}}, "'no.such:Class'.*cannot be imported"),
+        ({"policy": "fp16", "rules": {"flax.linen:Dens": "fp32"}}, "'flax.linen:Dens'.*cannot be imported"),
+        ({"policy": "fp16", "rules": {"head": "fp23"}}, "Unknown policy 'fp23'"),
+        ({"policy": "fp16", "loss_scale": "dynamc"}, "Unknown loss scale 'dynamc'. Did you mean 'dynamic'"),
+        ({"policy": "fp16", "loss_scale": 0}, "loss_scale is 0, outside"),
+        ({"policy": "fp16", "loss_scale": True}, "Unknown loss scale True"),
+        (
+            {"policy": "fp16", "loss_scale": {"type": "dynamo"}},
+            "Unknown type 'dynamo'.*Did you mean 'dynamic'",
+        ),
+        ({"policy": "fp16", "loss_scale": {"type": "dynamic", "growth": 3}}, "Unknown key 'growth'"),
+        (
+            {"policy": "fp16", "loss_scale": {"type": "dynamic", "growth_interval": 0}},
+            "growth_interval must be",
+        ),
+        ({"policy": "fp16", "loss_scale": {"type": "static"}}, "cannot be made.*loss_scale"),
+        ({"params": "f32", "compute": "fp61"}, "Unknown dtype 'fp61'.*Did you mean 'fp16'"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        jmpp.from_config(settings)
+
+
+def test_what_has_no_name_in_a_config_is_named():
+    with pytest.raises(ValueError, match="pattern .*<lambda> cannot be written as text"):
+        jmpp.PolicyMap("float32", {lambda path, module: True: "float16"}).to_dict()
+
+    class Mine(jmpp.StaticLossScale):
+        pass
+
+    with pytest.raises(TypeError, match="class .*Mine has no name in a config"):
+        jmpp.Precision("mixed_float16", Mine(8.0)).to_dict()
+    with pytest.raises(ValueError, match=r"outside of jax\.jit"):
+        jax.jit(lambda s: jmpp.Precision("float32", s).to_dict() and 0)(jmpp.StaticLossScale(8.0))
+
+
+def test_policies_and_rules_there_and_back():
+    for text in ("mixed_float16", "bfloat16", "p=f32,c=f16,o=f32,g=f32"):
+        policy = jmpp.get_policy(text)
+        assert jmpp.Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    rules = jmpp.PolicyMap("mixed_float16", {nn.Dense: "float32", "a/*": "bfloat16"}, keep_module_dtypes=True)
+    assert jmpp.PolicyMap.from_dict(json.loads(json.dumps(rules.to_dict()))) == rules
+    with pytest.raises(ValueError, match="need the key 'policy'"):
+        jmpp.PolicyMap.from_dict({"rules": []})
+
+
+def test_other_spellings_are_answered_with_the_right_one():
+    with pytest.raises(ValueError, match="Write 'mixed_bfloat16' for float32 parameters, or 'bfloat16'"):
+        jmpp.get_policy("bf16")
+    with pytest.raises(TypeError, match=r"Rules are a jmp_policy\.PolicyMap; jmp_policy\.from_config"):
+        jmpp.wrap(nn.Dense(2), {"policy": "mixed_float16"})
+    with pytest.raises(TypeError, match=r"no regular expression.*lambda path, module: expression\.search"):
+        jmpp.PolicyMap("float32", {re.compile("head"): "float16"})
+    config = ml_collections.ConfigDict({"head": "float32"})
+    assert jmpp.PolicyMap("float16", config) == jmpp.PolicyMap("float16", {"head": "float32"})
+
+
+def test_reading_a_config_asks_for_no_device():
+    program = (
+        "import jax, jmp_policy\n"
+        "from unittest import mock\n"
+        "with mock.patch.object(jax, 'devices', side_effect=AssertionError):\n"
+        "    jmp_policy.from_config({'policy': 'fp16', 'loss_scale': 'dynamic', 'rules': {'head': 'no'}})\n"
+        "from jax.extend import backend\n"
+        "assert not jax._src.xla_bridge._backends"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
