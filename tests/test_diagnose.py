@@ -1075,7 +1075,7 @@ def test_the_branch_of_the_platform_that_runs_is_looked_into():
     assert (found.kind, found.operation) == (("overflow", "mul") if is_cpu else ("", ""))
 
 
-def test_what_a_loop_met_before_it_is_found_to_blame_as_a_whole_counts():
+def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
     # Every trip is finite, and what the loop hands to its last operation is not.
     def loss(w, x):
         def body(carry, x):
