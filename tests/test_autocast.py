@@ -434,6 +434,50 @@ def test_masks_and_numbers_take_no_part_in_promotion():
     assert {row.chosen for row in rows.of("mul", "add", "select_n")} == {"float16"}
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda h: jnp.clip(h, 0.0, 1.0),
+        lambda h: jnp.clip(h, 0, True),
+        lambda h: jax.nn.leaky_relu(h, 0.2),
+        lambda h: h % 0.75,
+        lambda h: h // 0.75,
+        lambda h: jnp.fmod(h, 0.75),
+        lambda h: jnp.divmod(h, 0.5)[1],
+        lambda h: jnp.where(h > 0, h, 2),
+        lambda h: lax.scan(jax.jit(lambda c, _: (c * 0.5, jnp.clip(c, 0.0, 1))), h, None, length=2)[1][1],
+        lambda h: jax.checkpoint(lambda h, s: jnp.maximum(h, s))(h, 0.5),
+        lambda h: lax.cond(h[0, 0] > 0, lambda h, s: h * s, lambda h, s: h + s, h, 0.5),
+        lambda h: gated(h, 0.5),
+    ],
+)
+def test_numbers_as_arguments_of_small_functions(fn):
+    def function(x):
+        return fn(x @ W) @ W
+
+    x, rows = X * 0.5, jnp.stack([X, X])
+    out = jax.eval_shape(autocast(function, "float16"), x)
+    assert (out.shape, out.dtype) == (X.shape, np.float32)
+    for lift in (jax.vmap, jax.jit, jax.checkpoint, lambda f: jax.grad(lambda x: f(x).sum())):
+        args = rows if lift is jax.vmap else x
+        for cast in (lift(autocast(function, "float16")), autocast(lift(function), "float16")):
+            assert jax.eval_shape(cast, args) == jax.eval_shape(lift(function), args)
+    # The number is no array of the operand's shape: nothing that is made of it is broadcast.
+    clipped = autocast(lambda x: jnp.clip(x @ W, 0.0, 1.0) @ W, "float16")
+    assert "broadcast_in_dim" not in {name for name, _ in names(clipped, X)}
+
+
+def test_a_number_as_an_argument_gives_what_it_gives_without():
+    def critic(params, x):
+        """A discriminator with clipped scores, as of a GAN."""
+        for w in params:
+            x = jax.nn.leaky_relu(x @ w, 0.2)
+        return jnp.mean(jnp.clip(x, -1.0, 1.0) ** 2) + jnp.mean(x % 2.0)
+
+    cast = jax.jit(jax.value_and_grad(autocast(critic, "float16")))
+    assert_close(cast([W, W.T], X), jax.jit(jax.value_and_grad(critic))([W, W.T], X))
+
+
 def test_scan_carries_and_constants():
     def function(w, xs):
         return lax.scan(lambda c, x: (c + jnp.tanh(x @ w), None), jnp.zeros((4, 8)), xs)[0]
