@@ -478,6 +478,30 @@ def test_a_number_as_an_argument_gives_what_it_gives_without():
     assert_close(cast([W, W.T], X), jax.jit(jax.value_and_grad(critic))([W, W.T], X))
 
 
+def test_what_is_donated_after_it_was_moved():
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def weights(x):
+        moved = x.T.reshape(64)
+        return donating(x) @ moved.reshape(8, 8)
+
+    def activations(x):
+        h = x @ W
+        moved = h.T
+        return donating(h) @ moved + x
+
+    def masks(x):
+        moved = (x > 0).astype(jnp.float32)
+        return (x @ W) * moved, jax.jit(jnp.logical_not, donate_argnums=0)(x > 0)
+
+    for function in (weights, activations, masks):
+        expected = function(jnp.eye(8))
+        assert_close(autocast(function, "float16")(jnp.eye(8)), expected)
+    given = jnp.eye(8)
+    autocast(weights, "float16")(given)
+    assert given.is_deleted()
+
+
 def test_scan_carries_and_constants():
     def function(w, xs):
         return lax.scan(lambda c, x: (c + jnp.tanh(x @ w), None), jnp.zeros((4, 8)), xs)[0]

@@ -288,7 +288,12 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
         with compat.eqn_context(eqn, scopes):
             return binding.bind(eqn, cache.read(dtype))[0]
 
-    return [CastCache(None, step.outs[0].dtype, make)]
+    return [cache.view(step.outs[0].dtype, make)]
+
+
+def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
+    """Returns the step of an operation in float32 whose results are handed on in half."""
+    return EqnPlan(eqn, rule, _reads(eqn, FLOAT32), _results(eqn, half), f"inside: {reason}")
 
 
 class Float32Internal(Promote):
@@ -353,9 +358,7 @@ class Convert(_Bound):
         if step.reads[0] is not None:
             return [cache]
 
-        return [
-            CastCache(None, FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])
-        ]
+        return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
 
 
 FOLLOW = Promote()
