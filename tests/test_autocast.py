@@ -805,8 +805,16 @@ def test_bad_input():
         autocast(layer, "fp61")
     with pytest.raises(ValueError, match="float16, bfloat16 or float32; 'float64' asks for float64"):
         autocast(layer, "float64")
-    with pytest.raises(ValueError, match="asks for float8_e4m3fn"):
-        autocast(layer, jnp.float8_e4m3fn)
+    for given in (jnp.float8_e4m3fn, "c=float8_e4m3fn", jmpp.Policy("float8_e5m2", "float16", "float32")):
+        with pytest.raises(ValueError, match=r"asks for float8_e.*every tensor needs a scale"):
+            autocast(layer, given)
+    with (
+        pytest.raises(ValueError, match=r"autocast .* asks for float8_e5m2.*bfloat16"),
+        region("float8_e5m2"),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"autocast .* asks for float8_e5m2"):
+        autocast(layer, "float16", rules={"*": "float8_e5m2"})
     with pytest.raises(ValueError, match="int32, which is not floating"):
         autocast(layer, jnp.int32)
     with pytest.raises(TypeError, match=r"rules of autocast are pairs \(path glob"):

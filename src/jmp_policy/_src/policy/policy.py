@@ -5,12 +5,13 @@ and the error for an unknown word lists the known ones.
 """
 
 import dataclasses
+import re
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import DTYPE_WORDS, parse_dtype
+from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike, PyTree
 
@@ -132,7 +133,7 @@ def get_policy(text: PolicyLike) -> Policy:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
-    hint = did_you_mean(name, known)
+    hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
     raise ValueError(
         f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
         "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
