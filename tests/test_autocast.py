@@ -434,6 +434,74 @@ def test_masks_and_numbers_take_no_part_in_promotion():
     assert {row.chosen for row in rows.of("mul", "add", "select_n")} == {"float16"}
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda h: jnp.clip(h, 0.0, 1.0),
+        lambda h: jnp.clip(h, 0, True),
+        lambda h: jax.nn.leaky_relu(h, 0.2),
+        lambda h: h % 0.75,
+        lambda h: h // 0.75,
+        lambda h: jnp.fmod(h, 0.75),
+        lambda h: jnp.divmod(h, 0.5)[1],
+        lambda h: jnp.where(h > 0, h, 2),
+        lambda h: lax.scan(jax.jit(lambda c, _: (c * 0.5, jnp.clip(c, 0.0, 1))), h, None, length=2)[1][1],
+        lambda h: jax.checkpoint(lambda h, s: jnp.maximum(h, s))(h, 0.5),
+        lambda h: lax.cond(h[0, 0] > 0, lambda h, s: h * s, lambda h, s: h + s, h, 0.5),
+        lambda h: gated(h, 0.5),
+    ],
+)
+def test_numbers_as_arguments_of_small_functions(fn):
+    def function(x):
+        return fn(x @ W) @ W
+
+    x, rows = X * 0.5, jnp.stack([X, X])
+    out = jax.eval_shape(autocast(function, "float16"), x)
+    assert (out.shape, out.dtype) == (X.shape, np.float32)
+    for lift in (jax.vmap, jax.jit, jax.checkpoint, lambda f: jax.grad(lambda x: f(x).sum())):
+        args = rows if lift is jax.vmap else x
+        for cast in (lift(autocast(function, "float16")), autocast(lift(function), "float16")):
+            assert jax.eval_shape(cast, args) == jax.eval_shape(lift(function), args)
+    # The number is no array of the operand's shape: nothing that is made of it is broadcast.
+    clipped = autocast(lambda x: jnp.clip(x @ W, 0.0, 1.0) @ W, "float16")
+    assert "broadcast_in_dim" not in {name for name, _ in names(clipped, X)}
+
+
+def test_a_number_as_an_argument_gives_what_it_gives_without():
+    def critic(params, x):
+        """A discriminator with clipped scores, as of a GAN."""
+        for w in params:
+            x = jax.nn.leaky_relu(x @ w, 0.2)
+        return jnp.mean(jnp.clip(x, -1.0, 1.0) ** 2) + jnp.mean(x % 2.0)
+
+    cast = jax.jit(jax.value_and_grad(autocast(critic, "float16")))
+    assert_close(cast([W, W.T], X), jax.jit(jax.value_and_grad(critic))([W, W.T], X))
+
+
+def test_what_is_donated_after_it_was_moved():
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def weights(x):
+        moved = x.T.reshape(64)
+        return donating(x) @ moved.reshape(8, 8)
+
+    def activations(x):
+        h = x @ W
+        moved = h.T
+        return donating(h) @ moved + x
+
+    def masks(x):
+        moved = (x > 0).astype(jnp.float32)
+        return (x @ W) * moved, jax.jit(jnp.logical_not, donate_argnums=0)(x > 0)
+
+    for function in (weights, activations, masks):
+        expected = function(jnp.eye(8))
+        assert_close(autocast(function, "float16")(jnp.eye(8)), expected)
+    given = jnp.eye(8)
+    autocast(weights, "float16")(given)
+    assert given.is_deleted()
+
+
 def test_scan_carries_and_constants():
     def function(w, xs):
         return lax.scan(lambda c, x: (c + jnp.tanh(x @ w), None), jnp.zeros((4, 8)), xs)[0]
@@ -737,8 +805,16 @@ def test_bad_input():
         autocast(layer, "fp61")
     with pytest.raises(ValueError, match="float16, bfloat16 or float32; 'float64' asks for float64"):
         autocast(layer, "float64")
-    with pytest.raises(ValueError, match="asks for float8_e4m3fn"):
-        autocast(layer, jnp.float8_e4m3fn)
+    for given in (jnp.float8_e4m3fn, "c=float8_e4m3fn", jmpp.Policy("float8_e5m2", "float16", "float32")):
+        with pytest.raises(ValueError, match=r"asks for float8_e.*every tensor needs a scale"):
+            autocast(layer, given)
+    with (
+        pytest.raises(ValueError, match=r"autocast .* asks for float8_e5m2.*bfloat16"),
+        region("float8_e5m2"),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"autocast .* asks for float8_e5m2"):
+        autocast(layer, "float16", rules={"*": "float8_e5m2"})
     with pytest.raises(ValueError, match="int32, which is not floating"):
         autocast(layer, jnp.int32)
     with pytest.raises(TypeError, match=r"rules of autocast are pairs \(path glob"):

@@ -695,6 +695,8 @@ def test_what_is_no_nnx_module():
         jmpp.nnx.wrap({}, "mixed_float16")
     with pytest.raises(ValueError, match="asks for weight gradients in bfloat16. Products of float16"):
         jmpp.wrap(MLP(rngs=rngs()), "p=f32,c=f16,o=f32,g=bf16")
+    with pytest.raises(ValueError, match="asks for float8_e4m3fn, which holds nothing above 448"):
+        jmpp.wrap(MLP(rngs=rngs()), "c=float8_e4m3fn")
 
 
 def test_a_class_that_cannot_be_subclassed():

@@ -61,6 +61,7 @@ def test_text_round_trip(params, compute, output, grad):
         ("p=f32,p=f16", "sets 'params' twice"),
         ("c=int8", "not floating"),
         ("", "Unknown policy ''"),
+        ("mixed_fp8", "Unknown policy 'mixed_fp8'. Eight bits .* every tensor needs a scale"),
     ],
 )
 def test_bad_texts(text, message):

@@ -140,7 +140,7 @@ def test_a_config_trains():
 
 
 WRONG = {
-    "fp8": "Unknown policy 'fp8'.*In a config also: no,",
+    "fp8": "Unknown policy .fp8.. Eight bits.*In a config also: no,",
     "bf61": "Unknown policy 'bf61'",
     "{policy": "looks like JSON",
     True: "got True of type bool",

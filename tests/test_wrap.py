@@ -550,6 +550,12 @@ def test_bad_policies():
         jmpp.wrap(nn.Dense(2), "p=f16,c=f16,o=f32,g=f32")
     with pytest.raises(ValueError, match="asks for weight gradients in bfloat16"):
         jmpp.linen.intercept("p=f32,c=f16,o=f32,g=bf16")
+    eight = r"asks for float8_e\w+, which holds nothing above .* needs a scale .*Fp8DirectDotGeneralOp"
+    for policy in ("c=float8_e4m3fn", "params=float8_e5m2,compute=float16", "c=f16,o=float8_e4m3fn"):
+        for applied in (lambda p: jmpp.wrap(nn.Dense(2), p), jmpp.linen.intercept):
+            for given in (policy, jmpp.PolicyMap("mixed_float16", {"head": jmpp.get_policy(policy)})):
+                with pytest.raises(ValueError, match=eight):
+                    applied(given)
     with pytest.raises(TypeError, match="takes a module, not its class"):
         jmpp.linen.wrap(nn.Dense, "mixed_float16")
     with pytest.raises(TypeError, match="takes a flax.linen.Module, got int"):

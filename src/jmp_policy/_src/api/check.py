@@ -104,7 +104,7 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
         return None
     times = ", ".join(f"{loss[1:]!r} {values[f'nonfinite_steps{loss}'].max()}" for loss in losses)
     return (
-        f"{skips} steps skipped in a row, {skipped} in all, with no single loss at fault: the gradients of the "
+        f"{skips} steps skipped in a row, {skipped} in all, by no single loss: the gradients of the "
         f"losses were not finite this often: {times}. loss_scaled(..., on_nonfinite='drop_loss') leaves out "
         "only the loss that overflows."
     ), max(float(values[f"loss_scale{loss}"].max()) for loss in losses)

@@ -79,6 +79,12 @@ class Jit(_Call):
         ]
         return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        for cache, donated in zip(caches, step.eqn.params["donated_invars"], strict=True):
+            if donated:
+                cache.donate()
+        return super().run(step, caches)
+
     def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if calls.is_inlined(step.eqn):
             return run(plan, caches)

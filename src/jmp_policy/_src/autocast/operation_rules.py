@@ -9,7 +9,7 @@ import numpy as np
 from jmp_policy._src.autocast.float32_outputs import dot_with_float32_output, product
 from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Rule, float32_reads, traced
 from jmp_policy._src.autocast.runtime import rebound
-from jmp_policy._src.autocast.values import CastCache, Value, computed
+from jmp_policy._src.autocast.values import CastCache, Value, cast, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import compat, ir, op_lists
 from jmp_policy._src.jaxpr.ir import FLOAT32
@@ -62,7 +62,7 @@ class AsTraced(_Bound):
             op_list, reason = planner.table[eqn.primitive.name]
             why = f"{op_list}: {reason}"
         else:
-            why = "on no list: as traced"
+            why = op_lists.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced")
             inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
             # What a solver is made of is nothing that the user wrote.
@@ -147,24 +147,15 @@ class Promote(_Bound):
     """An operation in the dtype of its widest operand; parameters, numbers and masks take no part."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if region.half is None or self._is_full_power(eqn, region):
-            return _demand_all(eqn, True)
-        if not any(map(ir.is_float32, eqn.outvars)):
-            return _demand_all(eqn, True)  # A comparison: either will do.
+        if region.half is None or not any(map(ir.is_float32, eqn.outvars)):
+            return _demand_all(eqn, True)  # Of a comparison either will do.
         return _demand_all(eqn, _wanted_full(eqn, outs))
-
-    @staticmethod
-    def _is_full_power(eqn: Any, region: Region) -> bool:
-        half = region.half.name if region.half is not None and not region.lower else ""
-        return op_lists.is_full_power(eqn.primitive.name, eqn.params, half)
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> EqnPlan:
         if region.half is None or not any(_floats(eqn)) or ir.holds_jaxpr(eqn):
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
-        if self._is_full_power(eqn, region):
-            return as_traced(self, eqn, "full: exceeds float16 easily")
         dtype, why = self._choose(eqn, ins, outs, region)
         return EqnPlan(eqn, self, _reads(eqn, dtype), _results(eqn, dtype), why)
 
@@ -180,8 +171,10 @@ class Promote(_Bound):
             return half, "follow: the region asks for half"
         if _wanted_full(eqn, outs):
             return FLOAT32, "follow: only float32 operations use the result"
-        if any(value.dtype == FLOAT32 for value in made):
-            return FLOAT32, "follow: the widest operand is float32"
+        # float32, or the other half dtype of a region: in float16 what bfloat16 holds may be infinite.
+        wider = [value.dtype for value in made if value.dtype != half]
+        if wider:
+            return FLOAT32, f"follow: an operand is {wider[0].name}"
         if not made:
             return FLOAT32, "follow: parameters alone"
         whole = [ir.shape_of(a) for v, a in operands if v.source == "leaf" and not v.broadcast]
@@ -205,12 +198,12 @@ def _read_broadcast(cache: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
     """Reads an operand; one that is read in half and is broadcast is broadcast in float32 and then cast.
 
     The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
-    then has a relative error of 5e-3 instead of 7e-4.
+    then has a relative error of 5e-3 instead of 7e-4. A number that stands in the program has no gradient.
     """
-    in_half = dtype is not None and is_half(dtype) and not isinstance(atom, compat.Literal)
-    if in_half and ir.shape_of(atom) != ir.shape_of(like):
-        return computed(ir.broadcast_like(cache.read(FLOAT32), like)).read(dtype)
-    return cache.read(dtype)
+    if dtype is None or not is_half(dtype) or ir.shape_of(atom) == ir.shape_of(like):
+        return cache.read(dtype)
+    value = cache.read(FLOAT32)
+    return cache.read(dtype) if isinstance(value, np.ndarray) else cast(ir.broadcast_like(value, like), dtype)
 
 
 class Full(_Bound):
@@ -270,7 +263,7 @@ class DataMovement(Promote):
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if step.why == MOVED:
             return _made_at_use(step, caches[0])
-        return _as_planned(step, rebound(step.eqn, step.reads, caches))
+        return as_planned(step, rebound(step.eqn, step.reads, caches))
 
 
 def _is_summed(eqn: Any) -> bool:
@@ -288,7 +281,12 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
         with compat.eqn_context(eqn, scopes):
             return binding.bind(eqn, cache.read(dtype))[0]
 
-    return [CastCache(None, step.outs[0].dtype, make)]
+    return [cache.view(step.outs[0].dtype, make)]
+
+
+def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
+    """Returns the step of an operation in float32 whose results are handed on in half."""
+    return EqnPlan(eqn, rule, _reads(eqn, FLOAT32), _results(eqn, half), f"inside: {reason}")
 
 
 class Float32Internal(Promote):
@@ -306,15 +304,14 @@ class Float32Internal(Promote):
         looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(eqn, outs)
         is_float = ir.is_float32(eqn.invars[0]) and region.half is not None
         if is_float and (looked_up or step.outs[0].dtype == region.half):
-            why = f"inside: {planner.table[eqn.primitive.name][1]}"
-            return EqnPlan(eqn, self, _reads(eqn, FLOAT32), _results(eqn, region.half), why)
+            return inside_float32(self, eqn, region.half, planner.table[eqn.primitive.name][1])
         return step
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return _as_planned(step, rebound(step.eqn, step.reads, caches))
+        return as_planned(step, rebound(step.eqn, step.reads, caches))
 
 
-def _as_planned(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
+def as_planned(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
     """Returns results in the dtypes they were planned in."""
     results = zip(outs, step.outs, step.eqn.outvars, strict=True)
     return [computed(cache.read(v.dtype)) if ir.is_float32(var) else cache for cache, v, var in results]
@@ -353,9 +350,7 @@ class Convert(_Bound):
         if step.reads[0] is not None:
             return [cache]
 
-        return [
-            CastCache(None, FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])
-        ]
+        return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
 
 
 FOLLOW = Promote()

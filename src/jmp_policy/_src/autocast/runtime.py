@@ -37,9 +37,9 @@ def _constant(var: Any, value: Any) -> CastCache:
 
 
 def _literal(atom: Any) -> CastCache:
-    value = atom.val
-    dtype = ir.dtype_of(atom)
-    return CastCache(value, dtype, lambda half: np.asarray(value, dtype).astype(half))
+    # An array: what it is handed to as an argument may ask for its shape, which a Python number has not.
+    value = np.asarray(atom.val, ir.dtype_of(atom))
+    return CastCache(value, value.dtype, value.astype)
 
 
 def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -49,13 +50,27 @@ class CastCache:
       is_weight: whether casts of it are marked as those of a parameter.
     """
 
-    __slots__ = ("_dtype", "_is_weight", "_made", "_make")
+    __slots__ = ("__weakref__", "_dtype", "_is_weight", "_made", "_make", "_views")
 
     def __init__(
         self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None, is_weight: bool = False
     ):
         self._dtype, self._make, self._is_weight = dtype, make, is_weight
         self._made = {} if value is None else {dtype: value}
+        self._views: list[weakref.ref[CastCache]] = []
+
+    def view(self, dtype: Any, make: Callable[[Any], Any]) -> "CastCache":
+        """Returns the cache of what is made of this value, in whichever dtype it is read in."""
+        made = CastCache(None, dtype, make)
+        self._views.append(weakref.ref(made))
+        return made
+
+    def donate(self) -> None:
+        """Makes what is to be made of this value, whose buffer is about to be overwritten."""
+        for made in filter(None, (view() for view in self._views)):
+            if made._make is not None:
+                made.read(None)
+                made._make = None
 
     def read(self, dtype: Any) -> Any:
         """Returns the value in a dtype; for None, as it is."""

@@ -71,7 +71,7 @@ def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
-            "floating values. Use float16, bfloat16, float32, float64 or a float8 type."
+            "floating values. Use float16, bfloat16, float32 or float64."
         )
     return dtype
 
@@ -90,6 +90,29 @@ def is_floating(dtype: Any) -> bool:
 def is_half(dtype: Any) -> bool:
     """Returns whether a dtype is floating with 16 bits or fewer."""
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
+
+
+#: Why a policy has no float8 type, and what to do.
+NO_SCALES = (
+    "Eight bits hold so few numbers that every tensor needs a scale of its own, and a policy's casts have "
+    "none: gradients would be wrong by tens of percent. Ask for bfloat16, and for products that have scales: "
+    "in Flax layers dot_general_cls=nn.Fp8DirectDotGeneralOp, in any model the library qwix."
+)
+
+
+def check_has_range(dtype: np.dtype, asked: str) -> None:
+    """Raises for dtypes of 8 bits and fewer, in which casts alone give nothing useful.
+
+    Args:
+      dtype: what values would be cast to.
+      asked: who asks for it, as the message begins: "The policy 'c=float8_e4m3fn'".
+
+    Raises:
+      ValueError: for floating dtypes of fewer than 16 bits.
+    """
+    if is_floating(dtype) and jnp.finfo(dtype).bits < 16:
+        largest = float(jnp.finfo(dtype).max)
+        raise ValueError(f"{asked} asks for {dtype}, which holds nothing above {largest:g}. {NO_SCALES}")
 
 
 def promote_dtype(dtype: Any) -> np.dtype:

@@ -11,6 +11,11 @@ TABLE: Mapping[str, tuple[OpList, str]] = {
     name: (op_list, reason) for name, (op_list, reason, _) in OPERATIONS.items() if op_list is not None
 }
 
+#: Primitive's name -> why it runs as traced, of those that are known and on no list.
+NOT_LISTED: Mapping[str, str] = {
+    name: f"as traced: {reason}" for name, (op_list, reason, _) in OPERATIONS.items() if op_list is None
+}
+
 #: Products that are linear in each floating operand, which are those that take half operands.
 LOWERED = frozenset(name for name, (op_list, _) in TABLE.items() if op_list == "lower")
 
@@ -18,11 +23,6 @@ BROADCASTING, MOVES, SUMMED = map(having, (Trait.BROADCASTS, Trait.MOVES, Trait.
 
 #: Reason of an entry that the caller has made.
 ASKED = "as the caller asked"
-
-
-def is_full_power(name: str, params: Mapping[str, object], half: str) -> bool:
-    """Returns whether a power leaves float16's range easily; bfloat16 has float32's."""
-    return name == "integer_pow" and half == "float16" and abs(int(params["y"])) > 2  # type: ignore[call-overload]
 
 
 def changed_table(

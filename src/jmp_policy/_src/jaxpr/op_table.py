@@ -132,7 +132,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "add_any": Operation("follow", "a sum of two cotangents", _BROADCASTS),
     "sub": Operation("follow", "exact to half's rounding", _BROADCASTS),
     "mul": Operation("follow", "exact to half's rounding", _BROADCASTS),
-    "div": Operation("follow", "exact to half's rounding", _BROADCASTS | _POLE),
+    "div": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _BROADCASTS | _POLE),
     "neg": Operation("follow", "exact"),
     "sign": Operation("follow", "exact"),
     "abs": Operation("follow", "exact"),
@@ -142,12 +142,12 @@ OPERATIONS: Mapping[str, Operation] = {
     "floor": Operation("follow", "exact"),
     "ceil": Operation("follow", "exact"),
     "round": Operation("follow", "exact"),
-    "rem": Operation("follow", "exact to half's rounding", _BROADCASTS | _POLE),
+    "rem": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _BROADCASTS | _POLE),
     "square": Operation(
         "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares"
     ),
     "one_minus_square": Operation("follow", "a product; the derivative of tanh"),
-    "integer_pow": Operation("follow", "a product of few factors", _POLE),
+    "integer_pow": Operation("follow", "a product of few factors; see autocast/quotients.py", _POLE),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz"),
     "logistic": Operation("follow", "bounded, and 1/4-Lipschitz"),
     "select_n": Operation("follow", "picks a value", _BROADCASTS),
@@ -211,7 +211,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "eigh": Operation(None, "linear algebra", _COSTLY),
     "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
-    "fft": Operation(None, "a sum over all elements", _COSTLY),
+    "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY),
     "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
     "lu": Operation(None, "linear algebra", _COSTLY),
     "pallas_call": Operation(

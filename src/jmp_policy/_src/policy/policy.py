@@ -5,13 +5,14 @@ and the error for an unknown word lists the known ones.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import DTYPE_WORDS, parse_dtype
+from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike, PyTree
 
@@ -148,7 +149,7 @@ def get_policy(text: PolicyLike) -> Policy:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
-    hint = did_you_mean(name, known)
+    hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
     if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
         full = np.dtype(DTYPE_WORDS[name]).name
         hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."

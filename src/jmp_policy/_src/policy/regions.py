@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jmp_policy._src.core.dtypes import parse_dtype
+from jmp_policy._src.core.dtypes import check_has_range, parse_dtype
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap, matches
@@ -47,13 +47,14 @@ def compute_dtype(dtype: np.dtype, given: object) -> np.dtype | None:
     Raises:
       ValueError: for other dtypes than float16, bfloat16 and float32.
     """
+    check_has_range(dtype, f"{given!r}, given to autocast or a region of it,")
     if dtype.name in ("float16", "bfloat16"):
         return dtype
     if dtype.name == "float32":
         return None
     raise ValueError(
         f"autocast computes in float16, bfloat16 or float32; {given!r} asks for {dtype.name}. It only ever "
-        "lowers float32 operations: float64 code stays as it is, and 8 bits need scaled products."
+        "lowers float32 operations: float64 code stays as it is."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import check_has_range, is_half
 from jmp_policy._src.core.suggest import check_keys
 from jmp_policy._src.policy.pattern_text import pattern_from_text, pattern_to_text
 from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
@@ -242,8 +242,16 @@ PolicyMapLike: TypeAlias = PolicyMap | Policy | str
 
 
 def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
-    """Returns a `PolicyMap` unchanged, and a policy or its text as the default of one without overrides."""
-    return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
+    """Returns the rules that are to be applied: a `PolicyMap` unchanged, else one without overrides.
+
+    Raises:
+      ValueError: for policies that compute, store or hand on values in 8 bits.
+    """
+    rules = policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
+    for given in (rules.default, *(p for _, p in rules.overrides)):
+        for dtype in (given.param_dtype, given.compute_dtype, given.output_dtype):
+            check_has_range(dtype, f"The policy {str(given)!r}")
+    return rules
 
 
 def check_grad_dtypes(rules: PolicyMap) -> None:
