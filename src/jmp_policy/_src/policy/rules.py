@@ -35,6 +35,9 @@ class PolicyMap:
       float32_islands: compute normalisation layers and the softmax of attention in float32 wherever a
         policy computes in 16 bits or fewer. A rule that matches a normalisation layer by its class or
         by its name overrides this for that layer.
+      keep_small_inputs: where a policy computes in 16 bits or fewer, do not cast floating inputs that are
+        scalars, or vectors next to inputs of higher rank (a noise level or a time per example). They cost
+        nothing, and a logarithm or a high frequency of them is wrong in half precision.
 
     Raises:
       TypeError, ValueError: for something that is not a pattern or not a policy.
@@ -51,6 +54,7 @@ class PolicyMap:
     overrides: tuple[tuple[Pattern, Policy], ...]
     keep_module_dtypes: bool
     float32_islands: bool
+    keep_small_inputs: bool
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class PolicyMap:
         *,
         keep_module_dtypes: bool = False,
         float32_islands: bool = True,
+        keep_small_inputs: bool = True,
     ):
         pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
         checked = tuple((_check_pattern(p), get_policy(policy)) for p, policy in _as_pairs(pairs))
@@ -66,11 +71,12 @@ class PolicyMap:
         object.__setattr__(self, "overrides", checked)
         object.__setattr__(self, "keep_module_dtypes", bool(keep_module_dtypes))
         object.__setattr__(self, "float32_islands", bool(float32_islands))
+        object.__setattr__(self, "keep_small_inputs", bool(keep_small_inputs))
         # Kept: the map is part of every jit cache key that is looked up while it is active.
         object.__setattr__(self, "_hash", hash(self._key()))
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.default, self.overrides, self.keep_module_dtypes, self.float32_islands)
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -90,6 +96,7 @@ class PolicyMap:
         rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
         flags = ", keep_module_dtypes=True" if self.keep_module_dtypes else ""
         flags += "" if self.float32_islands else ", float32_islands=False"
+        flags += "" if self.keep_small_inputs else ", keep_small_inputs=False"
         inside = f", {{{rules[2:]}}}" if rules else ""
         return f"PolicyMap({str(self.default)!r}{inside}{flags})"
 
@@ -185,6 +192,7 @@ class PolicyMap:
             overrides,
             keep_module_dtypes=self.keep_module_dtypes,
             float32_islands=self.float32_islands,
+            keep_small_inputs=self.keep_small_inputs,
         )
 
 

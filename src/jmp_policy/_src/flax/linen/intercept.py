@@ -14,11 +14,11 @@ from typing import Any
 
 import flax.linen as nn
 
-from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
 from jmp_policy._src.flax.linen.shadowing import shadowed
+from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.regions import region
@@ -199,12 +199,18 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
-        new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs)
-        out = call(*new_args, **new_kwargs)
+        with inputs.entered((args, kwargs)) as small:
+            new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
+            out = call(*new_args, **new_kwargs)
     policy_changes = scope.caller != precision.policy
     may_be_scanned = not policy_changes or is_lifted(scope, module)
     return cast_outputs(
-        out, args, precision.policy, policy_changes=policy_changes, may_be_scanned=may_be_scanned
+        out,
+        args,
+        precision.policy,
+        policy_changes=policy_changes,
+        may_be_scanned=may_be_scanned,
+        kept_rank=small.output_rank(precision),
     )
 
 
@@ -217,11 +223,12 @@ def _governed(scope: Scope, module: nn.Module) -> Iterator[ModulePrecision]:
         yield precision
 
 
-def _cast_inputs(precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(
+    precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any, small: inputs.SmallInputs
+) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image) is normalised as such: half would lose its range.
         return args, kwargs
-    dtype = precision.compute_dtype
-    if layers.keeps_carry(module) and args:
-        return (args[0], *cast_floating(args[1:], dtype)), cast_floating(kwargs, dtype)
-    return cast_floating((args, kwargs), dtype)
+    kept = args[:1] if layers.keeps_carry(module) else ()
+    cast = functools.partial(inputs.cast_inputs, precision=precision, small=small)
+    return (*kept, *cast(args[len(kept) :])), cast(kwargs)
