@@ -9,17 +9,21 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
+import jax
 
+from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.rules import (
@@ -199,7 +203,7 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
-        with inputs.entered((args, kwargs)) as small:
+        with inputs.entered((args, kwargs)) as small, _explained(scope, module, precision):
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
     policy_changes = scope.caller != precision.policy
@@ -210,8 +214,33 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
         precision.policy,
         policy_changes=policy_changes,
         may_be_scanned=may_be_scanned,
+        may_return_carry_only=scope.caller is not None and _is_loop_body(args, precision),
         kept_rank=small.output_rank(precision),
     )
+
+
+def _explained(
+    scope: Scope, module: nn.Module, precision: ModulePrecision
+) -> contextlib.AbstractContextManager[None]:
+    path, name = scope.relative(module.path), type(module).__name__
+    return explained(f"{name} at {path!r}" if path else name, f'"{path}"' if path else name, precision)
+
+
+def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
+    """Returns whether a loop in the code of the module above runs a method on a carry in another dtype.
+
+    Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
+    """
+    dtype, calls = precision.compute_dtype, 0
+    if not any(is_floating_array(x) and x.dtype != dtype for x in jax.tree.leaves(args[:1])):
+        return False
+
+    def is_second_call(frame: types.FrameType) -> bool:
+        nonlocal calls
+        calls += frame.f_code is _call_governed.__code__
+        return calls == 2  # The first is of the method itself.
+
+    return compat.is_traced_by_loop(is_second_call)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields
+from jmp_policy._src.flax.linen.variables import shadow_variable
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import (
@@ -122,7 +123,7 @@ def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
     return governed_get_variable
 
 
-_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable}
+_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable, "variable": shadow_variable}
 
 
 @contextlib.contextmanager

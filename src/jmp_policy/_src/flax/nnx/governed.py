@@ -18,6 +18,7 @@ from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
 from jmp_policy._src.flax.nnx.states import transformed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.weight_grads import transform
@@ -162,6 +163,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
     with (
         inputs.entered((args, kwargs), graph_nodes.is_node) as small,
+        explained(bare.__name__, bare.__name__, precision),
         param_cast_proxy.opened(module, *seen_as) as proxy,
     ):
         new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
