@@ -43,6 +43,7 @@ def _advice(module: str, pattern: str, precision: ModulePrecision) -> str:
         f"{module} computes in {half} {_MARK}. Fourier transforms and linear algebra take no half "
         "precision, and an array that the module makes itself (an initial carry, a buffer, the result of a "
         "branch) is float32 where it meets half values. Cast what the operation takes "
-        "(x.astype(jnp.float32)), make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), or let the module compute "
+        "(x.astype(jnp.float32)), make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), "
+        "or let the module compute "
         f'in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )

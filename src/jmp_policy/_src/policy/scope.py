@@ -38,6 +38,8 @@ class Scope:
       root_path: path of the module below which `rules` counts paths.
       current_module: identity of the module whose code is running, to recognise calls between its methods.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
+      reads: list of the places where the module whose code is running read uncast parameters; None where that
+        does not matter.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
     """
@@ -48,6 +50,7 @@ class Scope:
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     current_module: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
+    reads: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
+from jmp_policy._src.flax.linen.raw_reads import watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
@@ -247,9 +248,12 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 def _governed(scope: Scope, module: nn.Module) -> Iterator[ModulePrecision]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
     precision = module_precision(scope, module)
-    inner = dataclasses.replace(scope, caller=precision.policy, current_module=identity(module))
-    with entered(inner), shadowed(scope, module, precision):
-        yield precision
+    with watched(scope, module, precision) as reads:
+        inner = dataclasses.replace(
+            scope, caller=precision.policy, current_module=identity(module), reads=reads
+        )
+        with entered(inner), shadowed(scope, module, precision):
+            yield precision
 
 
 def _cast_inputs(
