@@ -14,6 +14,12 @@ X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 HALF = {("dot_general", "float16", "float16")}
 
 
+class Product(nn.Module):
+    @nn.compact
+    def __call__(self, w):
+        return w @ w
+
+
 class Net(nn.Module):
     """Makes a parameter, and reads it again in another way."""
 
@@ -41,6 +47,7 @@ GOVERNED = {
     "apply": lambda self, child, h: nn.Dense(4, use_bias=False).apply(
         {"params": {"kernel": child.variables["params"]["kernel"].T}}, h.T[:, :3] @ h[:3]
     ),
+    "another module": lambda self, child, h: Product(name="product")(child.variables["params"]["kernel"]),
     "other collections": lambda self, child, h: (h.T @ h) * (1 + ("cache" in self.variables)),
     "by name": lambda self, child, h: h.T @ h * len(self.variables.get("batch_stats", ())),
 }

@@ -20,7 +20,7 @@ from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
-from jmp_policy._src.flax.linen.raw_reads import watched
+from jmp_policy._src.flax.linen.raw_reads import hand_on, watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
@@ -199,6 +199,7 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     own_call = scope.current_module == identity(module)
+    hand_on(scope, module, (args, kwargs))
     with _governed(scope, module) as precision:
         if own_call:
             # A method called by a method of the same module: the policy does not change, and what it computed

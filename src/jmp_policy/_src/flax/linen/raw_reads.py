@@ -2,7 +2,7 @@
 
 `self.scope.get_variable("params", name)` is cast as they are. `self.variables` and `child.variables` are
 whole trees, which may be handed to `apply` (and are cast there) or be summed up in float32 on purpose. They
-come out as stored, and if no `apply` follows in the same call, a warning says so once.
+come out as stored; if neither `apply` nor another module gets them in the same call, a warning says so once.
 """
 
 import contextlib
@@ -42,6 +42,7 @@ class Read:
     path: tuple[str, ...]
     file: str
     line: int
+    params: list[Any] = dataclasses.field(compare=False)
 
 
 @contextlib.contextmanager
@@ -50,8 +51,6 @@ def watched(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Iter
 
     Yields None where nothing is lost: in `init`, and in modules that use parameters as they are stored.
     """
-    if scope.reads and not module.path:
-        scope.reads.clear()  # An `apply` inside of a method: it casts what it was handed.
     if module.is_initializing() or not is_half(precision.used_param_dtype):
         yield None
         return
@@ -59,7 +58,21 @@ def watched(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Iter
     _watch(module.scope, module)
     yield reads
     for read in reads:
-        _warn_once(scope.rules, type(module), module.path, read, precision)
+        _warn_once(scope.rules, type(module), module.path, dataclasses.replace(read, params=[]), precision)
+
+
+def hand_on(scope: Scope, module: nn.Module, inputs: Any) -> None:
+    """Forgets what the caller of a module has read, where the module gets it, and so casts it.
+
+    Args:
+      scope: the scope of the caller.
+      module: what is called: the root of an `apply` inside of a method, or any other.
+      inputs: what it is called with.
+    """
+    if scope.reads:
+        given = {id(x) for x in jax.tree.leaves(inputs)}
+        kept = [r for r in scope.reads if module.path and given.isdisjoint(map(id, r.params))]
+        scope.reads[:] = kept
 
 
 def _watch(scope: Any, module: nn.Module) -> None:
@@ -88,7 +101,7 @@ def _variables(of_scope: Any, of_module: Any) -> Any:
         params = jax.tree.leaves(found.get("params", {}))
         stored = any(is_floating_array(x) and not is_half(x.dtype) for x in params)
         if stored and frame is not None and not _OTHER.search(linecache.getline(*frame)):
-            active.reads.append(Read(scope.path, *frame))
+            active.reads.append(Read(scope.path, *frame, params))
     return found
 
 
