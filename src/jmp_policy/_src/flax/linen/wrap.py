@@ -177,7 +177,7 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[Scope | None]:
-    """Makes the module's policy active, unless it is active for this very module already; yields its scope."""
+    """Makes the module's policy active, unless it is so for this very module already; yields its scope."""
     rules = policy_of(module)
     assert rules is not None
     if _is_active(module, rules):
