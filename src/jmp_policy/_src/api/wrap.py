@@ -21,9 +21,10 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
     Returns:
       A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
       param dtype and cast to compute dtype where they are used, inputs are cast to compute dtype on entering
-      each module, and outputs to output dtype where they leave the governed part of the model. See
-      `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX module shares its Variables with the
-      original.
+      each module (but for scalars, and vectors next to inputs of higher rank, unless a `PolicyMap` has
+      `keep_small_inputs=False`), and outputs to output dtype where they leave the governed part of the
+      model. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX module shares its Variables with
+      the original.
 
     Raises:
       TypeError: for something that is not a module.

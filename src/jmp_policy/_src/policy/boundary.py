@@ -18,6 +18,7 @@ def cast_outputs(
     policy_changes: bool,
     may_be_scanned: bool,
     may_return_carry_only: bool = False,
+    kept_rank: int = 0,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Casts the outputs of a module's method for its caller.
@@ -31,6 +32,7 @@ def cast_outputs(
       may_be_scanned: whether `lax.scan` may run the method, so that a returned carry (the first of a pair)
         must keep its dtype.
       may_return_carry_only: whether the carry may be all that the method returns.
+      kept_rank: the rank up to which outputs for code under the same policy keep their dtype.
       is_leaf: as for `jax.tree.flatten`.
     """
 
@@ -38,7 +40,9 @@ def cast_outputs(
         if policy_changes:
             return cast_leaf(x, policy.output_dtype)
         # Scalars keep their dtype: they cost nothing and are mostly losses, whose cotangent is the scale.
-        return x if not is_floating_array(x) or np.ndim(x) == 0 else cast_leaf(x, policy.compute_dtype)
+        return (
+            x if not is_floating_array(x) or np.ndim(x) <= kept_rank else cast_leaf(x, policy.compute_dtype)
+        )
 
     if may_return_carry_only and given:
         kept = _in_dtypes_of(given[0], out, is_leaf)

@@ -14,10 +14,16 @@ class ModulePrecision:
 
     A float32 island is a module that computes in float32 inside a half-precision model, such as a
     normalisation layer; it takes and returns the compute dtype of its policy.
+
+    Args:
+      policy: its policy.
+      island: whether it is one.
+      keeps_small_inputs: whether scalars, and vectors next to larger inputs, are not cast to half.
     """
 
     policy: Policy
     island: bool
+    keeps_small_inputs: bool = True
 
     @property
     def compute_dtype(self) -> np.dtype:

@@ -25,7 +25,8 @@ class Policy:
 
     Args:
       param_dtype: dtype in which parameters are stored and updated (the master weights).
-      compute_dtype: dtype to which parameters and inputs are cast for the computation.
+      compute_dtype: dtype to which parameters and inputs are cast for the computation. A half one is not for
+        scalars and vectors that come with larger inputs (see `PolicyMap`'s `keep_small_inputs`).
       output_dtype: dtype of values that leave the governed part of a model for code under another policy or
         none.
       grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in

@@ -38,6 +38,9 @@ class PolicyMap:
       float32_islands: compute normalisation layers and the softmax of attention in float32 wherever a
         policy computes in 16 bits or fewer. A rule that matches a normalisation layer by its class or
         by its name overrides this for that layer.
+      keep_small_inputs: where a policy computes in 16 bits or fewer, do not cast floating inputs that are
+        scalars, or vectors next to inputs of higher rank (a noise level or a time per example). They cost
+        nothing, and a logarithm or a high frequency of them is wrong in half precision.
 
     Raises:
       TypeError, ValueError: for something that is not a pattern or not a policy.
@@ -54,6 +57,7 @@ class PolicyMap:
     overrides: tuple[tuple[Pattern, Policy], ...]
     keep_module_dtypes: bool
     float32_islands: bool
+    keep_small_inputs: bool
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class PolicyMap:
         *,
         keep_module_dtypes: bool = False,
         float32_islands: bool = True,
+        keep_small_inputs: bool = True,
     ):
         # A ConfigDict is like a mapping, and none.
         pairs = getattr(overrides, "items", lambda: overrides)()
@@ -70,11 +75,12 @@ class PolicyMap:
         object.__setattr__(self, "overrides", checked)
         object.__setattr__(self, "keep_module_dtypes", bool(keep_module_dtypes))
         object.__setattr__(self, "float32_islands", bool(float32_islands))
+        object.__setattr__(self, "keep_small_inputs", bool(keep_small_inputs))
         # Kept: the map is part of every jit cache key that is looked up while it is active.
         object.__setattr__(self, "_hash", hash(self._key()))
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.default, self.overrides, self.keep_module_dtypes, self.float32_islands)
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -92,8 +98,7 @@ class PolicyMap:
 
     def __repr__(self) -> str:
         rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
-        flags = ", keep_module_dtypes=True" if self.keep_module_dtypes else ""
-        flags += "" if self.float32_islands else ", float32_islands=False"
+        flags = "".join(f", {name}={value}" for name, value in self._changed_flags().items())
         inside = f", {{{rules[2:]}}}" if rules else ""
         return f"PolicyMap({str(self.default)!r}{inside}{flags})"
 
@@ -106,8 +111,8 @@ class PolicyMap:
           ValueError: for a pattern that cannot be imported by name, such as a lambda.
         """
         pairs = [[pattern_to_text(pattern), str(policy)] for pattern, policy in self.overrides]
-        changed = {name: value for name, value in self._flags().items() if value != FLAGS[name]}
-        return {"policy": str(self.default), **({"rules": pairs} if pairs else {}), **changed}
+        rules = {"rules": pairs} if pairs else {}
+        return {"policy": str(self.default), **rules, **self._changed_flags()}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "PolicyMap":
@@ -216,6 +221,9 @@ class PolicyMap:
 
     def _flags(self) -> dict[str, bool]:
         return {name: getattr(self, name) for name in FLAGS}
+
+    def _changed_flags(self) -> dict[str, bool]:
+        return {name: value for name, value in self._flags().items() if value != FLAGS[name]}
 
 
 #: The flags of a `PolicyMap`, with their defaults.

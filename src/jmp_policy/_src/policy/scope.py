@@ -17,7 +17,8 @@ from jmp_policy._src.policy.rules import PolicyMap, path_text
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Paths of the modules that ran, and indices of the rules that matched one of them.
+    """Paths of the modules that ran, indices of the rules that matched one of them, and paths of the modules
+    whose initial values may depend on half-precision ones.
 
     It holds paths and no modules: jit caches keep the scopes they were traced under, and a module would keep
     its parameters alive.
@@ -25,6 +26,7 @@ class Seen:
 
     paths: set[str]
     matched: set[int]
+    drawn_in_half: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Scope:
       root_path: path of the module below which `rules` counts paths.
       current_module: identity of the module whose code is running, to recognise calls between its methods.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
+      reads: list of the places where the module whose code is running read uncast parameters; None where that
+        does not matter.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
     """
@@ -48,6 +52,7 @@ class Scope:
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     current_module: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
+    reads: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:

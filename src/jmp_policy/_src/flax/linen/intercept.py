@@ -9,17 +9,22 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
+import jax
 
-from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
+from jmp_policy._src.flax.linen.raw_reads import hand_on, watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
+from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.rules import (
@@ -194,34 +199,70 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     own_call = scope.current_module == identity(module)
+    hand_on(scope, module, (args, kwargs))
     with _governed(scope, module) as precision:
         if own_call:
             # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
-        new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs)
-        out = call(*new_args, **new_kwargs)
+        with inputs.entered((args, kwargs)) as small, _explained(scope, module, precision):
+            new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
+            out = call(*new_args, **new_kwargs)
     policy_changes = scope.caller != precision.policy
     may_be_scanned = not policy_changes or is_lifted(scope, module)
     return cast_outputs(
-        out, args, precision.policy, policy_changes=policy_changes, may_be_scanned=may_be_scanned
+        out,
+        args,
+        precision.policy,
+        policy_changes=policy_changes,
+        may_be_scanned=may_be_scanned,
+        may_return_carry_only=scope.caller is not None and _is_loop_body(args, precision),
+        kept_rank=small.output_rank(precision),
     )
+
+
+def _explained(
+    scope: Scope, module: nn.Module, precision: ModulePrecision
+) -> contextlib.AbstractContextManager[None]:
+    path, name = scope.relative(module.path), type(module).__name__
+    return explained(f"{name} at {path!r}" if path else name, f'"{path}"' if path else name, precision)
+
+
+def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
+    """Returns whether a loop in the code of the module above runs a method on a carry in another dtype.
+
+    Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
+    """
+    dtype, calls = precision.compute_dtype, 0
+    if not any(is_floating_array(x) and x.dtype != dtype for x in jax.tree.leaves(args[:1])):
+        return False
+
+    def is_second_call(frame: types.FrameType) -> bool:
+        nonlocal calls
+        calls += frame.f_code is _call_governed.__code__
+        return calls == 2  # The first is of the method itself.
+
+    return compat.is_traced_by_loop(is_second_call)
 
 
 @contextlib.contextmanager
 def _governed(scope: Scope, module: nn.Module) -> Iterator[ModulePrecision]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
     precision = module_precision(scope, module)
-    inner = dataclasses.replace(scope, caller=precision.policy, current_module=identity(module))
-    with entered(inner), shadowed(scope, module, precision):
-        yield precision
+    with watched(scope, module, precision) as reads:
+        inner = dataclasses.replace(
+            scope, caller=precision.policy, current_module=identity(module), reads=reads
+        )
+        with entered(inner), shadowed(scope, module, precision):
+            yield precision
 
 
-def _cast_inputs(precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(
+    precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any, small: inputs.SmallInputs
+) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image) is normalised as such: half would lose its range.
         return args, kwargs
-    dtype = precision.compute_dtype
-    if layers.keeps_carry(module) and args:
-        return (args[0], *cast_floating(args[1:], dtype)), cast_floating(kwargs, dtype)
-    return cast_floating((args, kwargs), dtype)
+    kept = args[:1] if layers.keeps_carry(module) else ()
+    cast = functools.partial(inputs.cast_inputs, precision=precision, small=small)
+    return (*kept, *cast(args[len(kept) :])), cast(kwargs)

@@ -26,7 +26,7 @@ def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     island = (
         rules.float32_islands and not named and is_half(policy.compute_dtype) and layers.is_island(module)
     )
-    return ModulePrecision(policy, island)
+    return ModulePrecision(policy, island, rules.keep_small_inputs)
 
 
 def governing_rule(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, int | None]:

@@ -17,7 +17,9 @@ from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen import layers
+from jmp_policy._src.flax.linen.initial_values import may_see_half
 from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields
+from jmp_policy._src.flax.linen.variables import shadow_variable
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import (
@@ -95,6 +97,8 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
             return draw_dtype if _same_dtype(value, precision.compute_dtype) else value
 
         def init(*args: Any, **kwargs: Any) -> Any:
+            if is_half(precision.compute_dtype) and may_see_half((init_fn, init_args, init_kwargs)):
+                scope.seen.drawn_in_half.add(scope.relative(module.path))
             # Modules hand self.dtype to initialisers, and close over it; initial values must be those of
             # the bare module, cast, and not drawn in half.
             with _fields(module, {k: as_drawn(v) for k, v in original_fields(module).items()}):
@@ -122,7 +126,7 @@ def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
     return governed_get_variable
 
 
-_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable}
+_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable, "variable": shadow_variable}
 
 
 @contextlib.contextmanager

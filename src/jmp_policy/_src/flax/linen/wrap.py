@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.flax import compat
+from jmp_policy._src.flax.linen.initial_values import with_params_of
 from jmp_policy._src.flax.linen.intercept import pushed
 from jmp_policy._src.policy.rules import (
     PolicyMap,
@@ -162,23 +163,29 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
     def governed_run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole = kwargs.get("method") in (None, "__call__")
         variables = args[0] if name == "apply" and args else kwargs.get("variables")
-        with _active(self, check_all=whole, variables=variables):
-            return run(self, *args, **kwargs)
+        with _active(self, check_all=whole, variables=variables) as scope:
+            out = run(self, *args, **kwargs)
+        if name == "apply" or scope is None or not scope.seen.drawn_in_half or current() is not None:
+            return out
+        again = run(_with_class(self, bare), *args, **kwargs)
+        if name == "lazy_init":
+            return with_params_of(out, again)
+        return out[0], with_params_of(out[1], again[1])
 
     return nn.nowrap(governed_run)
 
 
 @contextlib.contextmanager
-def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[None]:
-    """Makes the module's policy active, unless it is active for this very module already."""
+def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[Scope | None]:
+    """Makes the module's policy active, unless it is so for this very module already; yields its scope."""
     rules = policy_of(module)
     assert rules is not None
     if _is_active(module, rules):
-        yield
+        yield None
         return
     base = _base(module)
     with pushed(Scope(rules, root_path=base)) as scope:
-        yield
+        yield scope
     # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
     # may leave modules out (dropout in evaluation) without its being an error.
     checked: Any = module if module.scope is None else type(module)

@@ -13,11 +13,12 @@ from typing import Any
 
 from flax import nnx
 
-from jmp_policy._src.core.cast import cast_leaf, map_changed
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
 from jmp_policy._src.flax.nnx.states import transformed
+from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.weight_grads import transform
@@ -159,9 +160,13 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
     in_loop = param_cast_proxy.is_loop_body()
-    new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
-    with param_cast_proxy.opened(module, *seen_as) as proxy:
+    with (
+        inputs.entered((args, kwargs), graph_nodes.is_node) as small,
+        explained(bare.__name__, bare.__name__, precision),
+        param_cast_proxy.opened(module, *seen_as) as proxy,
+    ):
+        new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
         bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
         out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
     return cast_outputs(
@@ -171,6 +176,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         policy_changes=spec.policy_changes,
         may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
         may_return_carry_only=in_loop,
+        kept_rank=small.output_rank(precision),
         is_leaf=graph_nodes.is_node,
     )
 
@@ -179,7 +185,9 @@ def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> A
     return _run(module, bare, method, args, kwargs)
 
 
-def _cast_inputs(module: Any, precision: ModulePrecision, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs(
+    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: inputs.SmallInputs
+) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
         return args, kwargs
@@ -190,7 +198,7 @@ def _cast_inputs(module: Any, precision: ModulePrecision, args: Any, kwargs: Any
         kept_kwargs = ("initial_carry",)
 
     def cast(tree: Any) -> Any:
-        return map_changed(lambda x: cast_leaf(x, precision.compute_dtype), tree, graph_nodes.is_node)
+        return inputs.cast_inputs(tree, precision, small, graph_nodes.is_node)
 
     new_args = (*args[:kept_args], *(cast(x) for x in args[kept_args:]))
     return new_args, {name: x if name in kept_kwargs else cast(x) for name, x in kwargs.items()}

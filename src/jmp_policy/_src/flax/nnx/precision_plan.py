@@ -314,7 +314,7 @@ class _Walk:
             policy = dataclasses.replace(governing, compute_dtype=asked_dtype)
         half = is_half(policy.compute_dtype)
         island = rules.float32_islands and not named and half and layers.is_island(module)
-        precision = ModulePrecision(policy, island)
+        precision = ModulePrecision(policy, island, rules.keep_small_inputs)
         return Place(path, module, precision, policy != outside, asked_dtype is not None), governing
 
     def _note(self, place: Place) -> None:

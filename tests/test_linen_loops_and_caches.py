@@ -1,0 +1,186 @@
+"""Operations of one dtype inside Linen modules: loops, branches, caches, and what knows no half precision."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jmp_policy as jmpp
+from tests.helpers import dtypes, products
+
+X = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Runs(nn.Module):
+    """Runs a function of a layer and the inputs."""
+
+    function: object
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(4)
+        return self.function(dense, dense(x))
+
+
+def zeros():
+    return jnp.zeros((3, 4))
+
+
+LOOPS = {
+    "scan": lambda dense, h: lax.scan(lambda c, _: (dense(c), None), zeros(), None, length=2)[0],
+    "scan over half": lambda dense, h: lax.scan(
+        lambda c, x: (jnp.tanh(dense(c) + x), c), zeros(), jnp.stack([h, h])
+    )[0],
+    "while": lambda dense, h: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, nn.relu(dense(c[1]))), (0, zeros())
+    )[1],
+    "nn.while": lambda dense, h: nn.while_loop(
+        lambda _, c: c[0] < 2, lambda mdl, c: (c[0] + 1, mdl(c[1])), dense, (0, zeros())
+    )[1],
+    "fori": lambda dense, h: lax.fori_loop(0, 2, lambda _, c: dense(c), zeros()),
+}
+
+
+@pytest.mark.parametrize("function", LOOPS.values(), ids=LOOPS)
+def test_loops_over_float32_carries_that_the_module_makes(function):
+    bare, model = Runs(function), jmpp.wrap(Runs(function), "mixed_bfloat16")
+    variables = model.init(jax.random.key(0), X)
+    assert np.allclose(model.apply(variables, X), bare.apply(variables, X), atol=0.05)
+    assert set(products(model.apply, variables, X)) == {("dot_general", "bfloat16", "bfloat16")}
+
+
+def test_outside_of_loops_results_are_half_whatever_came():
+    model = jmpp.wrap(Runs(lambda dense, h: dense(zeros())), "p=f32,c=f16,o=f16")
+    assert model.init_with_output(jax.random.key(0), X)[0].dtype == jnp.float16
+
+
+FAILING = {
+    "carry": lambda dense, h: lax.scan(lambda c, x: (2 * x, None), zeros()[0], h)[0],
+    "branches": lambda dense, h: lax.cond(True, lambda: h, zeros),
+    "buffer": lambda dense, h: lax.dynamic_update_slice(jnp.zeros((9, 4)), h, (0, 0)),
+    "select": lambda dense, h: lax.select(h > 0, h, zeros()),
+    "fft": lambda dense, h: jnp.fft.irfft(jnp.fft.rfft(h)),
+}
+
+
+@pytest.mark.parametrize("function", FAILING.values(), ids=FAILING)
+def test_other_failures_name_the_module_and_the_rule_that_helps(function):
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(Runs(function, name="mixer")(x))
+
+    with pytest.raises(
+        (TypeError, ValueError), match="(?s)float16.*\n\nRuns at 'mixer' computes in float16"
+    ) as e:
+        jmpp.wrap(Outer(), "mixed_float16").init(jax.random.key(0), X)
+    assert str(e.value).count("computes in float16") == 1
+    rule = 'PolicyMap(..., {"mixer": "params=float32,compute=float32,output=float16"})'
+    assert rule in str(e.value)
+    helped = jmpp.PolicyMap("mixed_float16", {"mixer": "params=float32,compute=float32,output=float16"})
+    assert jmpp.wrap(Outer(), helped).init_with_output(jax.random.key(0), X)[0].dtype == jnp.float32
+
+
+def test_linear_algebra_outside_of_jit():
+    def inverse(dense, h):
+        return jnp.linalg.inv(h.T @ h + jnp.eye(4, dtype=h.dtype))
+
+    with pytest.raises(NotImplementedError, match="Runs computes in bfloat16 under its policy"):
+        jmpp.wrap(Runs(inverse), "mixed_bfloat16").init(jax.random.key(0), X)
+
+
+def test_errors_that_have_other_causes_are_as_they_were():
+    def wrong(dense, h):
+        return lax.dynamic_update_slice(zeros(), h[0], (0, 0))
+
+    messages = []
+    for model in (Runs(wrong), jmpp.wrap(Runs(wrong), "mixed_float16"), jmpp.wrap(Runs(wrong), "float32")):
+        with pytest.raises((TypeError, ValueError), match="dynamic_update_slice") as e:
+            model.init(jax.random.key(0), X)
+        messages.append(str(e.value))
+    assert not [m for m in messages if "policy" in m]
+
+
+def test_failures_in_nnx():
+    class Spectral(nnx.Module):
+        def __call__(self, x):
+            return jnp.fft.irfft(jnp.fft.rfft(x))
+
+    with pytest.raises(ValueError, match="Spectral computes in float16 under its policy"):
+        jmpp.wrap(Spectral(), "mixed_float16")(X)
+
+
+class Decoder(nn.Module):
+    """Attention with a cache, as published decoders write it."""
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = (nn.Dense(4, name=name)(x) for name in ("q", "k", "v"))
+        is_initialized = self.has_variable("cache", "key")
+        keys = self.variable("cache", "key", jnp.zeros, key.shape, key.dtype)
+        values = self.variable("cache", "value", jnp.zeros, value.shape, value.dtype)
+        index = self.variable("cache", "index", lambda: jnp.array(0, jnp.int32))
+        if is_initialized:
+            key = lax.dynamic_update_slice(keys.value, key, (index.value, 0))
+            value = lax.dynamic_update_slice(values.value, value, (index.value, 0))
+            keys.value, values.value, index.value = key, value, index.value + len(x)
+        return nn.Dense(4)(nn.softmax(query @ key.T) @ value)
+
+
+CACHES = {
+    "float32 cache, half model": ("float32", "mixed_float16", jnp.float32),
+    "half cache, half model": ("mixed_float16", "mixed_float16", jnp.float16),
+    "half cache, float32 model": ("mixed_float16", "float32", jnp.float16),
+    "half cache, other half": ("mixed_float16", "mixed_bfloat16", jnp.float16),
+}
+
+
+@pytest.mark.parametrize(("maker", "user", "stored"), CACHES.values(), ids=CACHES)
+def test_decode_caches_are_read_in_the_models_dtype_and_stored_in_their_own(maker, user, stored):
+    variables = jmpp.wrap(Decoder(), maker).init(jax.random.key(0), X)
+    params, cache, model = variables["params"], variables["cache"], jmpp.wrap(Decoder(), user)
+    assert cache["key"].dtype == stored
+
+    def step(cache, x):
+        y, new = model.apply({"params": params, "cache": cache}, x[None], mutable=["cache"])
+        return new["cache"], y[0]
+
+    end, outputs = lax.scan(step, cache, X)
+    assert dtypes(end) == dtypes(cache)
+    half = jmpp.get_policy(user).compute_dtype.name
+    assert {t for _, *types in products(step, cache, X[0]) for t in types} == {half}
+    exact, want = Decoder().init(jax.random.key(0), X)["cache"], []
+    for x in X:
+        y, new = Decoder().apply({"params": params, "cache": exact}, x[None], mutable=["cache"])
+        exact = new["cache"]
+        want.append(y[0])
+    assert np.allclose(outputs, jnp.stack(want), atol=0.03)
+
+
+def test_state_that_a_module_makes_in_float32_stays_so():
+    class Sums(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            total = self.variable("cache", "total", lambda: jnp.zeros(4))
+            total.value = total.value + x.sum(0)
+            return total.value
+
+    variables = {"cache": {"total": jnp.full(4, 4096.0, jnp.float32)}}
+    _, new = jmpp.wrap(Sums(), "mixed_float16").apply(variables, jnp.ones((3, 4)), mutable=["cache"])
+    assert new["cache"]["total"].dtype == jnp.float32
+    assert new["cache"]["total"][0] == 4099
+
+
+def test_parameters_made_as_variables_are_cast_where_they_are_read():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.variable("params", "w", lambda: jnp.ones((4, 2))).value
+
+    model = jmpp.wrap(Net(), "mixed_float16")
+    variables = model.init(jax.random.key(0), X)
+    assert variables["params"]["w"].dtype == jnp.float32
+    assert set(products(model.apply, variables, X)) == {("dot_general", "float16", "float16")}
