@@ -93,6 +93,16 @@ def _check_managed() -> None:
     _require(found, "which methods interceptors see from `method_handler_wrapped`")
 
 
+def copied_fields(cls: type[nn.Module]) -> dict[str, Any]:
+    """Returns the attributes that give a subclass of a Linen class the same dataclass fields, as its own.
+
+    Private: `__dataclass_fields__`. Flax takes fields out of this dictionary of each base class while it
+    makes a subclass and puts them back afterwards, so that two classes must not share one. There is a public
+    way to read them, `dataclasses.fields`, and none to set them. Without the attribute this fails.
+    """
+    return {"__dataclass_fields__": dict(vars(cls)["__dataclass_fields__"])}
+
+
 def linen_module_of(bridge: Any) -> Any:
     """Returns the Linen module that an `nnx.bridge.ToNNX` runs.
 
