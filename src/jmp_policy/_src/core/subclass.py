@@ -50,7 +50,7 @@ def make_subclass(
 
 
 def _packages(root: type) -> frozenset[str]:
-    return sys.stdlib_module_names | {root.__module__.partition(".")[0], __name__.partition(".")[0]}
+    return sys.stdlib_module_names | {root.__module__.partition(".")[0]}
 
 
 def _base_without_dict(cls: Any) -> type:

@@ -118,13 +118,22 @@ def set_linen_module(bridge: Any, module: Any) -> None:
     vars(bridge)["to_nnx__module"] = module
 
 
-def is_pytree(cls: Any) -> bool:
-    """Returns whether an NNX class was made with `pytree=True`, which a subclass must repeat.
+def register_node_class(cls: Any) -> None:
+    """Registers a subclass of an NNX class with Flax and JAX, as Flax's hook for subclasses does.
 
-    Private: `_pytree__is_pytree`. NNX has no public way to ask a class for it.
+    Private: the class attributes below, which that hook hands to the public registries. The hook itself
+    (`nnx.Pytree.__init_subclass__`) calls those of the user's classes as well.
     """
-    _require(hasattr(cls, "_pytree__is_pytree"), "whether a class is a pytree from `_pytree__is_pytree`")
-    return cls._pytree__is_pytree
+    from flax import nnx
+
+    graph = ("flatten", "set_key", "pop_key", "create_empty", "clear", "init")
+    found: dict[str, Any] = {name: getattr(cls, f"_graph_node_{name}", None) for name in graph}
+    tree = ("_pytree__flatten_with_paths", "_pytree__unflatten", "_pytree__flatten")
+    known = all(found.values()) and all(hasattr(cls, name) for name in ("_pytree__is_pytree", *tree))
+    _require(known, "how NNX objects are taken apart from `_graph_node_*`, `_pytree__is_pytree`")
+    nnx.graphlib.register_graph_node_type(type=cls, **found)
+    if cls._pytree__is_pytree:
+        jax.tree_util.register_pytree_with_keys(cls, *(getattr(cls, name) for name in tree))
 
 
 def is_bookkeeping(name: str) -> bool:
@@ -144,6 +153,12 @@ class VariableView:
 
     __slots__ = ()
     _jmp_policy_origin: Any
+
+    def __init_subclass__(cls) -> None:
+        # Flax's hook without that of the author of the Variable's class, which is not for views.
+        from flax import nnx
+
+        nnx.Variable.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
 
 def view_class(base: Any, methods: dict[str, Any]) -> Any:

@@ -71,11 +71,7 @@ def own_methods(cls: type) -> set[str]:
 
 
 def governed_class(bare: type, spec: Specification) -> type:
-    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit.
-
-    Raises:
-      TypeError: for a class that cannot be subclassed.
-    """
+    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit."""
     with param_cast_proxy.CLASSES:
         return _made_governed_class(bare, spec)
 
@@ -83,9 +79,6 @@ def governed_class(bare: type, spec: Specification) -> type:
 @functools.cache
 def _made_governed_class(bare: type, spec: Specification) -> type:
     namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
         "__reduce__": _reduce,
         "_jmp_policy_specification": spec,
         "_jmp_policy_bare": bare,
@@ -96,13 +89,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
         namespace["init_cache"] = _init_cache(bare, spec)
     if _class_dtype(bare, spec) is not None:
         namespace["dtype"] = _class_dtype(bare, spec)
-    try:
-        return param_cast_proxy.subclass(bare, namespace, metaclass=_metaclass(type(bare)))
-    except Exception as error:
-        raise TypeError(
-            f"wrap makes a subclass of {bare.__qualname__}, which that class does not allow ({error}). Let "
-            "the class be subclassed, or keep the module out of the wrapped model."
-        ) from error
+    return param_cast_proxy.subclass(bare, namespace, metaclass=_metaclass(type(bare)))
 
 
 def _class_dtype(bare: type, spec: Specification) -> Any:

@@ -29,6 +29,7 @@ import jax.extend.core
 from flax import nnx
 
 from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers, new_params
 from jmp_policy._src.flax.nnx.param_view import CLASSES, view
@@ -169,9 +170,6 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
         _put_right(vars(self), before, precision)
 
     namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
         "__getattribute__": getattribute,
         "__setattr__": setattribute,
         "_jmp_policy_proxy_of": outer,
@@ -199,11 +197,10 @@ def _put_right(attributes: dict[str, Any], before: dict[str, Any], precision: Mo
         new_params.store(new, known, precision)
 
 
-def subclass(bare: Any, namespace: dict[str, Any], **keywords: Any) -> type:
-    """Returns a subclass of an NNX class, of the same name, that is a pytree where that one is."""
-    if not compat.is_pytree(bare) and not issubclass(bare, nnx.Object):
-        keywords["pytree"] = False
-    return types.new_class(bare.__name__, (bare,), keywords, lambda ns: ns.update(namespace))
+def subclass(bare: Any, namespace: dict[str, Any], metaclass: type | None = None) -> type:
+    """Returns a subclass of an NNX class, of the same name, which its author's hooks do not see."""
+    finish = compat.register_node_class
+    return make_subclass(bare, namespace, root=nnx.Pytree, metaclass=metaclass, finish=finish)
 
 
 def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:

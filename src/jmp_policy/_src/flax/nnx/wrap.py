@@ -38,7 +38,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       follow by their settings; other modules are instances of a subclass of their class.
 
     Raises:
-      TypeError: for something that is no NNX module instance, or whose class cannot be subclassed.
+      TypeError: for something that is no NNX module instance.
       ValueError: for rules that match nothing, for rules that disagree on a module or parameter shared
         between places, for parameters that are not in param dtype, for unknown methods.
 
