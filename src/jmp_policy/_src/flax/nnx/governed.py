@@ -83,13 +83,23 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
         "_jmp_policy_specification": spec,
         "_jmp_policy_bare": bare,
     }
-    for name in governed_methods(bare, spec.methods):
-        namespace[name] = _entry(bare, name)
+    methods = {name: _entry(bare, name) for name in governed_methods(bare, spec.methods)}
     if issubclass(bare, nnx.MultiHeadAttention):
-        namespace["init_cache"] = _init_cache(bare, spec)
+        methods["init_cache"] = _init_cache(bare, spec)
     if _class_dtype(bare, spec) is not None:
         namespace["dtype"] = _class_dtype(bare, spec)
-    return param_cast_proxy.subclass(bare, namespace, metaclass=_metaclass(type(bare)))
+    # `nnx.capture` replaces the methods that a class defines itself, and not those that it inherits: the new
+    # class must define what `bare` does, and inherit what `bare` inherits.
+    own = {name for name, value in vars(bare).items() if _is_public_method(name, value)}
+    inherited = {name: method for name, method in methods.items() if name not in own}
+    base = param_cast_proxy.subclass(bare, inherited) if inherited else bare
+    namespace |= {name: methods.get(name) or _forward(bare, name) for name in own}
+    return param_cast_proxy.subclass(base, namespace, metaclass=_metaclass(type(bare)))
+
+
+def _is_public_method(name: str, value: Any) -> bool:
+    is_public = name == "__call__" or not name.startswith("_")
+    return is_public and callable(value) and not isinstance(value, type | staticmethod)
 
 
 def _class_dtype(bare: type, spec: Specification) -> Any:
@@ -122,9 +132,25 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(bare, name), updated=())
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if specification(self) is None:  # Called by a method that runs on the proxy, under `nnx.capture`.
+            return _bound(method, self)(*args, **kwargs)
         return _run(self, bare, method, args, kwargs)
 
     return entry
+
+
+def _forward(bare: type, name: str) -> Callable[..., Any]:
+    """Returns a method that runs the one of the bare class, whatever that is when it is called."""
+
+    @functools.wraps(inspect.getattr_static(bare, name), updated=())
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _bound(inspect.getattr_static(bare, name), self)(*args, **kwargs)
+
+    return forward
+
+
+def _bound(method: Any, module: Any) -> Callable[..., Any]:
+    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method
 
 
 def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
@@ -149,8 +175,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
     with param_cast_proxy.opened(module, *seen_as) as proxy:
-        bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
-        out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
+        out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
     return cast_outputs(
         out,
         args,

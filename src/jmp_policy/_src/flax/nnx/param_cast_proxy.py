@@ -155,6 +155,8 @@ def _proxy(node: Any, bare: type, precision: ModulePrecision, class_dtype: Any =
 @functools.cache
 def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype: Any) -> type:
     def getattribute(self: Any, name: str) -> Any:
+        if name in vars(outer) and compat.is_capturing(method := vars(outer)[name]):
+            return method.__get__(self)
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
