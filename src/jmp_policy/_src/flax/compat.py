@@ -103,21 +103,6 @@ def copied_fields(cls: type[nn.Module]) -> dict[str, Any]:
     return {"__dataclass_fields__": dict(vars(cls)["__dataclass_fields__"])}
 
 
-def linen_module_of(bridge: Any) -> Any:
-    """Returns the Linen module that an `nnx.bridge.ToNNX` runs.
-
-    Private: `to_nnx__module`. The public `module` warns that it is deprecated, and names this one.
-    """
-    _require("to_nnx__module" in vars(bridge), "the module of an nnx.bridge.ToNNX from `to_nnx__module`")
-    return vars(bridge)["to_nnx__module"]
-
-
-def set_linen_module(bridge: Any, module: Any) -> None:
-    """Gives an `nnx.bridge.ToNNX` another Linen module. Private: as for `linen_module_of`."""
-    linen_module_of(bridge)
-    vars(bridge)["to_nnx__module"] = module
-
-
 def register_node_class(cls: Any) -> None:
     """Registers a subclass of an NNX class with Flax and JAX, as Flax's hook for subclasses does.
 

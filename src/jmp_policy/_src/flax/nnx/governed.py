@@ -15,8 +15,9 @@ from flax import nnx
 
 from jmp_policy._src.core.cast import cast_leaf, map_changed
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
 from jmp_policy._src.flax.nnx.states import transformed
+from jmp_policy._src.flax.nnx.ungoverned import warn_of_ungoverned
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
@@ -171,11 +172,15 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     if transform.starts(precision.policy):
         run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
+    uncast.warn_if_wide(args[:1])
     in_loop = param_cast_proxy.is_loop_body()
     new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs)
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
-    with param_cast_proxy.opened(module, *seen_as) as proxy:
+    with uncast.watched(module, bare.__name__, precision), param_cast_proxy.opened(module, *seen_as) as proxy:
         out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
+        uncast.warn_if_wide(out)
+    if not uncast.is_watching():
+        warn_of_ungoverned(module, bare.__name__, precision.policy)
     return cast_outputs(
         out,
         args,
