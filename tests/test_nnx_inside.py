@@ -362,3 +362,50 @@ def test_methods_of_variables():
     assert model.w.note == "copied"
     assert float(model.w[0]) == 0
     assert model.kept.dtype == jnp.float32
+
+
+def test_what_methods_return_is_captured():
+    class Base(nnx.Module):
+        def inherited(self, x):
+            return x + 1
+
+        def __call__(self, x):
+            return self.inherited(self.encode(x))
+
+    class Block(Base):
+        dtype = jnp.float32
+
+        def __init__(self):
+            self.linear, self.w = linear(), nnx.Param(jnp.ones(8))
+
+        def encode(self, x):
+            return self.linear(x * self.w)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.blocks, self.norm = nnx.List([Block()]), nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+
+        def features(self, x):
+            return self.norm(self.blocks[0](x))
+
+        @nnx.jit
+        def double(self, x):
+            return 2 * x
+
+        def __call__(self, x):
+            return self.double(self.features(x)).sum()
+
+    def captured(model):
+        run = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(run(X)[1]))
+        return {jax.tree_util.keystr(path, simple=True): leaf.dtype.name for path, leaf in leaves}
+
+    bare = Net()
+    expected = captured(bare)
+    for methods in ((), ("encode", "features")):
+        model = jmpp.nnx.wrap(bare, "mixed_float16", methods=methods)
+        found = captured(model)
+        assert found.keys() == expected.keys()
+        assert {key for key, dtype in found.items() if dtype == "float32"} == {"__call__0"}
+        assert not any(hasattr(m, "_does_capturing") for m in vars(type(model)).values())
+        assert model(X).dtype == jnp.float32

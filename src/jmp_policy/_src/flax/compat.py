@@ -93,28 +93,41 @@ def _check_managed() -> None:
     _require(found, "which methods interceptors see from `method_handler_wrapped`")
 
 
-def linen_module_of(bridge: Any) -> Any:
-    """Returns the Linen module that an `nnx.bridge.ToNNX` runs.
+def copied_fields(cls: type[nn.Module]) -> dict[str, Any]:
+    """Returns the attributes that give a subclass of a Linen class the same dataclass fields, as its own.
 
-    Private: `to_nnx__module`. The public `module` warns that it is deprecated, and names this one.
+    Private: `__dataclass_fields__`. Flax takes fields out of this dictionary of each base class while it
+    makes a subclass and puts them back afterwards, so that two classes must not share one. There is a public
+    way to read them, `dataclasses.fields`, and none to set them. Without the attribute this fails.
     """
-    _require("to_nnx__module" in vars(bridge), "the module of an nnx.bridge.ToNNX from `to_nnx__module`")
-    return vars(bridge)["to_nnx__module"]
+    return {"__dataclass_fields__": dict(vars(cls)["__dataclass_fields__"])}
 
 
-def set_linen_module(bridge: Any, module: Any) -> None:
-    """Gives an `nnx.bridge.ToNNX` another Linen module. Private: as for `linen_module_of`."""
-    linen_module_of(bridge)
-    vars(bridge)["to_nnx__module"] = module
+def register_node_class(cls: Any) -> None:
+    """Registers a subclass of an NNX class with Flax and JAX, as Flax's hook for subclasses does.
 
-
-def is_pytree(cls: Any) -> bool:
-    """Returns whether an NNX class was made with `pytree=True`, which a subclass must repeat.
-
-    Private: `_pytree__is_pytree`. NNX has no public way to ask a class for it.
+    Private: the class attributes below, which that hook hands to the public registries. The hook itself
+    (`nnx.Pytree.__init_subclass__`) calls those of the user's classes as well.
     """
-    _require(hasattr(cls, "_pytree__is_pytree"), "whether a class is a pytree from `_pytree__is_pytree`")
-    return cls._pytree__is_pytree
+    from flax import nnx
+
+    graph = ("flatten", "set_key", "pop_key", "create_empty", "clear", "init")
+    found: dict[str, Any] = {name: getattr(cls, f"_graph_node_{name}", None) for name in graph}
+    tree = ("_pytree__flatten_with_paths", "_pytree__unflatten", "_pytree__flatten")
+    known = all(found.values()) and all(hasattr(cls, name) for name in ("_pytree__is_pytree", *tree))
+    _require(known, "how NNX objects are taken apart from `_graph_node_*`, `_pytree__is_pytree`")
+    nnx.graphlib.register_graph_node_type(type=cls, **found)
+    if cls._pytree__is_pytree:
+        jax.tree_util.register_pytree_with_keys(cls, *(getattr(cls, name) for name in tree))
+
+
+def is_capturing(method: Any) -> bool:
+    """Returns whether a method is the stand-in by which `nnx.capture` notes what a method returns.
+
+    Private: the attribute `_does_capturing`. NNX has no public way to ask for it. There is no check: without
+    it, what methods return that other methods call is not captured.
+    """
+    return hasattr(method, "_does_capturing")
 
 
 def is_bookkeeping(name: str) -> bool:
@@ -134,6 +147,12 @@ class VariableView:
 
     __slots__ = ()
     _jmp_policy_origin: Any
+
+    def __init_subclass__(cls) -> None:
+        # Flax's hook without that of the author of the Variable's class, which is not for views.
+        from flax import nnx
+
+        nnx.Variable.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
 
 def view_class(base: Any, methods: dict[str, Any]) -> Any:

@@ -8,13 +8,13 @@ would add a level to every checkpoint.
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 
+from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.initial_values import with_params_of
 from jmp_policy._src.flax.linen.intercept import pushed
@@ -90,8 +90,11 @@ def bare(module: M) -> M:
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """Returns the class of a module as its author wrote it."""
-    return getattr(type(module), "_jmp_policy_bare", type(module))
+    """Returns the class of a module as its author wrote it.
+
+    One that somebody derived from a wrapped class (`nn.remat(type(model))`) is itself what its author wrote.
+    """
+    return vars(type(module)).get("_jmp_policy_bare", type(module))
 
 
 def _with_class(module: Any, cls: type[nn.Module]) -> Any:
@@ -110,28 +113,20 @@ def _with_class(module: Any, cls: type[nn.Module]) -> Any:
 def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
     """Returns one class per module class and rules, so that equal wraps are equal and jit caches hit."""
     namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
-        "__hash__": bare.__hash__,
-        "__eq__": bare.__eq__,
-        "__repr__": nn.nowrap(_repr),
-        "__reduce__": nn.nowrap(_reduce),
+        "__repr__": _repr(bare),
+        "__reduce__": _reduce,
         "__getattribute__": _getattribute(bare),
         "_jmp_policy_rules": rules,
         "_jmp_policy_bare": bare,
+        **compat.copied_fields(bare),
     }
     for name in (*_method_names(bare), "setup"):
         namespace[name] = _entry(bare, name)
     for name in _RUNS:
         namespace[name] = _run(bare, name)
-    try:
-        return types.new_class(bare.__name__, (bare,), exec_body=lambda ns: ns.update(namespace))
-    except TypeError as error:
-        raise TypeError(
-            f"wrap makes a subclass of {bare.__name__}, which that class does not allow ({error}). Use "
-            "jmp_policy.linen.intercept(policy) around its calls instead."
-        ) from error
+    # Flax's own hook for subclasses does not run either: the new class has no fields or methods for it to
+    # manage, and it would put a new `__init__` in place of one that the author has replaced.
+    return make_subclass(bare, namespace, root=nn.Module)
 
 
 def _method_names(cls: type) -> list[str]:
@@ -152,7 +147,7 @@ def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
         with _active(self, check_all=name == "__call__"):
             return method(self, *args, **kwargs)
 
-    return nn.nowrap(entry)
+    return entry
 
 
 def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
@@ -172,7 +167,7 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
             return with_params_of(out, again)
         return out[0], with_params_of(out[1], again[1])
 
-    return nn.nowrap(governed_run)
+    return governed_run
 
 
 @contextlib.contextmanager
@@ -223,7 +218,7 @@ def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
             return value
         return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
 
-    return nn.nowrap(getattribute)
+    return getattribute
 
 
 def _holds_modules(value: Any) -> bool:
@@ -268,12 +263,17 @@ def _variable_paths(variables: Any) -> set[str]:
     return paths
 
 
-def _repr(self: Any) -> str:
-    rules = policy_of(self)
-    shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
-    return f"wrap({bare_class(self).__repr__(self)}, {shown})"
+def _repr(bare: type[nn.Module]) -> Callable[[Any], str]:
+    def show(self: Any) -> str:
+        rules = policy_of(self)
+        shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
+        return f"wrap({bare.__repr__(self)}, {shown})"
+
+    return show
 
 
 def _reduce(self: Any) -> Any:
-    bare = _with_class(self, bare_class(self))
-    return wrap, (bare, policy_of(self))
+    cls = bare_class(self)
+    if cls is type(self):
+        return object.__new__, (cls,), self.__getstate__()
+    return wrap, (_with_class(self, cls), policy_of(self))

@@ -84,8 +84,8 @@ def accumulate_gradients(
             merged = nnx.merge(graph, *jax.tree.map(lambda x: x, (params, state)))
             value, grads = gradient(scale, merged, *args, **kwargs)
             unscaled, aux = value if has_aux else (value, None)
-            after = nnx.state(merged, nnx.Not(wrt))
-            _check_same_variables(state, after)
+            params_after, after = nnx.state(merged, wrt, ...)
+            _check_same_variables((params, state), (params_after, after))
             return MicrobatchResult(unscaled, as_arrays(aux), grads, after)
 
         mean, dropped = run_window(window, step, scale, params, state, (args, kwargs))
@@ -100,10 +100,11 @@ def _check_same_variables(before: Any, after: Any) -> None:
     if different := sorted(_paths(before) ^ _paths(after)):
         raise ValueError(
             f"The loss function added Variables to the module or removed some ({', '.join(different)}), and "
-            "a loop over micro-batches needs the same ones in each. Create them before, or take what was "
-            "sown out of the module (nnx.pop) and return it with has_aux."
+            "a loop over micro-batches needs the same ones in each. Create them before (call the model once "
+            "before the optimizer is made), or take what was sown out of the module (nnx.pop) and return it "
+            "with has_aux."
         )
 
 
 def _paths(state: Any) -> set[str]:
-    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    return {jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(state)}

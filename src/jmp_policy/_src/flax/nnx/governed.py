@@ -14,8 +14,9 @@ from typing import Any
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
 from jmp_policy._src.flax.nnx.states import transformed
+from jmp_policy._src.flax.nnx.ungoverned import warn_of_ungoverned
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.half_errors import explained
@@ -72,11 +73,7 @@ def own_methods(cls: type) -> set[str]:
 
 
 def governed_class(bare: type, spec: Specification) -> type:
-    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit.
-
-    Raises:
-      TypeError: for a class that cannot be subclassed.
-    """
+    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit."""
     with param_cast_proxy.CLASSES:
         return _made_governed_class(bare, spec)
 
@@ -84,26 +81,27 @@ def governed_class(bare: type, spec: Specification) -> type:
 @functools.cache
 def _made_governed_class(bare: type, spec: Specification) -> type:
     namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
         "__reduce__": _reduce,
         "_jmp_policy_specification": spec,
         "_jmp_policy_bare": bare,
     }
-    for name in governed_methods(bare, spec.methods):
-        namespace[name] = _entry(bare, name)
+    methods = {name: _entry(bare, name) for name in governed_methods(bare, spec.methods)}
     if issubclass(bare, nnx.MultiHeadAttention):
-        namespace["init_cache"] = _init_cache(bare, spec)
+        methods["init_cache"] = _init_cache(bare, spec)
     if _class_dtype(bare, spec) is not None:
         namespace["dtype"] = _class_dtype(bare, spec)
-    try:
-        return param_cast_proxy.subclass(bare, namespace, metaclass=_metaclass(type(bare)))
-    except Exception as error:
-        raise TypeError(
-            f"wrap makes a subclass of {bare.__qualname__}, which that class does not allow ({error}). Let "
-            "the class be subclassed, or keep the module out of the wrapped model."
-        ) from error
+    # `nnx.capture` replaces the methods that a class defines itself, and not those that it inherits: the new
+    # class must define what `bare` does, and inherit what `bare` inherits.
+    own = {name for name, value in vars(bare).items() if _is_public_method(name, value)}
+    inherited = {name: method for name, method in methods.items() if name not in own}
+    base = param_cast_proxy.subclass(bare, inherited) if inherited else bare
+    namespace |= {name: methods.get(name) or _forward(bare, name) for name in own}
+    return param_cast_proxy.subclass(base, namespace, metaclass=_metaclass(type(bare)))
+
+
+def _is_public_method(name: str, value: Any) -> bool:
+    is_public = name == "__call__" or not name.startswith("_")
+    return is_public and callable(value) and not isinstance(value, type | staticmethod)
 
 
 def _class_dtype(bare: type, spec: Specification) -> Any:
@@ -136,9 +134,25 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(bare, name), updated=())
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if specification(self) is None:  # Called by a method that runs on the proxy, under `nnx.capture`.
+            return _bound(method, self)(*args, **kwargs)
         return _run(self, bare, method, args, kwargs)
 
     return entry
+
+
+def _forward(bare: type, name: str) -> Callable[..., Any]:
+    """Returns a method that runs the one of the bare class, whatever that is when it is called."""
+
+    @functools.wraps(inspect.getattr_static(bare, name), updated=())
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _bound(inspect.getattr_static(bare, name), self)(*args, **kwargs)
+
+    return forward
+
+
+def _bound(method: Any, module: Any) -> Callable[..., Any]:
+    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method
 
 
 def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
@@ -159,16 +173,20 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     if transform.starts(precision.policy):
         run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
+    uncast.warn_if_wide(args[:1])
     in_loop = param_cast_proxy.is_loop_body()
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
     with (
         inputs.entered((args, kwargs), graph_nodes.is_node) as small,
         explained(bare.__name__, bare.__name__, precision),
+        uncast.watched(module, bare.__name__, precision),
         param_cast_proxy.opened(module, *seen_as) as proxy,
     ):
         new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
-        bound = method.__get__(proxy, type(proxy)) if hasattr(method, "__get__") else method
-        out = param_cast_proxy.original(bound(*new_args, **new_kwargs))
+        out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
+        uncast.warn_if_wide(out)
+    if not uncast.is_watching():
+        warn_of_ungoverned(module, bare.__name__, precision.policy)
     return cast_outputs(
         out,
         args,

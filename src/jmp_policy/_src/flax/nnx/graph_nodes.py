@@ -1,15 +1,23 @@
 """Walking an NNX model: what a node holds, by paths as `nnx.iter_graph` gives them."""
 
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core import dtypes as dtypes_
+from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.flax import compat
 
 Path = tuple[Any, ...]
+
+#: Types of attributes that hold no Variables, for which nobody should wait.
+PLAIN = frozenset(
+    {int, float, bool, str, bytes, type(None), type, types.FunctionType, types.MethodType, np.dtype}
+)
 
 
 class Child(NamedTuple):
@@ -24,10 +32,18 @@ def is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
+def is_governed(node: Any) -> bool:
+    """Returns whether a module is of a subclass that casts (`governed`)."""
+    return hasattr(type(node), "_jmp_policy_specification")
+
+
 def children(node: nnx.Pytree) -> Iterator[Child]:
     """Yields the nodes and Variables that an NNX object holds, in plain containers too; sorted as in Flax."""
     for name, attribute in sorted(vars(node).items()):
-        if compat.is_bookkeeping(name):
+        if type(attribute) in PLAIN or compat.is_bookkeeping(name):
+            continue
+        if is_node(attribute):
+            yield Child((name,), attribute)
             continue
         for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
             if is_node(leaf):
@@ -49,6 +65,12 @@ def own_params(node: nnx.Pytree) -> Iterator[Child]:
                 yield Child(path, value)
         elif isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Module):
             yield from (Child((*path, *below), param) for below, param in own_params(value))
+
+
+def store_in(variable: nnx.Variable, dtype: Any) -> None:
+    """Casts what a Variable stores to a floating dtype; a Variable stored in it already is left alone."""
+    if not dtypes(variable) <= {dtype}:
+        write(variable, cast_floating(read(variable), dtype))
 
 
 def variables(node: nnx.Pytree) -> Iterator[Child]:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
+from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
 
@@ -29,6 +30,13 @@ _CONTAINERS = (nnx.Sequential, nnx.List, nnx.Dict, nnx.Dropout, nnx.RNN, nnx.Bid
 _PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
 
+#: Layers that cast Params of their own, under these names and no others.
+WITH_OWN_PARAMS = (
+    nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LoRA, *NORMS,
+)  # fmt: skip
+OWN_PARAMS = frozenset({"kernel", "bias", "scale", "embedding", "lora_a", "lora_b"})
+
+
 def is_island(module: nnx.Module) -> bool:
     """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS, *POSITIONS))
@@ -42,6 +50,21 @@ def is_flax(cls: type) -> bool:
 def is_bridge(module: nnx.Module) -> bool:
     """Returns whether a module runs a Linen module."""
     return isinstance(module, nnx.bridge.ToNNX)
+
+
+def params_of_others(module: nnx.Module) -> tuple[str, ...]:
+    """Returns the Params that others have put into a layer of Flax (LoRA adapters): it casts its own only."""
+    if not isinstance(module, WITH_OWN_PARAMS):
+        return ()
+    held = ((name, value) for name, value in vars(module).items() if name not in OWN_PARAMS)
+    return tuple(name for name, value in held if isinstance(value, nnx.Param))
+
+
+def linen_modules(module: nnx.Module) -> dict[str, Any]:
+    """Returns the Linen modules among a module's attributes, as bridges of other libraries hold them."""
+    return {
+        name: value for name, value in vars(module).items() if is_instance_of(value, "flax.linen", "Module")
+    }
 
 
 def keeps_carry(module: nnx.Module) -> bool:
@@ -60,7 +83,7 @@ def follows_by_itself(module: nnx.Module, bare: type) -> bool:
     """
     if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
         return False
-    if vars(module).get("preferred_element_type") is not None:
+    if vars(module).get("preferred_element_type") is not None or params_of_others(module):
         return False
     return isinstance(module, _CONTAINERS) or is_bridge(module) or "dtype" in vars(module)
 

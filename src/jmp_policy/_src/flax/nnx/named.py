@@ -73,11 +73,7 @@ def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
 @functools.lru_cache(maxsize=4096)
 def _scoped_class(bare: type, place: _Place) -> type:
     """Returns a subclass whose methods name a scope; the same one for the same place, so that caches hit."""
-    namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
-    }
+    namespace: dict[str, Any] = {}
     for name in governed.own_methods(bare):
         method = inspect.getattr_static(bare, name)
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):

@@ -26,21 +26,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.extend.core
-import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.cast import cast_floating, map_changed
+from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes, layers
+from jmp_policy._src.flax.nnx import graph_nodes, layers, new_params, uncast
 from jmp_policy._src.flax.nnx.param_view import CLASSES, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
-
-#: Types of attributes that hold no Variables, for which nobody should wait.
-_PLAIN = frozenset(
-    {int, float, bool, str, bytes, type(None), type, types.FunctionType, types.MethodType, np.dtype}
-)
 
 #: Attributes in which layers of Flax keep the products that they call.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -60,12 +55,14 @@ class Run:
       proxies: every proxy handed out during the call, with the node it stands for.
       views: every view handed out, by the Variable's identity and what it is read by.
       containers: every list, tuple or dict handed out with views in it: the original, and its copy.
+      known: the Params and modules that the module held before, and those stored since.
     """
 
     trace: Any = dataclasses.field(default_factory=_current_trace)
     proxies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     views: dict[Any, Any] = dataclasses.field(default_factory=dict)
     containers: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
+    known: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class _Runs(threading.local):
@@ -103,7 +100,7 @@ def opened(module: Any, bare: type, precision: ModulePrecision, class_dtype: Any
       precision: by which its own Params are read.
       class_dtype: what a `dtype` that its class defines is read as; None to leave it.
     """
-    run, proxy = Run(), _proxy(module, bare, precision, class_dtype)
+    run, proxy = Run(known=new_params.held(vars(module))), _proxy(module, bare, precision, class_dtype)
     run.proxies.append((proxy, module))
     before = _RUNS.stack
     _RUNS.stack = (*before, run)
@@ -113,6 +110,7 @@ def opened(module: Any, bare: type, precision: ModulePrecision, class_dtype: Any
         _RUNS.stack = before
         for container, handed_out, as_it_was in run.containers:
             _bring_back(container, handed_out, as_it_was)
+        new_params.store(vars(module), run.known, precision)
 
 
 def original(value: Any) -> Any:
@@ -137,7 +135,7 @@ def original(value: Any) -> Any:
         seen.add(id(leaf))
         attributes = vars(leaf)
         for name, attribute in list(attributes.items()):
-            if type(attribute) not in _PLAIN and not compat.is_bookkeeping(name):
+            if type(attribute) not in graph_nodes.PLAIN and not compat.is_bookkeeping(name):
                 new = map_changed(one, attribute, graph_nodes.is_node)
                 if new is not attribute:
                     attributes[name] = new
@@ -157,24 +155,27 @@ def _proxy(node: Any, bare: type, precision: ModulePrecision, class_dtype: Any =
 @functools.cache
 def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype: Any) -> type:
     def getattribute(self: Any, name: str) -> Any:
+        if name in vars(outer) and compat.is_capturing(method := vars(outer)[name]):
+            return method.__get__(self)
         value = bare.__getattribute__(self, name)
-        if type(value) in _PLAIN:
+        if type(value) in graph_nodes.PLAIN:
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
+        if name == "__dict__":
+            uncast.note_attributes()
         if name.startswith("__") or compat.is_bookkeeping(name):
             return value
         if name not in object.__getattribute__(self, "__dict__"):
             return value
+        if not layers.is_flax(bare):
+            uncast.note_array(name, value)
         return _seen(bare, name, value, precision)
 
     def setattribute(self: Any, name: str, value: Any) -> None:
         before = dict(vars(self))
         bare.__setattr__(self, name, value)
-        _put_right(vars(self), before, precision.used_param_dtype)
+        _put_right(vars(self), before, precision)
 
     namespace: dict[str, Any] = {
-        "__module__": bare.__module__,
-        "__qualname__": bare.__qualname__,
-        "__doc__": bare.__doc__,
         "__getattribute__": getattribute,
         "__setattr__": setattribute,
         "_jmp_policy_proxy_of": outer,
@@ -184,26 +185,28 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
     return subclass(bare, namespace)
 
 
-def _put_right(attributes: dict[str, Any], before: dict[str, Any], dtype: np.dtype) -> None:
+def _put_right(attributes: dict[str, Any], before: dict[str, Any], precision: ModulePrecision) -> None:
     """Stores originals in place of the views and proxies that an assignment has put into a module.
 
     Afterwards, since Flax unpacks what is assigned (`nnx.data(...)`), and a class may have a `__setattr__` of
-    its own that makes something else of it.
+    its own that makes something else of it. New Params are stored in param dtype.
     """
     for name, value in list(attributes.items()):
         old = before.get(name)
-        if value is old or type(value) in _PLAIN or compat.is_bookkeeping(name):
+        if value is old or type(value) in graph_nodes.PLAIN or compat.is_bookkeeping(name):
             continue
         attributes[name] = new = original(value)
-        if isinstance(old, nnx.Param) and isinstance(new, nnx.Param) and new is not old:
-            _keep_dtype(new, old, dtype)
+        known = _RUNS.stack[-1].known if _RUNS.stack else new_params.held(before)
+        if isinstance(old, nnx.Param) and isinstance(new, nnx.Param) and len(graph_nodes.dtypes(old)) == 1:
+            graph_nodes.store_in(new, *graph_nodes.dtypes(old))  # As the one whose place it takes.
+            known[id(new)] = new
+        new_params.store(new, known, precision)
 
 
-def subclass(bare: Any, namespace: dict[str, Any], **keywords: Any) -> type:
-    """Returns a subclass of an NNX class, of the same name, that is a pytree where that one is."""
-    if not compat.is_pytree(bare) and not issubclass(bare, nnx.Object):
-        keywords["pytree"] = False
-    return types.new_class(bare.__name__, (bare,), keywords, lambda ns: ns.update(namespace))
+def subclass(bare: Any, namespace: dict[str, Any], metaclass: type | None = None) -> type:
+    """Returns a subclass of an NNX class, of the same name, which its author's hooks do not see."""
+    finish = compat.register_node_class
+    return make_subclass(bare, namespace, root=nnx.Pytree, metaclass=metaclass, finish=finish)
 
 
 def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
@@ -256,6 +259,7 @@ def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: Modu
     if issubclass(bare, nnx.MultiHeadAttention) and name in ("cached_key", "cached_value"):
         return True
     by_itself = layers.is_flax(bare) and not issubclass(bare, nnx.List | nnx.Dict)
+    by_itself = by_itself and (name in layers.OWN_PARAMS or not issubclass(bare, layers.WITH_OWN_PARAMS))
     by_itself = by_itself and not wants_fp32_weight_grads(precision.policy)
     return isinstance(variable, nnx.Param) and not by_itself
 
@@ -280,10 +284,3 @@ def _bring_back(container: Any, handed_out: Any, as_it_was: Any) -> None:
         new = {key: original(value) for key, value in handed_out.items()}
         container.clear()
         container.update(new)
-
-
-def _keep_dtype(new: nnx.Param, before: nnx.Param, dtype: np.dtype) -> None:
-    """Stores a Param as the one that it takes the place of was stored, if it was made from cast values."""
-    stored = graph_nodes.dtypes(before)
-    if len(stored) == 1 and graph_nodes.dtypes(new) == {dtype}:
-        graph_nodes.write(new, cast_floating(graph_nodes.read(new), next(iter(stored))))

@@ -79,7 +79,7 @@ class Plan:
 
     def check_used(self) -> None:
         """Raises for rules that match nothing."""
-        bridges = [place for place in self.places if layers.is_bridge(place.module)]
+        bridges = [place for place in self.places if layers.linen_modules(place.module)]
         unused = [p for p in self.rules.unused(self.seen) if not self._may_match_inside(p, bridges)]
         if unused:
             raise unused_error(unused, name_of(self.module), (path_text(path) for path, _ in self.seen))

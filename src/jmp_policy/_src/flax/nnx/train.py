@@ -12,6 +12,7 @@ from jmp_policy._src.loss_scaling.finiteness import select_tree
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
+from jmp_policy._src.policy.rules import path_text
 
 
 def scaled_value_and_grad(
@@ -43,7 +44,8 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: when `fun` returns no scalar.
-      ValueError: when no loss scale, or more than one, is found.
+      ValueError: when no loss scale, or more than one, is found; when `fun` adds parameters
+        to the module of an optimizer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,11 +78,33 @@ def scaled_value_and_grad(
             graph=graph,
             graph_updates=graph_updates,
         )
+        trains = isinstance(scale_or_optimizer, nnx.Optimizer)
+        before = _differentiated(args, argnums) if trains else set()
         (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
+        if trains and (new := sorted(_differentiated(args, argnums) - before)):
+            raise ValueError(
+                f"The loss function added parameters to the module ({', '.join(new)}): they have no "
+                "gradients, and the optimizer does not know them. Call the model once before the optimizer "
+                "is made."
+            )
         value = (unscaled, aux) if has_aux else unscaled
         return value, restore_scale(scale, unscaled, grads)
 
     return value_and_scaled_grad
+
+
+def _differentiated(args: Sequence[Any], argnums: Any) -> set[str]:
+    """Returns the paths of the Variables that a gradient is taken by."""
+    found: set[str] = set()
+    for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
+        number, only = (
+            (argnum.argnum, argnum.filter) if isinstance(argnum, nnx.DiffState) else (argnum, nnx.Param)
+        )
+        selected = nnx.filterlib.to_predicate(only)
+        if number < len(args) and isinstance(args[number], nnx.Pytree):
+            known = graph_nodes.variables(args[number])
+            found |= {path_text(path) for path, variable in known if selected(path, variable)}
+    return found
 
 
 #: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.policy.frameworks import framework_of
@@ -38,7 +37,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       follow by their settings; other modules are instances of a subclass of their class.
 
     Raises:
-      TypeError: for something that is no NNX module instance, or whose class cannot be subclassed.
+      TypeError: for something that is no NNX module instance.
       ValueError: for rules that match nothing, for rules that disagree on a module or parameter shared
         between places, for parameters that are not in param dtype, for unknown methods.
 
@@ -123,11 +122,10 @@ def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
     if "dtype" in new:
         layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
     vars(module).update(new)
-    if layers.is_bridge(module):
+    for name, linen_module in layers.linen_modules(module).items():
         inside = rules.relative_to(place.path, precision.policy)
         if not place.policy_changes:
             inside = inside.without_output_cast(precision.policy)
-        bridged = compat.linen_module_of(module)
-        framework = framework_of(bridged)
-        if framework is not None:
-            compat.set_linen_module(module, framework.wrap_part(bridged, inside)[0])
+        framework = framework_of(linen_module)
+        assert framework is not None
+        vars(module)[name] = framework.wrap_part(linen_module, inside)[0]

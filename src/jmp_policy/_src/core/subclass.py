@@ -1,0 +1,70 @@
+"""Makes subclasses of users' classes that the users' own hooks do not see.
+
+The library stands a subclass of the same name in for a user's class. Made with a class statement, it would
+run what the class's author wrote for new classes: a registry would then hold the library's class in place of
+the author's, and a hook with a required keyword would raise.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def make_subclass(
+    bare: type,
+    namespace: dict[str, Any],
+    *,
+    root: type,
+    metaclass: type | None = None,
+    finish: Callable[[Any], None] = lambda cls: None,
+) -> Any:
+    """Returns a subclass of a class, of the same name, without running its author's hooks.
+
+    Neither `__init_subclass__` nor the `__new__` of a metaclass runs, unless a metaclass is Python's own or
+    comes from the package that defines `root`. What hooks have set on the class is inherited.
+    The new class is among `bare.__subclasses__()`: Python has no way around that.
+
+    Args:
+      bare: the class.
+      namespace: attributes of the new class; `__set_name__` is called on those that have it.
+      root: base class that the framework defines; `bare` derives from it.
+      metaclass: a subclass of the class's metaclass; left out, that one itself.
+      finish: what the framework's own hook has to do for the new class.
+
+    Raises:
+      TypeError: for a class that Python does not let anyone subclass.
+    """
+    meta: Any = metaclass or type(bare)
+    known = next(m for m in meta.__mro__ if m.__module__.partition(".")[0] in _packages(root))
+    names = {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
+    # Python calls the nearest `__init_subclass__` above the new class: that of a first base, which does
+    # nothing, and is a base no longer afterwards.
+    cls = known.__new__(
+        meta, bare.__name__, (_without_hook(_base_without_dict(bare)), bare), names | namespace
+    )
+    type.__setattr__(cls, "__bases__", (bare,))
+    finish(cls)
+    return cls
+
+
+def _packages(root: type) -> frozenset[str]:
+    return sys.stdlib_module_names | {root.__module__.partition(".")[0]}
+
+
+def _base_without_dict(cls: Any) -> type:
+    while cls.__dictoffset__:
+        cls = cls.__base__
+    return cls
+
+
+@functools.cache
+def _without_hook(base: type) -> type:
+    """Returns a class whose subclasses go unnoticed.
+
+    Python takes a base away only if objects keep their layout in memory. So this one adds a `__dict__` to the
+    class to which the user's classes add theirs.
+    """
+    hook = classmethod(lambda cls, **keywords: None)
+    return types.new_class("WithoutHook", (base,), {}, lambda ns: ns.update(__init_subclass__=hook))
