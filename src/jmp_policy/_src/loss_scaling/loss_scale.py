@@ -17,6 +17,7 @@ from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
@@ -75,6 +76,7 @@ class Scaling:
           The tree with float leaves of 16 bits or fewer cast to float32 before the product: a loss of
           3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
+        SCALE_USE.note_product(self, tree)
         return map_changed(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:

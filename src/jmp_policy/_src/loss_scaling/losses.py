@@ -16,6 +16,7 @@ from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.finiteness import all_finite
+from jmp_policy._src.loss_scaling.forgotten_scale import Division
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
 from jmp_policy._src.loss_scaling.monitor import Groups, magnitudes
@@ -35,6 +36,10 @@ class OneLoss(NamedTuple):
     def unscale(self, scale: LossScale, grads: PyTree) -> PyTree:
         """Divides the gradients by the scale that they were multiplied by, and returns them as float32."""
         return tree_to_float32(scale.unscale(grads))  # Loss scales of other libraries may leave them half.
+
+    def divisions(self, scale: LossScale, grads: PyTree, params: PyTree) -> dict[str, Division]:
+        """Returns what `unscale` divides by what."""
+        return {"": Division(grads, scale, self.scale, params)}
 
     def test(self, grads: PyTree) -> jax.Array:
         """Returns whether all gradients are finite; boolean scalar."""
@@ -94,6 +99,10 @@ class SeveralLosses(NamedTuple):
         for name in others:
             _check_same_structure(first, grads[first], name, grads[name])
         return {name: tree_to_float32(scales[name].unscale(grads[name])) for name in self.scales}
+
+    def divisions(self, scales: LossScales, grads: Any, params: PyTree) -> dict[str, Division]:
+        """Returns what `unscale` divides by what, by loss."""
+        return {name: Division(grads[name], scales[name], self.scales[name], params) for name in self.scales}
 
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
         """Returns, for each loss, whether its gradients are finite; boolean scalars."""
