@@ -51,7 +51,9 @@ class LossScale(Protocol):
 
         Args:
           grads_finite: boolean scalar.
-          grads: the unscaled gradients, for scales that look at magnitudes.
+          grads: the unscaled gradients, for scales that look at magnitudes. `loss_scaled` passes them where
+            `adjust` has a parameter of this name; and `axis_name`, over which they may be split between
+            devices, where it has one of that name.
         """
         ...
 

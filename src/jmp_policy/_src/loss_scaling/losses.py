@@ -4,6 +4,7 @@
 has several losses with a scale each as `num_losses` and `loss_id`.
 """
 
+import inspect
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, Literal, NamedTuple
@@ -56,11 +57,11 @@ class OneLoss(NamedTuple):
     def adjust(self, scale: LossScale, grads: PyTree, finite: jax.Array, overflowed: Any) -> LossScale:
         """Returns the loss scale of the next step."""
         clean = finite if overflowed is None else finite & ~on_any_device(overflowed, self.axis_name)
-        return _adjust(scale, clean, grads)
+        return _adjust(scale, clean, grads, self.axis_name)
 
     def magnitudes(self, grads: PyTree, scale: LossScale) -> Any:
         """Measures the magnitudes that the state keeps, by group of parameters."""
-        return magnitudes(grads, scale.loss_scale, self.groups)
+        return magnitudes(grads, scale.loss_scale, self.groups, self.axis_name)
 
     def no_magnitudes(self, params: PyTree) -> Any:
         """Returns zeros in the place of magnitudes, for the state before the first step."""
@@ -135,7 +136,7 @@ class SeveralLosses(NamedTuple):
             for n, f in finite.items()
         }
         return LossScales(
-            scales={name: _adjust(scales[name], clean[name], grads[name]) for name in finite},
+            scales={name: _adjust(scales[name], clean[name], grads[name], self.axis_name) for name in finite},
             grads_finite=finite,
             nonfinite_steps={n: count_if(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
             consecutive_nonfinite={
@@ -156,7 +157,9 @@ class SeveralLosses(NamedTuple):
         return {
             f"{name}/{group}": values
             for name, tree in grads.items()
-            for group, values in magnitudes(tree, scales[name].loss_scale, self.groups).items()
+            for group, values in magnitudes(
+                tree, scales[name].loss_scale, self.groups, self.axis_name
+            ).items()
         }
 
     def no_magnitudes(self, params: PyTree) -> Any:
@@ -221,10 +224,16 @@ def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None
     return jnp.where(happened, optax.safe_increment(so_far), so_far if otherwise is None else otherwise)
 
 
-def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree) -> LossScale:
-    if getattr(loss_scale, "needs_grads", False):
-        return loss_scale.adjust(finite, grads=grads)
-    return loss_scale.adjust(finite)
+def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
+    """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
+    offered = {"grads": grads, "axis_name": axis_name}
+    try:
+        parameters = inspect.signature(loss_scale.adjust).parameters.values()
+    except (TypeError, ValueError):  # Not written in Python.
+        return loss_scale.adjust(finite)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in named})
 
 
 def _check_same_structure(first: str, a: PyTree, other: str, b: PyTree) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmp_policy._src.core.cast import map_changed
@@ -172,7 +173,8 @@ def _with_retries(
     def body(carry: Any) -> Any:
         tries, scale, _, _ = carry
         # The first pass, with the unchanged scale, runs in the loop too: one body to trace and compile.
-        lowered = select_tree(tries > 0, scale.adjust(jnp.zeros((), jnp.bool_)), scale)
+        # np.False_ is known before tracing: scales that look at gradients need none then.
+        lowered = select_tree(tries > 0, scale.adjust(np.False_), scale)
         result = jax.tree.map(jnp.asarray, step(lowered))
         return tries + jnp.int32(1), lowered, result, all_finite(result[1])
 
