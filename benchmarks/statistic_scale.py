@@ -45,7 +45,8 @@ def skipped(name: str, size: float, rate: float, scale: Any, steps: int = STEPS)
     tx = jmpp.loss_scaled(optax.adam(rate), scale)
 
     def loss_fn(params: Any) -> jax.Array:
-        return jnp.mean((model.apply(params, x) - y) ** 2)
+        out: Any = model.apply(params, x)
+        return jnp.mean((out - y) ** 2)
 
     def step(carry: Any, _: None) -> Any:
         params, state = carry

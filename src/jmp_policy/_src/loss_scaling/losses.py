@@ -21,6 +21,7 @@ from jmp_policy._src.loss_scaling.forgotten_scale import Division
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
 from jmp_policy._src.loss_scaling.monitor import Groups, magnitudes
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 
 
 class OneLoss(NamedTuple):
@@ -44,7 +45,7 @@ class OneLoss(NamedTuple):
 
     def test(self, grads: PyTree) -> jax.Array:
         """Returns whether all gradients are finite; boolean scalar."""
-        return all_finite(grads, self.axis_name)
+        return all_finite(derivatives(grads), self.axis_name)
 
     def takes_step(self, finite: jax.Array) -> jax.Array:
         """Returns whether the step is taken; boolean scalar."""
@@ -61,11 +62,11 @@ class OneLoss(NamedTuple):
 
     def magnitudes(self, grads: PyTree, scale: LossScale) -> Any:
         """Measures the magnitudes that the state keeps, by group of parameters."""
-        return magnitudes(grads, scale.loss_scale, self.groups, self.axis_name)
+        return magnitudes(derivatives(grads), scale.loss_scale, self.groups, self.axis_name)
 
     def no_magnitudes(self, params: PyTree) -> Any:
         """Returns zeros in the place of magnitudes, for the state before the first step."""
-        return jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
+        return jax.tree.map(jnp.zeros_like, magnitudes(derivatives(params), 1.0, self.groups))
 
 
 class SeveralLosses(NamedTuple):
@@ -107,7 +108,7 @@ class SeveralLosses(NamedTuple):
 
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
         """Returns, for each loss, whether its gradients are finite; boolean scalars."""
-        finite = {name: all_finite(tree) for name, tree in grads.items()}
+        finite = {name: all_finite(derivatives(tree)) for name, tree in grads.items()}
         if self.axis_name is None:
             return finite
         # One all-reduce for all losses.
@@ -120,11 +121,17 @@ class SeveralLosses(NamedTuple):
         return flags.all() if self.on_nonfinite == "skip_step" else flags.any()
 
     def total(self, grads: dict[str, PyTree], finite: dict[str, jax.Array]) -> PyTree:
-        """Adds up the gradients of all losses, or of those that are finite, in the order of the names."""
+        """Adds up the gradients of all losses, or of those that are finite, in the order of the names.
+
+        Of the state of float8 layers it takes the maximum, as Flax does where a layer is used twice.
+        """
         trees = list(grads.values())
         if self.on_nonfinite == "drop_loss":
             trees = [jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()]
-        return jax.tree.map(lambda *leaves: reduce(_add, leaves), *trees)
+        first, *rest = trees
+        return map_derivatives(
+            lambda *leaves: reduce(_add, leaves), first, lambda *leaves: reduce(jnp.maximum, leaves), rest
+        )
 
     def adjust(
         self, scales: LossScales, grads: dict[str, PyTree], finite: dict[str, jax.Array], overflowed: Any
@@ -158,13 +165,13 @@ class SeveralLosses(NamedTuple):
             f"{name}/{group}": values
             for name, tree in grads.items()
             for group, values in magnitudes(
-                tree, scales[name].loss_scale, self.groups, self.axis_name
+                derivatives(tree), scales[name].loss_scale, self.groups, self.axis_name
             ).items()
         }
 
     def no_magnitudes(self, params: PyTree) -> Any:
         """Returns zeros in the place of magnitudes, for the state before the first step."""
-        found = jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
+        found = jax.tree.map(jnp.zeros_like, magnitudes(derivatives(params), 1.0, self.groups))
         return {f"{name}/{group}": values for name in self.scales for group, values in found.items()}
 
 
@@ -226,7 +233,7 @@ def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None
 
 def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
     """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
-    offered = {"grads": grads, "axis_name": axis_name}
+    offered = {"grads": derivatives(grads), "axis_name": axis_name}
     try:
         parameters = inspect.signature(loss_scale.adjust).parameters.values()
     except (TypeError, ValueError):  # Not written in Python.
