@@ -21,6 +21,7 @@ from benchmarks import (
     report_cost,
     rounding_cost,
     stack_depth,
+    statistic_scale,
     zoo_cards,
     zoo_cost,
     zoo_device,
@@ -47,6 +48,7 @@ BENCHMARKS = (
     accuracy,
     zoo_cost,
     stack_depth,
+    statistic_scale,
 )
 GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers]
 if importlib.util.find_spec("torch"):

@@ -464,3 +464,51 @@ def test_devices_send_batch_statistics_in_float32(kind, axis_name, policy, dtype
     assert types == (
         {f"all-reduce {dtype}[16]": 2} if axis_name is None else {f"all-reduce {dtype}[2,16]": 1}
     )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scales_and_metrics_see_the_gradients_of_all_devices(check_vma):
+    """Each device has its part of the parameter, and so of the gradient: one magnitude differs by 2**20."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.StatisticLossScale(4.0), axis_name="data", monitor=True)
+    grads = jnp.ones(16).at[5].set(2.0**20).at[9].set(2.0**-30)
+    whole = jmpp.loss_scaled(optax.sgd(1.0), jmpp.StatisticLossScale(4.0), monitor=True)
+    params = {"w": jnp.zeros(16)}
+    state = tx.init(params)
+
+    def local(grads, state, params):
+        _, state = tx.update({"w": grads}, state, params)
+        return state
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    got = jmpp.metrics(jax.jit(split)(grads * 4, state, params))
+    want = jmpp.metrics(whole.update({"w": grads * 4}, state, params)[1])
+    assert {k: float(v) for k, v in got.items()} == {k: float(v) for k, v in want.items()}
+    assert float(got["loss_scale"]) == 2.0**-7
+
+
+def test_a_users_scale_learns_of_gradients_and_of_the_axis():
+    class Largest(jmpp.NoOpLossScale):
+        def adjust(self, grads_finite, *, grads, axis_name):
+            asked.append((jax.tree.structure(grads), axis_name))
+            return self
+
+    class Anything(jmpp.NoOpLossScale):
+        def adjust(self, grads_finite, **of_the_step):
+            asked.append((jax.tree.structure(of_the_step["grads"]), of_the_step["axis_name"]))
+            return self
+
+    class Plain(jmpp.NoOpLossScale):
+        def adjust(self, grads_finite):
+            asked.append(None)
+            return self
+
+    asked = []
+    for cls in (Largest, Anything, Plain):
+        jax.tree_util.register_pytree_node(cls, lambda _: ((), None), lambda _, __, cls=cls: cls())
+        tx = jmpp.loss_scaled(optax.sgd(1.0), cls(), axis_name="data")
+        state = tx.init(jnp.ones(2))
+        jax.vmap(lambda g, tx=tx, state=state: tx.update(g, state, g)[0], axis_name="data")(jnp.ones((3, 2)))
+    assert asked == [(jax.tree.structure(0), "data")] * 2 + [None]

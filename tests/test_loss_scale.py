@@ -1,5 +1,6 @@
 """The loss scales: state machines, parity with torch, and life as pytrees."""
 
+import importlib
 import json
 import pickle
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import jmp_policy as jmpp
 
+ROOT = Path(__file__).parent.parent
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "gradscaler_torch.json").read_text())["cases"]
 SCALES = [
     jmpp.NoOpLossScale(),
@@ -148,6 +150,50 @@ def test_statistic_scale_is_the_patents_rule():
         scale.adjust(True)
 
 
+def test_an_overflow_below_the_statistics_scale_widens_its_margin():
+    """Activations' gradients that overflow above 2**10, parameters' that ask for 2**20."""
+    scale, seen = jmpp.StatisticLossScale(2.0**8, recovery_interval=4), []
+    for _ in range(16):
+        finite = float(scale.loss_scale) <= 2.0**10
+        scale = scale.adjust(finite, grads=jnp.float32(2.0**-7 if finite else jnp.nan))
+        seen.append(int(jnp.frexp(scale.loss_scale)[1]) - 1)
+    # Back to the scale that was clean, two exponents below it, and up again by one in four clean steps.
+    assert seen == [20, 8, 6, 6, 6, 6, 7, 7, 7, 7, 8, 8, 8, 8, 9, 9]
+
+
+def test_an_overflow_that_the_statistic_explains_does_not_stick():
+    """A first scale that is too large says nothing of the margin, nor do steps without gradients."""
+    scale = jmpp.StatisticLossScale(2.0**20)
+    for _ in range(6):
+        scale = scale.adjust(False, grads=jnp.float32(jnp.inf))
+    scale = scale.adjust(True, grads=jnp.zeros(2)).adjust(True, grads=jnp.float32(2.0**3))
+    assert (float(scale.loss_scale), int(scale.widened)) == (2.0**10, 0)
+    scale = scale.adjust(False).adjust(
+        True, grads=jnp.float32(2.0**8)
+    )  # They have grown: a small margin more.
+    assert (float(scale.loss_scale), int(scale.widened)) == (2.0**3, 2)
+
+
+def test_gradients_beyond_float32_send_the_statistic_scale_to_its_floor():
+    with jax.enable_x64(True):
+        scale = jmpp.StatisticLossScale(2.0**10).adjust(True, grads=jnp.float64(1e300))
+        assert float(scale.loss_scale) == scale.min_loss_scale
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-3])
+def test_the_statistic_scale_skips_few_steps_where_inputs_are_small(size, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    statistic_scale = importlib.import_module("benchmarks.statistic_scale")
+    assert statistic_scale.skipped("linear", size, 1e-2, jmpp.StatisticLossScale()) <= 2
+
+
+def test_the_table_of_skipped_steps():
+    result = json.loads((ROOT / "benchmarks" / "results" / "statistic_scale.json").read_text())
+    assert len({(row["model"], row["inputs"]) for row in result["rows"]}) == 12
+    assert result["steps"] == 200
+    assert all(row["statistic"] <= row["dynamic"] + 2 for row in result["rows"])
+
+
 def test_pid_terms():
     scale = jmpp.PIDLossScale(2.0**10, kp=0.5, ki=0.25, kd=1.0, overflow_weight=1.0)
     first = scale.adjust(True)  # e = 1, sum = 1, difference 1
@@ -247,6 +293,18 @@ def test_static_scale_is_no_part_of_the_jit_key():
     assert float(jitted(jmpp.StaticLossScale(2.0), jnp.float32(1))) == 2
     assert float(jitted(jmpp.StaticLossScale(4.0), jnp.float32(1))) == 4
     assert jitted._cache_size() == 1
+
+
+def test_statistic_states_from_before_the_margin_was_widened():
+    scale = jmpp.StatisticLossScale().adjust(True, grads=GRADS).adjust(False, grads=GRADS)
+    state = serialization.to_state_dict(scale)
+    old = {name: np.asarray(state[name]) for name in ("loss_scale", "stuck")}
+    for restored in (
+        serialization.from_state_dict(jmpp.StatisticLossScale(), old),
+        jmpp.restore_state(jmpp.StatisticLossScale(), old),
+    ):
+        assert restored.loss_scale == scale.loss_scale
+        assert (int(restored.widened), float(restored.failed_scale)) == (0, 2.0**127)
 
 
 def test_serialization_of_older_and_foreign_states():

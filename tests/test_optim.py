@@ -374,6 +374,14 @@ def test_the_overflow_of_others_is_one_boolean(flag):
         tx.update(jnp.ones(()), tx.init(jnp.ones(())), overflowed=flag)
 
 
+def test_check_warns_of_a_large_share_of_skipped_steps():
+    state = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()).init(PARAMS)
+    jmpp.check(state._replace(steps=jnp.int32(99), skipped=jnp.int32(50)))
+    jmpp.check(state._replace(steps=jnp.int32(200), skipped=jnp.int32(40)))
+    with pytest.warns(UserWarning, match=r"50 of 200 steps were skipped \(25%\).*DynamicLossScale"):
+        jmpp.check(state._replace(steps=jnp.int32(200), skipped=jnp.int32(50)))
+
+
 def test_lookahead():
     tx = jmpp.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), jmpp.StaticLossScale(4.0))
     params = optax.LookaheadParams.init_synced(jnp.ones(2))

@@ -1,5 +1,6 @@
 """Raises when a training loop cannot go on, and says why."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,10 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.metrics import metrics
 from jmp_policy._src.report.diagnose.diagnose import diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
+
+#: Steps from which on the share of skipped ones says something: a scale that starts too large needs some.
+_FEW_STEPS = 100
+_MANY_SKIPS = 0.2
 
 
 class LossScaleStuckError(FloatingPointError):
@@ -36,6 +41,8 @@ def check(
     has_aux: bool = False,
 ) -> None:
     """Raises when training cannot go on; call it on the host, once in a while.
+
+    It warns when more than a fifth of at least 100 steps so far were skipped, however they lie.
 
     Args:
       opt_state: the optimizer state after an update.
@@ -64,6 +71,7 @@ def check(
     values = {name: np.asarray(value) for name, value in values.items()}
     found = _hopeless(values, max_consecutive_skips)
     if found is None:
+        _warn_of_many_skips(values)
         return
     message, scale = found
     if grads is not None:
@@ -108,6 +116,19 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
         f"losses were not finite this often: {times}. loss_scaled(..., on_nonfinite='drop_loss') leaves out "
         "only the loss that overflows."
     ), max(float(values[f"loss_scale{loss}"].max()) for loss in losses)
+
+
+def _warn_of_many_skips(values: dict[str, np.ndarray]) -> None:
+    steps, skipped = int(values["steps"].max()), int(values["skipped_steps"].max())
+    if steps >= _FEW_STEPS and skipped > _MANY_SKIPS * steps:
+        warnings.warn(
+            f"{skipped} of {steps} steps were skipped ({skipped / steps:.0%}); a loss scale that suits the "
+            "model skips one in 2000. Use DynamicLossScale() with its defaults. If that skips as many, the "
+            "gradients overflow by themselves: jmp_policy.diagnose(loss_fn, *args, scale=opt_state) says "
+            "where, given the batch of a skipped step.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _describe_non_finite(grads: PyTree) -> str:

@@ -30,16 +30,9 @@ INLINED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # type:
 
 
 def require(found: bool, what: str, package: ModuleType = jax, read_in: str = READ_IN) -> None:
-    """Raises where a private part of a package is not as it was read.
+    """Raises RuntimeError where a private part of `package` (`jax` or `flax`) is not as it was read.
 
-    Args:
-      found: whether it is.
-      what: the private part, and what it is read for.
-      package: `jax` or `flax`.
-      read_in: the versions that have it.
-
-    Raises:
-      RuntimeError: naming the part, the versions and what to do.
+    The message names the part, what it is read for (`what`), the versions that have it, and what to do.
     """
     if not found:
         name = package.__name__
@@ -54,9 +47,7 @@ def require(found: bool, what: str, package: ModuleType = jax, read_in: str = RE
 def checked(check: Callable[[], Any], what: str) -> Any:
     """Returns what a check gives; it runs once, as what it tests can't change while the program runs.
 
-    Args:
-      check: raises or gives None where a private part is not as it was read.
-      what: the private part, for the error.
+    The check raises or gives None where the private part, named by `what` for the error, is not as read.
     """
     try:
         with jax.disable_jit(False):
@@ -92,8 +83,7 @@ def convert_constvars_jaxpr(jaxpr: Any) -> Any:
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the numbers of constants and of carries of a scan.
 
-    Private: `num_consts` and `num_carry` (0.10.2), the lengths of the trees in `ft_in` (0.12.0). JAX has no
-    public way to tell a scan's operands apart.
+    Private: `num_consts`, `num_carry` (0.10.2), lengths of `ft_in` (0.12.0). No public way tells them apart.
     """
     checked(_probe_scan, "a scan's numbers of constants and carries from `num_consts` or `ft_in`")
     return _scan_sizes(params)
@@ -160,8 +150,7 @@ def with_primitive(eqn: Any, primitive: Any, source: Any) -> Any:
 def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
     """Says what `jax.checkpoint` does with a primitive that is not JAX's.
 
-    Private: `partial_eval_jaxpr_custom_rules`. Policies of jax.checkpoint compare primitives with JAX's, and
-    there is no public way to have another one saved with them.
+    Private: `partial_eval_jaxpr_custom_rules`. No public way adds a primitive to those of JAX.
     """
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
@@ -312,12 +301,9 @@ def context_of(eqn: Any) -> Any:
 class eqn_context:  # noqa: N801 - used like a function
     """Runs a with-block on behalf of an equation: its name stack, source line and configuration.
 
+    A whole name `stack` may be given; else the equation's continues the one that is current.
     Private: `source_info` and `ctx.manager`, as `jax.core.eval_jaxpr` enters them. JAX has no public way to
     run code as an equation's.
-
-    Args:
-      eqn: the equation.
-      stack: the whole name stack; left out, the equation's continues the one that is current.
     """
 
     __slots__ = ("_context", "_manager")
@@ -364,10 +350,8 @@ def _check_manual_axis_type() -> None:
 def varying(aval: Any) -> frozenset[str]:
     """Returns the mesh axes over which a value of this type differs from device to device, inside shard_map.
 
-    Private: `manual_axis_type.varying`. `jax.typeof` shows them in print, and no public attribute has them.
-
-    Args:
-      aval: what `jax.typeof` gives for a value, or `jax.eval_shape` for a result.
+    `aval` is what `jax.typeof` gives for a value, or `jax.eval_shape` for a result.
+    Private: `manual_axis_type.varying`. `jax.typeof` shows them in print, no public attribute has them.
     """
     if not isinstance(aval, jax.core.ShapedArray | jax.ShapeDtypeStruct):
         return frozenset()
@@ -398,3 +382,19 @@ def einsum_with(dot_general: Callable[..., Any]) -> Callable[..., Any]:
     Private: the argument `_dot_general`. `jnp.einsum` has no public one for it.
     """
     return functools.partial(jax.numpy.einsum, _dot_general=dot_general)
+
+
+def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
+    """Returns the tracer that a value of a staged program is, its equation, and that one's operands.
+
+    An input or a constant of the trace has None and (). Tracers of vmap and of derivatives stand for those
+    inside. Returns None for a value that is not staged, and where JAX does not tell.
+
+    Private: `parent` of a tracer, `in_tracers` of that, `val` and `primal` of tracers around. JAX has no
+    public way to ask what a traced value was computed from before the program is complete.
+    """
+    while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
+        x = getattr(x, "val", getattr(x, "primal", None))
+    eqn = getattr(x, "parent", None)
+    operands = () if eqn is None else getattr(eqn, "in_tracers", None)
+    return (x, eqn, operands) if isinstance(x, jax.core.Tracer) and operands is not None else None

@@ -1,27 +1,47 @@
 """Adapts loss scales without a counter of clean steps: from gradient statistics, and by a PID controller.
 
-Sources: the loss-scaling patent family of US 62/502,333 (scale from the largest gradient, minus a
-margin) and the PID view dS = Kp e + Ki sum(e) + Kd (e_t - e_{t-1}). Ours always yields powers of two, so
-that scaling never rounds, and stays within a floor and a ceiling.
+Sources: the loss-scaling patent family of US 62/502,333 (scale from the largest gradient, minus a margin;
+overflows that widen it are ours) and the PID view dS = Kp e + Ki sum(e) + Kd (e_t - e_{t-1}). Ours always
+yields powers of two, so that scaling never rounds, and stays within a floor and a ceiling.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, scale_leaf
+from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, positive_int, scale_leaf
+
+#: A scale above all others: the place of one that is not known yet.
+_UNKNOWN = 2.0**127
+
+#: Exponents by which an overflow widens the margin beyond what it showed to be necessary. With 0 or 1, models
+#: whose parameters' gradients shrink faster than those of activations overflow again and again
+#: (`benchmarks/statistic_scale.py`).
+_MORE = 2
 
 
 @pytree_dataclass
 class StatisticLossScale(Scaling):
-    """Loss scale from the largest gradient x of the previous step: log2(scale) = 15 - log2(x) - margin.
+    """Loss scale from the largest gradient x of the previous step, which learns from overflows.
 
-    Use it when gradient magnitudes drift slowly: it needs no growth interval and never probes upwards
-    into an overflow. It costs one reduction of every gradient per step.
+    Use it when gradient magnitudes change fast: it follows them within a step, up and down, and needs no
+    growth interval. It costs one reduction of every gradient per step.
+
+    The largest gradient of a *parameter* may be far below the largest gradient of an activation, which
+    overflows first. So an overflow that the parameters' gradients do not explain widens the margin::
+
+        if grads_finite:  every recovery_interval clean steps: widened = max(widened - 1, 0)
+                          if it overflowed since the last clean step:
+                              if that scale would be chosen again: widened = what leads to this step's scale
+                              widened = widened + 2
+                          next = 2 ** (15 - log2(x) - margin - widened)
+        else:             next = scale of the last clean step if that is smaller, else scale * backoff_factor
 
     Args:
       loss_scale: the scale of the first step; leaf, float32 scalar.
@@ -29,9 +49,15 @@ class StatisticLossScale(Scaling):
         rounded up, so that scale * x <= 2**(15 - margin).
       backoff_factor: factor on the scale after an overflow, which hides the magnitude; static.
       min_loss_scale, max_loss_scale: bounds of the scale; static.
+      recovery_interval: clean steps until a widened margin narrows by one exponent; static. Where the margin
+        is as wide as it must be, one step in so many is skipped, as with `DynamicLossScale`.
 
     Attributes:
       stuck: whether the last overflow happened at the floor already; leaf, boolean scalar.
+      widened: exponents kept free beyond `margin`; leaf, int32 scalar.
+      clean_scale: the scale of the last clean step; leaf, float32 scalar.
+      failed_scale: the scale that overflowed since then; leaf, float32 scalar. 2**127 stands for none.
+      clean_steps: clean steps since the margin changed last; leaf, int32 scalar.
 
     Example:
       >>> scale = StatisticLossScale(margin=1)
@@ -39,15 +65,17 @@ class StatisticLossScale(Scaling):
       32768.0
     """
 
-    #: `loss_scaled` passes the unscaled gradients to `adjust`.
-    needs_grads: ClassVar[bool] = True
-
     loss_scale: Any
     stuck: Any
+    widened: Any
+    clean_scale: Any
+    failed_scale: Any
+    clean_steps: Any
     margin: int = static()
     backoff_factor: float = static()
     min_loss_scale: float = static()
     max_loss_scale: float = static()
+    recovery_interval: int = static()
 
     def __init__(
         self,
@@ -56,6 +84,7 @@ class StatisticLossScale(Scaling):
         backoff_factor: float = 0.5,
         min_loss_scale: float = 2.0**-14,
         max_loss_scale: float = 2.0**24,
+        recovery_interval: int = 2000,
     ):
         if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= 64:
             raise ValueError(f"margin must be a whole number of exponents from 0 to 64, got {margin!r}.")
@@ -63,43 +92,69 @@ class StatisticLossScale(Scaling):
             "margin": margin,
             "backoff_factor": number(backoff_factor, "backoff_factor", above=0.0, below=1.0),
             **bounds(min_loss_scale, max_loss_scale),
+            "recovery_interval": positive_int(recovery_interval, "recovery_interval"),
         }
         low, high = config["min_loss_scale"], config["max_loss_scale"]
         leaves = {
             "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
             "stuck": jnp.zeros((), jnp.bool_),
+            "widened": jnp.zeros((), jnp.int32),
+            "clean_scale": jnp.full((), _UNKNOWN, jnp.float32),
+            "failed_scale": jnp.full((), _UNKNOWN, jnp.float32),
+            "clean_steps": jnp.zeros((), jnp.int32),
         }
         set_fields(self, **leaves, **config)
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StatisticLossScale":
+    def adjust(
+        self, grads_finite: Any, grads: PyTree = None, *, axis_name: Any = None
+    ) -> "StatisticLossScale":
         """Returns the state after a step.
 
         Args:
           grads_finite: boolean scalar.
-          grads: the unscaled gradients. The scale stays the same where all are zero.
+          grads: the unscaled gradients. The scale stays the same where all are zero. They may be left out
+            where `grads_finite` is False, known before tracing.
+          axis_name: mapped axis or axes over which gradients are split: the largest is that of all devices.
 
         Raises:
           ValueError: when `grads` is not given.
         """
-        if grads is None:
+        if grads is None and (isinstance(grads_finite, jax.core.Tracer) or bool(grads_finite)):
             raise ValueError(
                 "StatisticLossScale.adjust needs the unscaled gradients: adjust(grads_finite, grads=grads). "
                 "jmp_policy.loss_scaled passes them."
             )
         finite = jnp.asarray(grads_finite, jnp.bool_)
-        largest = _largest_magnitude(grads)
-        # frexp, not log2: log2(8192.) is 12.999999 on a CPU. largest = m * 2**e with 0.5 <= m < 1; where
-        # m is 0.5 the largest gradient is the power of two 2**(e - 1) itself.
-        mantissa, exponent = jnp.frexp(largest)
-        exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-        ideal = _power_of_two(15 - self.margin - exponent)
+        largest = _largest_magnitude(grads, axis_name)
         usable = finite & (largest > 0)
-        backed_off = self.loss_scale * jnp.float32(self.backoff_factor)
-        scale = jnp.where(usable, ideal, jnp.where(finite, self.loss_scale, backed_off))
+        clean = jnp.where(finite, jnp.where(usable, self.clean_steps + 1, self.clean_steps), 0)
+        narrow = clean >= self.recovery_interval
+        widened = jnp.where(narrow, jnp.maximum(self.widened - 1, 0), self.widened)
+
+        # Beyond float32 (float64 gradients) no magnitude is known but that it is too large.
+        exponent = jnp.where(jnp.isinf(largest), 1000, _exponent_above(largest))
+        ideal = _power_of_two(15 - self.margin - exponent)
+        ideal = jnp.clip(ideal, self.min_loss_scale, self.max_loss_scale)
+        failed = usable & (self.failed_scale < _UNKNOWN)
+        again = failed & (ideal * _power_of_two(-widened) >= self.failed_scale)
+        needed = _exponent_above(ideal) - _exponent_below(self.loss_scale)
+        widened = jnp.where(again, jnp.maximum(widened, needed), widened)
+        # While the first scale is still too large, nothing is wrong with the margin.
+        widened = jnp.where(again | failed & (self.clean_scale < _UNKNOWN), widened + _MORE, widened)
+        chosen = ideal * _power_of_two(-widened)
+
+        is_larger = self.loss_scale > self.clean_scale
+        lower = jnp.where(is_larger, self.clean_scale, self.loss_scale * jnp.float32(self.backoff_factor))
+        scale = jnp.where(usable, chosen, jnp.where(finite, self.loss_scale, lower))
+        forgotten = jnp.where(usable, jnp.float32(_UNKNOWN), self.failed_scale)
         return replace(
             self,
             loss_scale=jnp.clip(scale, self.min_loss_scale, self.max_loss_scale),
             stuck=~finite & (self.loss_scale <= self.min_loss_scale),
+            widened=widened,
+            clean_scale=jnp.where(usable, self.loss_scale, self.clean_scale),
+            failed_scale=jnp.where(finite, forgotten, self.loss_scale),
+            clean_steps=jnp.where(narrow | failed, 0, clean),
         )
 
 
@@ -201,14 +256,32 @@ class PIDLossScale(Scaling):
         )
 
 
-def _largest_magnitude(tree: PyTree) -> jax.Array:
-    """Returns the largest |x| among floating and complex leaves, float32 scalar; 0 for a tree without any."""
+def _largest_magnitude(tree: PyTree, axis_name: Any) -> jax.Array:
+    """Returns the largest |x| of floating and complex leaves, on all devices; 0 where there is none."""
     largest = [
         jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
         for x in jax.tree.leaves(tree)
         if is_floating_array(x) or (hasattr(x, "dtype") and jnp.iscomplexobj(x))
     ]
-    return jnp.max(jnp.stack(largest)) if largest else jnp.zeros((), jnp.float32)
+    if not largest:
+        return jnp.zeros((), jnp.float32)
+    found = jnp.max(jnp.stack(largest))
+    return found if axis_name is None else lax.pmax(found, axis_name)
+
+
+def _exponent_above(x: jax.Array) -> jax.Array:
+    """Returns the smallest e with x <= 2**e; int32.
+
+    By frexp, not log2: log2(8192.) is 12.999999 on a CPU. x = m * 2**e with 0.5 <= m < 1, and m is 0.5 where
+    x is a power of two.
+    """
+    mantissa, exponent = jnp.frexp(x)
+    return jnp.where(mantissa == 0.5, exponent - 1, exponent)
+
+
+def _exponent_below(x: jax.Array) -> jax.Array:
+    """Returns the largest e with 2**e <= x; int32."""
+    return jnp.frexp(x)[1] - 1
 
 
 def _power_of_two(exponent: Any) -> jax.Array:

@@ -17,6 +17,8 @@ from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.overwritten import map_derivatives
+from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
@@ -50,7 +52,9 @@ class LossScale(Protocol):
 
         Args:
           grads_finite: boolean scalar.
-          grads: the unscaled gradients, for scales that look at magnitudes.
+          grads: the unscaled gradients, for scales that look at magnitudes. `loss_scaled` passes them where
+            `adjust` has a parameter of this name; and `axis_name`, over which they may be split between
+            devices, where it has one of that name.
         """
         ...
 
@@ -75,16 +79,18 @@ class Scaling:
           The tree with float leaves of 16 bits or fewer cast to float32 before the product: a loss of
           3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
-        return map_changed(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
+        SCALE_USE.note_product(self, tree)
+        return map_derivatives(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the loss scale.
 
         Returns:
           The tree with float leaves of 16 bits or fewer as float32; float64 and complex keep their
-          type. Integers, keys, `float0` and everything else are untouched. Exact for powers of two.
+          type. Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's
+          float8 layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
         """
-        return map_changed(lambda x: _over(_leaf_to_float32(x), self.loss_scale), tree)
+        return map_derivatives(lambda x: _over(_leaf_to_float32(x), self.loss_scale), tree)
 
 
 @pytree_dataclass

@@ -16,6 +16,7 @@ from jax import lax
 
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
@@ -71,7 +72,9 @@ def loss_scaled(
 
     Raises:
       TypeError, ValueError: for something that is not a transformation or a loss scale, and for an unknown
-        mode.
+        mode; in `update`, while it is traced, for gradients that were computed without the loss scale. Where
+        they were computed outside of the function that is traced, and no loss scale was ever asked for, it
+        warns instead.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -79,7 +82,8 @@ def loss_scaled(
       >>> tx = loss_scaled(optax.sgd(0.5), DynamicLossScale(4.0))
       >>> params = jnp.float32(1.0)
       >>> state = tx.init(params)
-      >>> updates, state = tx.update(jnp.float32(8.0), state, params)
+      >>> grads = state.loss_scale.scale(jnp.float32(2.0))  # As those of a scaled loss are.
+      >>> updates, state = tx.update(grads, state, params)
       >>> float(updates)
       -1.0
       >>> updates, state = tx.update(jnp.float32(jnp.inf), state, params)
@@ -95,6 +99,7 @@ def loss_scaled(
 
     groups = check_groups(monitor)
     losses: Any = losses_of(loss_scale, on_nonfinite, axis_name, groups)
+    check_multiplied = ForgottenScaleCheck()
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
@@ -114,6 +119,7 @@ def loss_scaled(
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
         grads = losses.unscale(state.loss_scale, updates)
+        check_multiplied(losses.divisions(state.loss_scale, updates, params))
         each_finite = losses.test(grads)
         finite = losses.takes_step(each_finite)
         if "grad" in extra_args:

@@ -4,6 +4,7 @@
 has several losses with a scale each as `num_losses` and `loss_id`.
 """
 
+import inspect
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, Literal, NamedTuple
@@ -16,9 +17,11 @@ from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.finiteness import all_finite
+from jmp_policy._src.loss_scaling.forgotten_scale import Division
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
 from jmp_policy._src.loss_scaling.monitor import Groups, magnitudes
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 
 
 class OneLoss(NamedTuple):
@@ -36,9 +39,13 @@ class OneLoss(NamedTuple):
         """Divides the gradients by the scale that they were multiplied by, and returns them as float32."""
         return tree_to_float32(scale.unscale(grads))  # Loss scales of other libraries may leave them half.
 
+    def divisions(self, scale: LossScale, grads: PyTree, params: PyTree) -> dict[str, Division]:
+        """Returns what `unscale` divides by what."""
+        return {"": Division(grads, scale, self.scale, params)}
+
     def test(self, grads: PyTree) -> jax.Array:
         """Returns whether all gradients are finite; boolean scalar."""
-        return all_finite(grads, self.axis_name)
+        return all_finite(derivatives(grads), self.axis_name)
 
     def takes_step(self, finite: jax.Array) -> jax.Array:
         """Returns whether the step is taken; boolean scalar."""
@@ -51,15 +58,15 @@ class OneLoss(NamedTuple):
     def adjust(self, scale: LossScale, grads: PyTree, finite: jax.Array, overflowed: Any) -> LossScale:
         """Returns the loss scale of the next step."""
         clean = finite if overflowed is None else finite & ~on_any_device(overflowed, self.axis_name)
-        return _adjust(scale, clean, grads)
+        return _adjust(scale, clean, grads, self.axis_name)
 
     def magnitudes(self, grads: PyTree, scale: LossScale) -> Any:
         """Measures the magnitudes that the state keeps, by group of parameters."""
-        return magnitudes(grads, scale.loss_scale, self.groups)
+        return magnitudes(derivatives(grads), scale.loss_scale, self.groups, self.axis_name)
 
     def no_magnitudes(self, params: PyTree) -> Any:
         """Returns zeros in the place of magnitudes, for the state before the first step."""
-        return jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
+        return jax.tree.map(jnp.zeros_like, magnitudes(derivatives(params), 1.0, self.groups))
 
 
 class SeveralLosses(NamedTuple):
@@ -95,9 +102,13 @@ class SeveralLosses(NamedTuple):
             _check_same_structure(first, grads[first], name, grads[name])
         return {name: tree_to_float32(scales[name].unscale(grads[name])) for name in self.scales}
 
+    def divisions(self, scales: LossScales, grads: Any, params: PyTree) -> dict[str, Division]:
+        """Returns what `unscale` divides by what, by loss."""
+        return {name: Division(grads[name], scales[name], self.scales[name], params) for name in self.scales}
+
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
         """Returns, for each loss, whether its gradients are finite; boolean scalars."""
-        finite = {name: all_finite(tree) for name, tree in grads.items()}
+        finite = {name: all_finite(derivatives(tree)) for name, tree in grads.items()}
         if self.axis_name is None:
             return finite
         # One all-reduce for all losses.
@@ -110,11 +121,17 @@ class SeveralLosses(NamedTuple):
         return flags.all() if self.on_nonfinite == "skip_step" else flags.any()
 
     def total(self, grads: dict[str, PyTree], finite: dict[str, jax.Array]) -> PyTree:
-        """Adds up the gradients of all losses, or of those that are finite, in the order of the names."""
+        """Adds up the gradients of all losses, or of those that are finite, in the order of the names.
+
+        Of the state of float8 layers it takes the maximum, as Flax does where a layer is used twice.
+        """
         trees = list(grads.values())
         if self.on_nonfinite == "drop_loss":
             trees = [jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()]
-        return jax.tree.map(lambda *leaves: reduce(_add, leaves), *trees)
+        first, *rest = trees
+        return map_derivatives(
+            lambda *leaves: reduce(_add, leaves), first, lambda *leaves: reduce(jnp.maximum, leaves), rest
+        )
 
     def adjust(
         self, scales: LossScales, grads: dict[str, PyTree], finite: dict[str, jax.Array], overflowed: Any
@@ -126,7 +143,7 @@ class SeveralLosses(NamedTuple):
             for n, f in finite.items()
         }
         return LossScales(
-            scales={name: _adjust(scales[name], clean[name], grads[name]) for name in finite},
+            scales={name: _adjust(scales[name], clean[name], grads[name], self.axis_name) for name in finite},
             grads_finite=finite,
             nonfinite_steps={n: count_if(~f, scales.nonfinite_steps[n]) for n, f in finite.items()},
             consecutive_nonfinite={
@@ -147,12 +164,14 @@ class SeveralLosses(NamedTuple):
         return {
             f"{name}/{group}": values
             for name, tree in grads.items()
-            for group, values in magnitudes(tree, scales[name].loss_scale, self.groups).items()
+            for group, values in magnitudes(
+                derivatives(tree), scales[name].loss_scale, self.groups, self.axis_name
+            ).items()
         }
 
     def no_magnitudes(self, params: PyTree) -> Any:
         """Returns zeros in the place of magnitudes, for the state before the first step."""
-        found = jax.tree.map(jnp.zeros_like, magnitudes(params, 1.0, self.groups))
+        found = jax.tree.map(jnp.zeros_like, magnitudes(derivatives(params), 1.0, self.groups))
         return {f"{name}/{group}": values for name in self.scales for group, values in found.items()}
 
 
@@ -212,10 +231,16 @@ def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None
     return jnp.where(happened, optax.safe_increment(so_far), so_far if otherwise is None else otherwise)
 
 
-def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree) -> LossScale:
-    if getattr(loss_scale, "needs_grads", False):
-        return loss_scale.adjust(finite, grads=grads)
-    return loss_scale.adjust(finite)
+def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
+    """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
+    offered = {"grads": derivatives(grads), "axis_name": axis_name}
+    try:
+        parameters = inspect.signature(loss_scale.adjust).parameters.values()
+    except (TypeError, ValueError):  # Not written in Python.
+        return loss_scale.adjust(finite)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in named})
 
 
 def _check_same_structure(first: str, a: PyTree, other: str, b: PyTree) -> None:

@@ -19,6 +19,7 @@ from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.microbatches import Batch, is_key
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def accumulate(
         for i in range(n):                               # _loop, on each device
             loss, grads = step(params, microbatch i)     # at the same loss scale
             if drops and not finite: loss, grads = 0, 0; kept = 0        # _dropped_unless_finite
-            total = total + grads
+            total = total + grads                                    # float8 layers' state: the maximum
         total, count = psum over devices                 # _sum_over_devices
         return total / count
 
@@ -97,7 +98,12 @@ def accumulate(
     count = n * devices if kept is None else jnp.sum(kept, dtype=jnp.float32)
     if axes:
         sums, count = _sum_over_devices(sums, count, state, axes)
-    grads = jax.tree.map(lambda p, t: _mean(p, t, count), params, sums.grads)
+    grads = map_derivatives(
+        lambda p, total: _mean(p, total, count),
+        params,
+        lambda p, largest: largest if kept is None else jnp.where(count > 0, largest, p),
+        [sums.grads],
+    )
     dropped = jnp.asarray(n * devices - count, jnp.int32)
     return sums._replace(loss=(sums.loss / count).astype(loss_dtype), grads=grads), dropped
 
@@ -123,10 +129,10 @@ def _loop(
     def add(carry: tuple[PyTree, PyTree], i: jax.Array) -> Any:
         total, state = carry
         result, kept = run_one(state, i)
-        total = jax.tree.map(jnp.add, total, result.grads)
+        total = map_derivatives(jnp.add, total, jnp.maximum, [result.grads])
         return (total, result.state), (result.loss, result.aux, kept)
 
-    zeros = jax.tree.map(lambda p: _zeros(p, dtype), params)
+    zeros = map_derivatives(lambda p: _zeros(p, dtype), params, jnp.zeros_like)
     (total, state), (losses, aux, kept) = lax.scan(add, (zeros, state), jnp.arange(n, dtype=jnp.int32))
     return MicrobatchResult(losses, aux, total, state), kept
 
@@ -135,7 +141,7 @@ def _dropped_unless_finite(
     result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
 ) -> tuple[MicrobatchResult, jax.Array]:
     """Returns a micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
-    kept = _agree(all_finite((result.grads, result.loss)), axes)
+    kept = _agree(all_finite((derivatives(result.grads), result.loss)), axes)
     numbers = (result.grads, result.loss)
     grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))
     return result._replace(loss=loss, grads=grads, state=select_tree(kept, result.state, before)), kept
@@ -151,7 +157,10 @@ def _sum_over_devices(
     devices = lax.axis_size(axes)
     local_count = None if isinstance(count, int) else count
     (total, loss, summed_count), floats = lax.psum(
-        ((sums.grads, sums.loss, local_count), _floats(sums.state)), axes
+        ((derivatives(sums.grads), sums.loss, local_count), _floats(sums.state)), axes
+    )
+    total = map_derivatives(
+        lambda _, summed: summed, sums.grads, lambda local, _: lax.pmax(local, axes), [total]
     )
     state = jax.tree.map(
         lambda old, new, summed: _mean_over_devices(old, new, summed, devices), before, sums.state, floats
@@ -176,7 +185,7 @@ def _accumulation_dtype(dtype: Any, accumulator: np.dtype) -> np.dtype:
 
 
 def _to_accumulation_dtype(grads: PyTree, accumulator: np.dtype) -> PyTree:
-    return jax.tree.map(lambda g: g.astype(_accumulation_dtype(g.dtype, accumulator)), grads)
+    return map_derivatives(lambda g: g.astype(_accumulation_dtype(g.dtype, accumulator)), grads)
 
 
 def _zeros(param: Any, accumulator: np.dtype) -> Any:

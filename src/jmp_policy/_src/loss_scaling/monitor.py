@@ -5,6 +5,7 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 
@@ -27,13 +28,16 @@ def check_groups(groups: Any) -> Groups:
     )
 
 
-def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict[str, jax.Array]]:
+def magnitudes(
+    grads: PyTree, loss_scale: Any, groups: Groups, axis_name: Any = None
+) -> dict[str, dict[str, jax.Array]]:
     """Measures the largest, the smallest and the vanishing magnitudes per group of parameters.
 
     Args:
       grads: unscaled gradients.
       loss_scale: what they were multiplied by; float32 scalar.
       groups: which parameter is in which group.
+      axis_name: mapped axis or axes over which gradients are split: magnitudes are those of all devices.
 
     Returns:
       By group: `max`, the largest magnitude; `min`, the smallest that is not zero (0 if all are);
@@ -50,14 +54,15 @@ def magnitudes(grads: PyTree, loss_scale: Any, groups: Groups) -> dict[str, dict
         name = groups(text) if callable(groups) else text.removeprefix("params/").split("/")[0] or "all"
         parts.setdefault(name, []).append(jnp.abs(leaf).astype(jnp.float32))
     limit = _BECOMES_ZERO / jnp.asarray(loss_scale, jnp.float32)
-    return {name: _of_group(group, limit) for name, group in parts.items()}
+    return {name: _of_group(group, limit, axis_name) for name, group in parts.items()}
 
 
-def _of_group(group: list[jax.Array], limit: Any) -> dict[str, jax.Array]:
+def _of_group(group: list[jax.Array], limit: Any, axis_name: Any) -> dict[str, jax.Array]:
+    largest = jnp.stack([jnp.max(x) for x in group]).max()
     smallest = jnp.stack([jnp.min(jnp.where(x > 0, x, jnp.inf)) for x in group]).min()
     vanishing = jnp.stack([jnp.sum(x <= limit, dtype=jnp.float32) for x in group]).sum()
-    return {
-        "max": jnp.stack([jnp.max(x) for x in group]).max(),
-        "min": jnp.where(jnp.isinf(smallest), 0.0, smallest),
-        "underflow": vanishing / sum(x.size for x in group),
-    }
+    share = vanishing / sum(x.size for x in group)
+    if axis_name is not None:
+        largest, smallest = lax.pmax(largest, axis_name), lax.pmin(smallest, axis_name)
+        share = lax.pmean(share, axis_name)
+    return {"max": largest, "min": jnp.where(jnp.isinf(smallest), 0.0, smallest), "underflow": share}

@@ -10,6 +10,7 @@ from jmp_policy._src.core.pytree import replace
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, is_one, pick
+from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
 
 class LossScaledState(NamedTuple):
@@ -84,9 +85,11 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
       scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
       loss: name of the loss whose scale is meant, where there are several.
     """
-    if is_one(scale_or_state) or are_several(scale_or_state):
-        return pick(scale_or_state, loss)
-    return pick(get_loss_scale_state(scale_or_state).loss_scale, loss)
+    if not (is_one(scale_or_state) or are_several(scale_or_state)):
+        scale_or_state = get_loss_scale_state(scale_or_state).loss_scale
+    scale = pick(scale_or_state, loss)
+    SCALE_USE.note(scale)
+    return scale
 
 
 def replace_loss_scale(scale_or_state: Any, new: LossScale, loss: str | None = None) -> Any:

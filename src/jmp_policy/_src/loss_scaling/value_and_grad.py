@@ -11,14 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varies_over_devices
 from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
 
 #: The largest power of two in float16, and so the largest cotangent that a float16 loss may have.
@@ -161,7 +162,7 @@ def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
         dtype = promote_dtype(g.dtype)
         return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
 
-    return map_changed(multiply, grads)
+    return map_derivatives(multiply, grads)
 
 
 def _with_retries(
@@ -172,9 +173,10 @@ def _with_retries(
     def body(carry: Any) -> Any:
         tries, scale, _, _ = carry
         # The first pass, with the unchanged scale, runs in the loop too: one body to trace and compile.
-        lowered = select_tree(tries > 0, scale.adjust(jnp.zeros((), jnp.bool_)), scale)
+        # np.False_ is known before tracing: scales that look at gradients need none then.
+        lowered = select_tree(tries > 0, scale.adjust(np.False_), scale)
         result = jax.tree.map(jnp.asarray, step(lowered))
-        return tries + jnp.int32(1), lowered, result, all_finite(result[1])
+        return tries + jnp.int32(1), lowered, result, all_finite(derivatives(result[1]))
 
     def unfinished(carry: Any) -> Any:
         tries, _, _, finite = carry

@@ -1,0 +1,77 @@
+"""Follows values of a program that is still being traced back to what they were computed from."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jmp_policy._src.jaxpr import calls, compat
+from jmp_policy._src.jaxpr.calls import Kind
+
+#: Kinds of equations whose jaxpr runs once: what they give is what its last operations give.
+_RUN_ONCE = frozenset(
+    (Kind.JIT, Kind.CALL, Kind.CHECKPOINT, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP, Kind.SHARD_MAP)
+)
+
+
+class Ancestors(NamedTuple):
+    """What traced values were computed from, within the trace that they are in.
+
+    Args:
+      nodes: tracers and equations by their `id`, the values themselves among them.
+      equations: the equations of these.
+      inputs: inputs and constants of the trace.
+    """
+
+    nodes: dict[int, Any]
+    equations: list[Any]
+    inputs: list[Any]
+
+    def meet(self, other: "Ancestors") -> bool:
+        """Returns whether something that the ones were computed from is among the other's ancestors too.
+
+        An equation counts: what else it gives was computed from the same operands.
+        """
+        return not self.nodes.keys().isdisjoint(other.nodes)
+
+
+def ancestors(values: Iterable[Any], stop: Callable[[Any], bool] = lambda eqn: False) -> Ancestors | None:
+    """Returns what values were computed from, as far as the running trace knows; None where none is traced.
+
+    Args:
+      values: arrays or tracers; those that are not of a program being traced are passed over.
+      stop: equations whose operands are not to be followed.
+    """
+    found = Ancestors({}, [], [])
+    waiting = list(values)
+    while waiting:
+        traced = compat.traced_by(waiting.pop())
+        if traced is None or id(traced[0]) in found.nodes:
+            continue
+        tracer, eqn, operands = traced
+        found.nodes[id(tracer)] = tracer
+        if eqn is None:
+            found.inputs.append(tracer)
+        elif id(eqn) not in found.nodes:
+            found.nodes[id(eqn)] = eqn
+            found.equations.append(eqn)
+            waiting.extend(() if stop(eqn) else _used(eqn, operands))
+    return found if found.nodes else None
+
+
+def _used(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns the operands that an equation does something with: a jitted function may ignore arguments."""
+    if calls.kind_of(eqn) is not Kind.JIT:
+        return list(operands)
+    jaxpr = compat.open_jaxpr(eqn.params["jaxpr"])
+    used = {id(atom) for inner in jaxpr.eqns for atom in inner.invars} | set(map(id, jaxpr.outvars))
+    return [x for x, var in zip(operands, jaxpr.invars, strict=True) if id(var) in used]
+
+
+def transposes(eqn: Any) -> bool:
+    """Returns whether an equation is of a backward pass, or has one inside."""
+    inside = (inner for jaxpr in calls.inner_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns)
+    return compat.is_transposed(eqn) or any(map(transposes, inside))
+
+
+def ends_backward_pass(eqn: Any) -> bool:
+    """Returns whether an equation is of a backward pass, or calls a function that has one inside."""
+    return compat.is_transposed(eqn) or (calls.kind_of(eqn) in _RUN_ONCE and transposes(eqn))

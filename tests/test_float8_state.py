@@ -1,0 +1,150 @@
+"""The state that Flax's float8 layers keep in gradients is no gradient: it stays as it is, everywhere."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+
+import jmp_policy as jmpp
+from jmp_policy._src.loss_scaling.overwritten import COLLECTION
+
+#: Gradients as two layers' worth of a model has them.
+GRADS = {
+    "params": {"w": jnp.full(2, 4.0, jnp.float16)},
+    COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([100.0, 3.0])}},
+}
+
+
+def assert_state(tree, scale, amax):
+    found = tree[COLLECTION]["dense"]
+    np.testing.assert_array_equal(found["scale"], np.float32([scale]))
+    np.testing.assert_array_equal(found["amax"], np.float32(amax))
+
+
+def overwriting(params, x):
+    """A loss that gives the new state as the cotangent of the old one, as Flax's layers do."""
+
+    @jax.custom_vjp
+    def layer(w, state, x):
+        return jnp.sum(w * x)
+
+    def backward(residuals, cotangent):
+        w, state, x = residuals
+        new = {"scale": state["scale"], "amax": jnp.roll(state["amax"], 1).at[0].set(jnp.max(jnp.abs(x)))}
+        return cotangent * x, new, cotangent * w
+
+    layer.defvjp(lambda w, state, x: (layer(w, state, x), (w, state, x)), backward)
+    return layer(params["params"]["w"], params[COLLECTION]["dense"], x.sum(0) / len(x))
+
+
+PARAMS = {
+    "params": {"w": jnp.ones(2)},
+    COLLECTION: {"dense": {"scale": jnp.full(1, 0.5), "amax": jnp.array([3.0, 2.0])}},
+}
+X = jnp.array([[1.0, 0.0], [100.0, 1.0], [2.0, 0.0], [50.0, 1.0]])
+
+
+def test_the_collection_is_flaxs():
+    assert COLLECTION == OVERWRITE_WITH_GRADIENT
+
+
+@pytest.mark.parametrize(
+    "scale", [jmpp.StaticLossScale(8.0), jmpp.DynamicLossScale(8.0), jmpp.NoOpLossScale()]
+)
+def test_scale_and_unscale_leave_it(scale):
+    for changed in (scale.scale(GRADS), scale.unscale(GRADS), scale.unscale(nn.FrozenDict(GRADS))):
+        assert_state(changed, 1, [100, 3])
+        assert changed["params"]["w"].dtype == (jnp.float16 if changed is GRADS else jnp.float32)
+
+
+def test_gradients_of_a_float16_loss_and_repeated_ones():
+    def half(params, x):
+        return overwriting(params, x).astype(jnp.float16)
+
+    with pytest.warns(UserWarning, match="loss is float16"):
+        _, grads = jmpp.scaled_value_and_grad(half)(jmpp.StaticLossScale(2.0**18), PARAMS, X)
+    assert_state(grads, 0.5, [38.25, 3])
+    scale = jmpp.StatisticLossScale(2.0**20)
+    (_, grads), scale = jmpp.scaled_value_and_grad(overwriting, retries=2)(scale, PARAMS, X)
+    assert_state(grads, 0.5, [38.25, 3])
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("axis", [None, "data"])
+def test_accumulation_takes_the_maximum(axis, drops):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    where = {} if axis is None else {"axis_name": axis, "mesh": mesh}
+    mode = {"on_nonfinite": "drop_microbatch"} if drops else {}
+    gradient = jmpp.accumulate_gradients(overwriting, 2, accumulator_dtype="bfloat16", **mode, **where)
+    result = gradient(jmpp.StaticLossScale(8.0), PARAMS, X)
+    grads = (result[0] if drops else result)[1]
+    assert grads["params"]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(grads["params"]["w"], jnp.bfloat16([38.25 * 8, 0.5 * 8]))
+    assert_state(grads, 0.5, [100 if axis else 75, 3])
+
+
+def test_where_all_micro_batches_are_dropped_it_stays():
+    gradient = jmpp.accumulate_gradients(overwriting, 2, on_nonfinite="drop_microbatch")
+    (_, grads), dropped = gradient(jmpp.StaticLossScale(8.0), PARAMS, jnp.full_like(X, jnp.inf))
+    assert int(dropped) == 2
+    assert_state(grads, 0.5, [3, 2])
+
+
+def test_loss_scaled_neither_tests_nor_measures_it():
+    bad = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([jnp.inf, 3.0])}}}
+    seen = []
+    inner = optax.stateless(lambda updates, params: seen.append(updates) or updates)
+    tx = jmpp.loss_scaled(inner, jmpp.StatisticLossScale(2.0), monitor=True)
+    _, state = tx.update(bad, tx.init(GRADS), GRADS)
+    assert bool(state.grads_finite)
+    assert float(state.loss_scale.loss_scale) == 2.0**12  # Of a largest gradient of 2.
+    assert [name for name in jmpp.metrics(state) if name.startswith("grad_max")] == ["grad_max/w"]
+    assert_state(seen[0], 1, [jnp.inf, 3])
+
+
+@pytest.mark.parametrize("mode", ["skip_step", "drop_loss"])
+def test_of_several_losses_it_is_the_maximum(mode):
+    seen = []
+    inner = optax.stateless(lambda updates, params: seen.append(updates) or updates)
+    scales = {"a": jmpp.StaticLossScale(2.0), "b": jmpp.StaticLossScale(4.0)}
+    tx = jmpp.loss_scaled(inner, scales, on_nonfinite=mode)
+    other = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([7.0, 3.0])}}}
+    tx.update({"a": GRADS, "b": other}, tx.init(GRADS), GRADS)
+    assert_state(seen[0], 1, [100, 3])
+    np.testing.assert_array_equal(seen[0]["params"]["w"], [3.0, 3.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("master", [False, True])
+def test_a_float8_layer_trains_in_a_train_state(master):
+    """As the same step without a loss scale: only amax histories of gradients see the scale."""
+    model = jmpp.wrap(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp), "mixed_bfloat16")
+    x = jnp.tile(jnp.array([[1.0], [100.0]]), (8, 16))
+    variables = model.init(jax.random.key(0), x)
+
+    def loss_fn(variables, x):
+        return (model.apply(variables, x).astype(jnp.float32) ** 2).mean()
+
+    def train(scale):
+        tx = jmpp.loss_scaled(optax.sgd(2.0**-10), scale)
+        tx = jmpp.master_weights(tx) if master else tx
+        state = TrainState.create(apply_fn=None, params=variables, tx=tx)
+
+        @jax.jit
+        def step(state):
+            _, grads = jmpp.accumulate_gradients(loss_fn, 2)(state.opt_state, state.params, x)
+            return state.apply_gradients(grads=grads)
+
+        return step(step(state)).params[COLLECTION]
+
+    plain, scaled = train(jmpp.NoOpLossScale()), train(jmpp.StaticLossScale(2.0**10))
+    (a,), (b,) = plain.values(), scaled.values()
+    for name in ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale"):
+        np.testing.assert_allclose(a[name], b[name], rtol=0.02)
+    assert float(b["input_amax_history"][0]) == 100
+    np.testing.assert_allclose(b["output_grad_amax_history"][1], a["output_grad_amax_history"][1] * 2**10)

@@ -1,0 +1,388 @@
+"""Gradients that no loss scale multiplied are noticed: in the trace if it shows them, else by a warning."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.data_flow import ancestors
+from jmp_policy._src.loss_scaling.scale_use import SCALE_USE, ScaleUse
+
+ERROR = "computed in this function without it.*scaled_value_and_grad"
+WARNING = "nobody has asked for a loss scale.*scaled_value_and_grad"
+X = jnp.linspace(-1, 1, 24).reshape(8, 3)
+PARAMS = {"w": jnp.full((3, 2), 0.5), "b": jnp.zeros(2)}
+
+
+@pytest.fixture(autouse=True)
+def record():
+    """No loss scale has been asked for yet, and a false alarm fails a test."""
+    before = vars(SCALE_USE).copy()
+    vars(SCALE_USE).update(vars(ScaleUse()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield SCALE_USE
+    vars(SCALE_USE).update(before)
+
+
+def loss_fn(params, x=X):
+    return ((x @ params["w"] + params["b"]) ** 2).mean()
+
+
+def good(state, params, x=X):
+    return jmpp.scaled_value_and_grad(loss_fn)(state, params, x)[1]
+
+
+def bad(state, params, x=X):
+    return jax.grad(loss_fn)(params, x)
+
+
+def by_hand(state, params, x=X):
+    scale = jmpp.get_loss_scale_state(state).loss_scale
+    return jax.grad(lambda p: scale.scale(loss_fn(p, x)))(params)
+
+
+def by_number(state, params, x=X):
+    """Without the library's function: the trace shows it all the same."""
+    scale = jmpp.get_loss_scale_state(state).loss_scale.loss_scale
+    return jax.grad(lambda p: scale * loss_fn(p, x))(params)
+
+
+def optimizer(scale=None, inner=None, **settings):
+    return jmpp.loss_scaled(inner or optax.sgd(0.1), scale or jmpp.DynamicLossScale(), **settings)
+
+
+def step_of(gradient, tx):
+    def step(params, state, x=X):
+        updates, state = tx.update(gradient(state, params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def trace(fun, *args):
+    jax.eval_shape(fun, *args)
+
+
+def twice(tree):
+    return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
+
+def in_jit(gradient, tx):
+    trace(step_of(gradient, tx), PARAMS, tx.init(PARAMS), X)
+
+
+def in_inner_jit(gradient, tx):
+    trace(step_of(jax.jit(gradient), tx), PARAMS, tx.init(PARAMS), X)
+
+
+def in_scan(gradient, tx):
+    def body(carry, x):
+        return step_of(gradient, tx)(*carry, x), None
+
+    trace(lambda *carry: jax.lax.scan(body, carry, jnp.stack([X, X])), PARAMS, tx.init(PARAMS))
+
+
+def in_vmap(gradient, tx):
+    trace(jax.vmap(step_of(gradient, tx)), twice(PARAMS), twice(tx.init(PARAMS)), twice(X))
+
+
+def in_shard_map(gradient, tx):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "check_vma": False}
+    trace(jax.shard_map(step_of(gradient, tx), mesh=mesh, **specs), PARAMS, tx.init(PARAMS), X)
+
+
+def in_train_state(gradient, tx):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    trace(lambda s: s.apply_gradients(grads=gradient(s.opt_state, s.params)), state)
+
+
+def summed_in_scan(gradient, tx):
+    def gradients(state, params, x):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, gradient(state, params, part)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x.reshape(4, 2, 3))[0]
+
+    in_jit(gradients, tx)
+
+
+def clipped_before(gradient, tx):
+    in_jit(lambda *args: jax.tree.map(lambda g: jnp.clip(g, -1e6, 1e6), gradient(*args)), tx)
+
+
+def unrolled(gradient, tx):
+    step = step_of(gradient, tx)
+    trace(lambda *args: step(*step(*args)), PARAMS, tx.init(PARAMS))
+
+
+def state_of_the_same_trace(gradient, tx):
+    trace(lambda params: step_of(gradient, tx)(params, tx.init(params)), PARAMS)
+
+
+def in_chain(gradient, tx):
+    in_jit(gradient, optax.chain(optax.identity(), tx, optax.scale(1.0)))
+
+
+def in_masked(gradient, tx):
+    in_jit(gradient, optax.masked(tx, dict.fromkeys(PARAMS, True)))
+
+
+def under_master_weights(gradient, tx):
+    in_jit(lambda s, p, x: gradient(s, p, x), jmpp.master_weights(tx))
+
+
+def around_multi_steps(gradient, tx):
+    in_jit(gradient, jmpp.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), jmpp.DynamicLossScale()))
+
+
+SHOWN = [
+    in_jit, in_inner_jit, in_scan, in_vmap, in_shard_map, in_train_state, summed_in_scan, clipped_before,
+    unrolled, state_of_the_same_trace, in_chain, in_masked, under_master_weights, around_multi_steps,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", SHOWN)
+def test_the_trace_shows_whether_a_scale_multiplied(place):
+    with pytest.raises(ValueError, match=ERROR):
+        place(bad, optimizer())
+    for gradient in (good, by_hand, by_number):
+        place(gradient, optimizer())
+
+
+@pytest.mark.parametrize(
+    "scale", [jmpp.StaticLossScale(8.0), jmpp.PIDLossScale(), jmpp.StatisticLossScale()], ids=type
+)
+def test_every_scale_with_numbers_is_looked_for(scale):
+    with pytest.raises(ValueError, match=ERROR):
+        in_jit(bad, optimizer(scale))
+    in_jit(good, optimizer(scale))
+    in_jit(bad, optimizer(jmpp.NoOpLossScale()))
+
+
+def test_nnx_modules():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    opt = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    def step(gradient, model, opt):
+        _, grads = gradient(opt, model)
+        opt.update(model, grads)
+
+    def loss(model):
+        return (model(X) ** 2).mean()
+
+    with pytest.raises(ValueError, match=ERROR):
+        nnx.jit(step, static_argnums=0)(lambda opt, model: nnx.value_and_grad(loss)(model), model, opt)
+    nnx.jit(step, static_argnums=0)(jmpp.nnx.scaled_value_and_grad(loss), model, opt)
+
+
+def test_a_flax_model_with_dropout_statistics_and_masters():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+            return nn.Dropout(0.5, deterministic=False)(nn.remat(nn.Dense)(2)(nn.relu(x)))
+
+    model = jmpp.wrap(Net(), "p=f16, c=f16, o=f32")
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(model.init, keys, X)
+    tx = jmpp.master_weights(optimizer(inner=optax.adamw(1e-3), monitor=True))
+
+    def step(gradient, params, state, stats, key):
+        def loss(params):
+            variables = {"params": params, "batch_stats": stats}
+            out, new = model.apply(variables, X, rngs={"dropout": key}, mutable=["batch_stats"])
+            return (out**2).mean(), new
+
+        _, grads = gradient(loss)(state, params)
+        return tx.update(grads, state, params)
+
+    state = jax.eval_shape(tx.init, variables["params"])
+    args = variables["params"], state, variables["batch_stats"], jax.random.key(2)
+    trace(lambda *args: step(lambda loss: jmpp.scaled_value_and_grad(loss, has_aux=True), *args), *args)
+
+    def unscaled(loss):
+        return lambda state, params: jax.value_and_grad(loss, has_aux=True)(params)
+
+    with pytest.raises(ValueError, match=ERROR):
+        trace(lambda *args: step(unscaled, *args), *args)
+
+
+def test_of_several_losses_the_one_without_scale_is_named():
+    tx = optimizer({"a": jmpp.DynamicLossScale(), "b": jmpp.DynamicLossScale()})
+
+    def step(params, state, scaled):
+        grads = {"a": jmpp.scaled_value_and_grad(loss_fn, loss="a")(state, params)[1]}
+        grads["b"] = jax.tree.map(jnp.zeros_like, params)
+        if scaled is not None:
+            b = jmpp.scaled_value_and_grad(loss_fn, loss="b")(state, params)[1]
+            grads["b"] = b if scaled else bad(state, params)
+        return tx.update(grads, state, params)
+
+    for scaled in (True, None):
+        trace(lambda p, s, scaled=scaled: step(p, s, scaled), PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="gradients of 'b'.*loss='b'.*loss_scale.'b'..scale"):
+        trace(lambda p, s: step(p, s, False), PARAMS, tx.init(PARAMS))
+
+
+def test_accumulated_and_repeated_gradients():
+    def accumulated(state, params, x):
+        return jmpp.accumulate_gradients(loss_fn, 2)(state, params, x)[1]
+
+    in_jit(accumulated, optimizer())
+
+    def step(params, state):
+        (_, grads), state = jmpp.scaled_value_and_grad(loss_fn, retries=2)(state, params)
+        return tx.update(grads, state, params)
+
+    tx = optimizer()
+    trace(step, PARAMS, tx.init(PARAMS))
+
+
+def test_a_static_scale_may_be_a_constant_of_the_program():
+    scale = jmpp.StaticLossScale(8.0)
+    in_jit(lambda state, params, x: good(scale, params, x), optimizer(scale))
+    with pytest.raises(ValueError, match=ERROR):  # One that adapts may not.
+        in_jit(lambda state, params, x: good(jmpp.DynamicLossScale(), params, x), optimizer())
+
+
+def test_gradients_that_are_inputs_may_be_worked_on():
+    """Preconditioned by the curvature of the loss, which differentiates; and decayed by the parameters."""
+    tx = optimizer()
+    grads = good(tx.init(PARAMS), PARAMS)
+
+    def update(grads, params, state):
+        _, curved = jax.jvp(jax.grad(loss_fn), (params,), (grads,))
+        return tx.update(jax.tree.map(lambda c, g, p: c + g + 0.1 * p, curved, grads, params), state, params)
+
+    trace(update, grads, PARAMS, tx.init(PARAMS))
+
+
+def outside(gradient, tx):
+    state = tx.init(PARAMS)
+    return gradient(state, PARAMS), state
+
+
+def all_eager(gradient, tx):
+    grads, state = outside(gradient, tx)
+    for _ in range(2):
+        _, state = tx.update(grads, state, PARAMS)
+
+
+def update_in_jit(gradient, tx):
+    grads, state = outside(gradient, tx)
+    trace(tx.update, grads, state, PARAMS)
+
+
+def gradient_in_jit(gradient, tx):
+    all_eager(jax.jit(lambda *args: gradient(*args)), tx)
+
+
+def both_in_jit(gradient, tx):
+    update_in_jit(jax.jit(lambda *args: gradient(*args)), tx)
+
+
+def inside_multi_steps(gradient, tx):
+    """The update runs in a branch, whose trace has the gradients as inputs."""
+    in_jit(gradient, optax.MultiSteps(tx, 2))
+
+
+@pytest.mark.parametrize(
+    "place", [all_eager, update_in_jit, gradient_in_jit, both_in_jit, inside_multi_steps]
+)
+def test_gradients_without_a_history_draw_one_warning(place):
+    tx = optimizer()
+    with pytest.warns(UserWarning, match=WARNING) as found:
+        place(bad, tx)
+    assert len(found) == 1
+    place(bad, tx)  # Once for each optimizer.
+    for gradient in (good, by_hand):
+        place(gradient, optimizer())
+
+
+def test_a_step_that_was_traced_as_a_whole_does_not_vouch_for_another():
+    in_jit(good, optimizer())
+    with pytest.warns(UserWarning, match=WARNING):
+        all_eager(bad, optimizer())
+
+
+def test_eager_steps_vouch_for_themselves_only():
+    tx, other = optimizer(), optimizer()
+    all_eager(good, tx)
+    with pytest.warns(UserWarning, match=WARNING):
+        all_eager(bad, other)
+
+
+def test_a_state_that_was_copied_in_between_is_the_same():
+    tx = optimizer(jmpp.StaticLossScale(4.0))
+    state = tx.init(PARAMS)
+    grads = good(state, PARAMS)
+    tx.update(grads, jax.tree.map(jnp.copy, state), PARAMS)
+
+
+def test_trees_without_numbers_and_scales_of_others_are_no_alarm():
+    class Other:
+        loss_scale = jnp.float32(4.0)
+
+        def scale(self, tree):
+            return tree
+
+        def unscale(self, tree):
+            return tree
+
+        def adjust(self, grads_finite, grads=None):
+            return self
+
+    jax.tree_util.register_pytree_node(
+        Other, lambda _: ((jnp.float32(4.0),), None), lambda _, leaves: Other()
+    )
+    all_eager(bad, optimizer(Other()))
+    tx = optimizer()
+    tx.update({}, tx.init({}), {})
+
+
+def test_traces_are_read_on_this_version_of_jax():
+    """Also through vmap and derivatives; what is unknown stays unknown."""
+    found = {}
+
+    def probe(x, y):
+        z = jnp.sin(x) * 2
+        found["z"] = {id(t) for t in ancestors([z]).inputs}
+        found["x"], found["y"] = id(compat.traced_by(x)[0]), id(compat.traced_by(y)[0])
+        return z
+
+    one = jnp.ones(2)
+    for wrapped in (probe, jax.vmap(probe), lambda x, y: jax.jvp(probe, (x, y), (x, y))):
+        trace(wrapped, one, one)
+        assert found["x"] in found["z"]
+        assert found["y"] not in found["z"]
+    assert compat.traced_by(one) is None
+    assert ancestors([one, 1.0, None]) is None
+
+
+def test_what_jax_no_longer_tells_is_unknown(monkeypatch):
+    class Tracer:
+        val = parent = None
+
+    monkeypatch.setattr(compat.jax.core, "Tracer", Tracer)
+    tracer = Tracer()
+    tracer.parent = object()  # An equation of another shape.
+    assert compat.traced_by(tracer) is None
+
+
+def test_nothing_is_kept_alive(record):
+    with jax.checking_leaks():
+        trace(step_of(good, tx := optimizer()), PARAMS, tx.init(PARAMS))
+    for _ in range(3):
+        all_eager(good, optimizer())
+    assert len(record._arrays) == 0
