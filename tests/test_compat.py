@@ -161,11 +161,16 @@ def test_parameters_of_equations_that_are_gone(read, what):
 NAMELESS = types.SimpleNamespace(debug_info=None)
 
 
+def wrap_new_class():
+    """Wraps a class that no other test has wrapped: what `wrap` makes is kept."""
+    return jmpp.wrap(type("New", (nn.Dense,), {})(2), "float16")
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "use", "what"),
     [
         (nn, "compact", lambda f: f, lambda: flax_compat.is_compact(print), "`compact`"),
-        (nn.Dense, "__call__", print, lambda: jmpp.wrap(nn.Dense(2), "float16"), "method_handler_wrapped"),
+        (nn.Dense, "__call__", print, wrap_new_class, "method_handler_wrapped"),
         (nnx.Variable, "__slots__", ("_value",), lambda: flax_compat.view_class(nnx.Param, {}), "_raw_value"),
         (inspect, "currentframe", lambda: None, lambda: flax_compat._loop_files(), "a loop traces"),
     ],
