@@ -382,6 +382,38 @@ def test_check_warns_of_a_large_share_of_skipped_steps():
         jmpp.check(state._replace(steps=jnp.int32(200), skipped=jnp.int32(50)))
 
 
+def test_states_that_update_fills():
+    """`optax.monitor` starts with an empty dictionary, and with the mean of booleans as a boolean."""
+
+    def clipped(updates):
+        return optax.tree.norm(updates) > 1.0
+
+    measures = {"norm": optax.tree.norm, "clipped": optax.measure_with_ema(clipped, decay=0.5)}
+    tx = jmpp.loss_scaled(optax.chain(optax.monitor(measures), optax.sgd(0.1)), jmpp.StaticLossScale(2.0))
+    params = {"w": jnp.array([3.0, 4.0])}
+
+    def step(state, grads):
+        return tx.update(grads, state, params)[1], None
+
+    grads = {"w": jnp.stack([2 * params["w"], params["w"] / 10, params["w"] * jnp.nan])}
+    state, _ = jax.lax.scan(step, tx.init(params), grads)
+    measured = state.inner_state[0].measurements
+    assert float(measured["norm"]) == 0.25
+    np.testing.assert_allclose(measured["clipped"], 1 / 3)  # Of 1 and 0; the skipped step does not count.
+    inside = jmpp.master_weights(optax.monitor({"norm": optax.tree.norm})).init(params).inner_state
+    assert float(inside.measurements["norm"]) == 0
+
+
+def test_a_state_that_only_extra_arguments_fill_is_refused():
+    def update(updates, state, params, *, value):
+        return updates, {"value": value}
+
+    params, needs_more = jnp.ones(2), optax.GradientTransformationExtraArgs(lambda params: {}, update)
+    tx = jmpp.loss_scaled(needs_more, jmpp.StaticLossScale(2.0))
+    with pytest.raises(ValueError, match="changed the structure of its state"):
+        tx.update(params, tx.init(params), params, value=jnp.float32(1.0))
+
+
 def test_lookahead():
     tx = jmpp.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), jmpp.StaticLossScale(4.0))
     params = optax.LookaheadParams.init_synced(jnp.ones(2))

@@ -21,7 +21,7 @@ from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
 from jmp_policy._src.loss_scaling.state import LossScaledState
-from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, unalias
+from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner, unalias
 
 
 def loss_scaled(
@@ -103,7 +103,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
-            inner_state=unalias(transformation.init(tree_to_float32(params)), params),
+            inner_state=unalias(init_inner(transformation, tree_to_float32(params)), params),
             loss_scale=losses.start(),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped=jnp.zeros((), jnp.int32),
