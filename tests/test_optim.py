@@ -414,6 +414,29 @@ def test_a_state_that_only_extra_arguments_fill_is_refused():
         tx.update(params, tx.init(params), params, value=jnp.float32(1.0))
 
 
+def test_apply_if_finite_belongs_inside():
+    scale = jmpp.DynamicLossScale()
+    around = optax.apply_if_finite(jmpp.loss_scaled(optax.sgd(0.1), scale), 3)
+    for state in (around.init(PARAMS), optax.chain(optax.identity(), around).init(PARAMS)):
+        for ask in (jmpp.get_loss_scale_state, lambda s: jmpp.scaled_value_and_grad(jnp.sum)(s, jnp.ones(2))):
+            with pytest.raises(ValueError, match=r"would never fall.*loss_scaled\(optax.apply_if_finite"):
+                ask(state)
+    inside = jmpp.loss_scaled(optax.apply_if_finite(optax.sgd(0.1), 3), scale)
+    assert float(jmpp.metrics(inside.init(PARAMS))["loss_scale"]) == 2.0**16
+    without = optax.apply_if_finite(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), 3)
+    assert float(jmpp.metrics(without.init(PARAMS))["loss_scale"]) == 1
+
+
+def test_an_eps_that_float16_holds_as_zero_is_float32_inside():
+    """Adam by itself divides 0 by 0 in float16; a gradient of zero is enough."""
+    params = {"w": jnp.ones(2, jnp.float16)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    inner = optax.adam(1e-2)
+    assert not jmpp.all_finite(inner.update(grads, inner.init(params), params)[0])
+    for tx in (jmpp.loss_scaled(inner, jmpp.DynamicLossScale()), jmpp.master_weights(inner)):
+        assert jmpp.all_finite(tx.update(grads, tx.init(params), params)[0])
+
+
 def test_lookahead():
     tx = jmpp.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), jmpp.StaticLossScale(4.0))
     params = optax.LookaheadParams.init_synced(jnp.ones(2))

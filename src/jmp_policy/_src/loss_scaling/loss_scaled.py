@@ -40,6 +40,10 @@ def loss_scaled(
     scale)` drops single micro-batches and accumulates in float32. The other way round, optax's MultiSteps
     never gets rid of the first NaN in its accumulator.
 
+    What is tested is gradients. A NaN that `inner` itself makes of finite ones reaches the parameters, and
+    from then on every step is skipped. Inside `loss_scaled` that is rare: `inner` computes in float32, where
+    Adam's `eps=1e-8` is not 0, as it is in float16.
+
     Args:
       inner: any optax transformation, or object with `init` and `update` (`optax.MultiSteps`).
       loss_scale: the loss scale to start with. It is copied: states may be donated. For several losses with
