@@ -1,5 +1,6 @@
 """The loss scales: state machines, parity with torch, and life as pytrees."""
 
+import dataclasses
 import importlib
 import json
 import pickle
@@ -368,6 +369,30 @@ def test_reprs():
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=name)
+def test_dataclasses_replace(scale):
+    """It passes every field to `__init__`: counters stay, what is changed is checked."""
+    moved = adjust(adjust(scale, True), False)
+    for same in (dataclasses.replace(moved), jax.jit(dataclasses.replace)(moved)):
+        assert jax.tree.structure(same) == jax.tree.structure(moved)
+        for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(moved), strict=True):
+            assert (a, a.dtype, jnp.asarray(a).aval.weak_type) == (b, b.dtype, False)
+    if not isinstance(scale, jmpp.NoOpLossScale):
+        new = dataclasses.replace(moved, loss_scale=8.0)
+        assert float(new.loss_scale) == 8
+        assert len(jax.tree.leaves(new)) == len(jax.tree.leaves(moved))
+        changed = [float(a) for a, b in zip(*map(jax.tree.leaves, (new, moved)), strict=True) if a != b]
+        assert changed in ([8.0], [3.0])  # The scale, or its logarithm.
+        with pytest.raises(ValueError, match="outside"):
+            dataclasses.replace(moved, loss_scale=0.0)
+
+
+def test_replaced_counters_are_strongly_typed():
+    scale = dataclasses.replace(jmpp.DynamicLossScale(), growth_tracker=3, growth_interval=7)
+    assert (scale.growth_tracker.dtype, scale.growth_tracker.aval.weak_type) == (jnp.int32, False)
+    assert (int(scale.growth_tracker), scale.growth_interval) == (3, 7)
 
 
 def test_made_inside_jit():

@@ -407,6 +407,13 @@ def test_vmap_over_an_ensemble(method):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [2**70, 2**63, -(2**64)])
+def test_seeds_that_no_key_takes(seed):
+    for make in (jmpp.stochastic_rounding, functools.partial(jmpp.master_weights, stochastic_rounding=True)):
+        with pytest.raises(ValueError, match="seed must be an integer of 64 bits"):
+            make(optax.sgd(1.0), seed=seed)
+
+
 def test_random_bits_differ_between_steps_leaves_and_seeds():
     params = {"a": jnp.ones(256, jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**-10), params)

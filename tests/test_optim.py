@@ -382,6 +382,61 @@ def test_check_warns_of_a_large_share_of_skipped_steps():
         jmpp.check(state._replace(steps=jnp.int32(200), skipped=jnp.int32(50)))
 
 
+def test_states_that_update_fills():
+    """`optax.monitor` starts with an empty dictionary, and with the mean of booleans as a boolean."""
+
+    def clipped(updates):
+        return optax.tree.norm(updates) > 1.0
+
+    measures = {"norm": optax.tree.norm, "clipped": optax.measure_with_ema(clipped, decay=0.5)}
+    tx = jmpp.loss_scaled(optax.chain(optax.monitor(measures), optax.sgd(0.1)), jmpp.StaticLossScale(2.0))
+    params = {"w": jnp.array([3.0, 4.0])}
+
+    def step(state, grads):
+        return tx.update(grads, state, params)[1], None
+
+    grads = {"w": jnp.stack([2 * params["w"], params["w"] / 10, params["w"] * jnp.nan])}
+    state, _ = jax.lax.scan(step, tx.init(params), grads)
+    measured = state.inner_state[0].measurements
+    assert float(measured["norm"]) == 0.25
+    np.testing.assert_allclose(measured["clipped"], 1 / 3)  # Of 1 and 0; the skipped step does not count.
+    inside = jmpp.master_weights(optax.monitor({"norm": optax.tree.norm})).init(params).inner_state
+    assert float(inside.measurements["norm"]) == 0
+
+
+def test_a_state_that_only_extra_arguments_fill_is_refused():
+    def update(updates, state, params, *, value):
+        return updates, {"value": value}
+
+    params, needs_more = jnp.ones(2), optax.GradientTransformationExtraArgs(lambda params: {}, update)
+    tx = jmpp.loss_scaled(needs_more, jmpp.StaticLossScale(2.0))
+    with pytest.raises(ValueError, match="changed the structure of its state"):
+        tx.update(params, tx.init(params), params, value=jnp.float32(1.0))
+
+
+def test_apply_if_finite_belongs_inside():
+    scale = jmpp.DynamicLossScale()
+    around = optax.apply_if_finite(jmpp.loss_scaled(optax.sgd(0.1), scale), 3)
+    for state in (around.init(PARAMS), optax.chain(optax.identity(), around).init(PARAMS)):
+        for ask in (jmpp.get_loss_scale_state, lambda s: jmpp.scaled_value_and_grad(jnp.sum)(s, jnp.ones(2))):
+            with pytest.raises(ValueError, match=r"would never fall.*loss_scaled\(optax.apply_if_finite"):
+                ask(state)
+    inside = jmpp.loss_scaled(optax.apply_if_finite(optax.sgd(0.1), 3), scale)
+    assert float(jmpp.metrics(inside.init(PARAMS))["loss_scale"]) == 2.0**16
+    without = optax.apply_if_finite(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), 3)
+    assert float(jmpp.metrics(without.init(PARAMS))["loss_scale"]) == 1
+
+
+def test_an_eps_that_float16_holds_as_zero_is_float32_inside():
+    """Adam by itself divides 0 by 0 in float16; a gradient of zero is enough."""
+    params = {"w": jnp.ones(2, jnp.float16)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    inner = optax.adam(1e-2)
+    assert not jmpp.all_finite(inner.update(grads, inner.init(params), params)[0])
+    for tx in (jmpp.loss_scaled(inner, jmpp.DynamicLossScale()), jmpp.master_weights(inner)):
+        assert jmpp.all_finite(tx.update(grads, tx.init(params), params)[0])
+
+
 def test_lookahead():
     tx = jmpp.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), jmpp.StaticLossScale(4.0))
     params = optax.LookaheadParams.init_synced(jnp.ones(2))

@@ -6,22 +6,31 @@ rebuilt object never runs `__init__`.
 """
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.after_import import after_import
 
 T = TypeVar("T")
 
-_STATIC = "jmp_policy_static"
+_STATIC, _MADE_FROM = "jmp_policy_static", "jmp_policy_made_from"
 
 
 def static(**kwargs: Any) -> Any:
     """Declares a dataclass field as part of the treedef: hashable configuration, never traced."""
     return dataclasses.field(metadata={_STATIC: True}, **kwargs)
+
+
+def made_from(argument: str) -> Any:
+    """Declares a leaf that `__init__` makes from an argument which is no field itself."""
+    return dataclasses.field(metadata={_MADE_FROM: argument})
 
 
 def leaf_fields(cls: Any) -> tuple[str, ...]:
@@ -51,14 +60,17 @@ def set_fields(obj: Any, **fields: Any) -> None:
         object.__setattr__(obj, name, value)
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static,))
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static, made_from))
 def pytree_dataclass(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree, and registers it with `flax.serialization`.
 
     Fields are leaves unless declared with `static()`. A class that defines `__init__` sets its fields with
     `set_fields`.
     """
+    own_init = cls.__dict__.get("__init__")
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
+    if own_init is not None:
+        cls.__init__ = _accepting_fields(own_init, cls)  # type: ignore[method-assign]
     leaves, config = leaf_fields(cls), static_fields(cls)
 
     def flatten_with_keys(obj: Any) -> Any:
@@ -78,6 +90,28 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
     after_import("flax.serialization", lambda module: _register_with_flax(cls, module))
     cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
+
+
+def _accepting_fields(init: Callable[..., None], cls: Any) -> Callable[..., None]:
+    """Returns an `__init__` that takes fields which are none of its arguments, by name, as they are to be.
+
+    `dataclasses.replace` passes every field: a counter that starts at zero otherwise keeps its value.
+    """
+    arguments = inspect.signature(init).parameters
+    others = {f.name: f.metadata.get(_MADE_FROM) for f in dataclasses.fields(cls) if f.name not in arguments}
+
+    @functools.wraps(init)
+    def accepting(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in others if name in kwargs}
+        init(self, *args, **kwargs)
+        for name, value in given.items():
+            if others[name] in kwargs:
+                continue
+            if isinstance(value, bool | int | float):
+                value = jnp.asarray(value, getattr(self, name).dtype)
+            set_fields(self, **{name: value})
+
+    return accepting
 
 
 def _register_with_flax(cls: type, serialization: Any) -> None:

@@ -13,6 +13,7 @@ from jmp_policy._src.loss_scaling.transformation import (
     check_inner,
     check_params,
     check_state,
+    init_inner,
     run_inner,
     unalias,
 )
@@ -80,7 +81,7 @@ def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
         check_some_half(params, "kahan_summation")
         compensation = jax.tree.map(_no_compensation, params)
         return KahanSummationState(
-            unalias(transformation.init(tree_to_float32(params)), params), compensation
+            unalias(init_inner(transformation, tree_to_float32(params)), params), compensation
         )
 
     def update(

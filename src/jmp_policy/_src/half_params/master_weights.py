@@ -28,6 +28,7 @@ from jmp_policy._src.loss_scaling.transformation import (
     check_params,
     check_seed,
     check_state,
+    init_inner,
     run_inner,
     unalias,
 )
@@ -112,7 +113,7 @@ def master_weights(
         if stochastic_rounding:
             check_some_half(params, "master_weights(..., stochastic_rounding=True)")
         masters = jax.tree.map(_master, params)
-        inner_state = transformation.init(_with_masters(params, masters))
+        inner_state = init_inner(transformation, _with_masters(params, masters))
         count = jnp.int32(0) if stochastic_rounding else None
         return MasterWeightsState(unalias(inner_state, params, masters), masters, count)
 

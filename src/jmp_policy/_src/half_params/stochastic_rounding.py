@@ -14,6 +14,7 @@ from jmp_policy._src.loss_scaling.transformation import (
     check_params,
     check_seed,
     check_state,
+    init_inner,
     run_inner,
     unalias,
 )
@@ -78,7 +79,7 @@ def stochastic_rounding(inner: Any, seed: Any = 0) -> optax.GradientTransformati
     def init(params: PyTree) -> StochasticRoundingState:
         check_some_half(params, "stochastic_rounding")
         return StochasticRoundingState(
-            unalias(transformation.init(tree_to_float32(params)), params), jnp.int32(0)
+            unalias(init_inner(transformation, tree_to_float32(params)), params), jnp.int32(0)
         )
 
     def update(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
+from jmp_policy._src.core.pytree import made_from, pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, positive_int, scale_leaf
 
@@ -184,7 +184,7 @@ class PIDLossScale(Scaling):
       (1024.0, 512.0)
     """
 
-    log2_scale: Any
+    log2_scale: Any = made_from("loss_scale")
     integral: Any
     previous_error: Any
     stuck: Any

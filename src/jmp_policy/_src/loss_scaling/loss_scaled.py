@@ -21,7 +21,7 @@ from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
 from jmp_policy._src.loss_scaling.state import LossScaledState
-from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, unalias
+from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner, unalias
 
 
 def loss_scaled(
@@ -39,6 +39,10 @@ def loss_scaled(
     optax.adamw(1e-3)), DynamicLossScale())`. For gradient accumulation, `loss_scaled(optax.MultiSteps(tx, k),
     scale)` drops single micro-batches and accumulates in float32. The other way round, optax's MultiSteps
     never gets rid of the first NaN in its accumulator.
+
+    What is tested is gradients. A NaN that `inner` itself makes of finite ones reaches the parameters, and
+    from then on every step is skipped. Inside `loss_scaled` that is rare: `inner` computes in float32, where
+    Adam's `eps=1e-8` is not 0, as it is in float16.
 
     Args:
       inner: any optax transformation, or object with `init` and `update` (`optax.MultiSteps`).
@@ -103,7 +107,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
-            inner_state=unalias(transformation.init(tree_to_float32(params)), params),
+            inner_state=unalias(init_inner(transformation, tree_to_float32(params)), params),
             loss_scale=losses.start(),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped=jnp.zeros((), jnp.int32),

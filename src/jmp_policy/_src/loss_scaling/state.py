@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.imported import is_instance_of
@@ -47,7 +48,8 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
         `nnx.Optimizer`, inside a transform too).
 
     Raises:
-      ValueError: when there is none, or more than one; the message lists where they are.
+      ValueError: when there is none, or more than one; the message lists where they are. When it is inside
+        `optax.apply_if_finite`, which would keep overflows from it.
     """
     return _unwrapped(_find_one(opt_state))
 
@@ -119,10 +121,25 @@ def _with(scale: Any, new: LossScale, loss: str | None) -> Any:
 
 
 def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
+    stops = LossScaledState, optax.ApplyIfFiniteState
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, stops))
     found = []
     for path, leaf in leaves:
+        place = prefix + jax.tree_util.keystr(path)
         if isinstance(leaf, LossScaledState):
-            place = prefix + jax.tree_util.keystr(path)
-            found += [(place, leaf), *_find(leaf.inner_state, f"{place}.inner_state")]
+            found.append((place, leaf))
+        if isinstance(leaf, stops):
+            inside = _find(leaf.inner_state, f"{place}.inner_state")
+            if isinstance(leaf, optax.ApplyIfFiniteState):
+                _check_sees_overflows(inside)
+            found += inside
     return found
+
+
+def _check_sees_overflows(inside: list[tuple[str, LossScaledState]]) -> None:
+    if any(jax.tree.leaves(state.loss_scale) for _, state in inside):
+        raise ValueError(
+            "optax.apply_if_finite stands around loss_scaled, and keeps every overflow from it: the loss "
+            "scale would never fall. loss_scaled skips such steps itself, so leave apply_if_finite out, or put it "
+            "inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
+        )

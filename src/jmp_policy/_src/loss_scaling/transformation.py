@@ -46,12 +46,14 @@ def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises TypeError for a seed that is not an integer."""
+    """Raises TypeError for a seed that is not an integer, ValueError for one that JAX's keys can't take."""
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
     if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an integer, got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, from -2**63 to 2**63 - 1, got {seed}.")
 
 
 def unalias(state: PyTree, *others: PyTree) -> PyTree:
@@ -72,6 +74,34 @@ def unalias(state: PyTree, *others: PyTree) -> PyTree:
         return strip_weak_type(x)
 
     return map_changed(one, state)
+
+
+def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
+    """Returns the first state of the wrapped transformation, in the structure that its update gives.
+
+    Some (`optax.monitor`) start with an empty dictionary that their update fills, or in other dtypes. Such a
+    state can neither be carried by a loop nor be kept on a skipped step. So what update adds starts as zeros.
+    """
+    state = inner.init(params)
+    if not any(map(_is_empty, jax.tree.leaves(state, is_leaf=_is_empty))):
+        return state
+    try:
+        _, later = jax.eval_shape(inner.update, params, state, params)
+        return jax.tree.map(_filled, state, later, is_leaf=_is_empty)
+    except Exception:  # It needs more arguments, or differs in another way: its update will tell.
+        return state
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, dict) and not x
+
+
+def _filled(before: Any, after: Any) -> Any:
+    if _is_empty(before):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), after)
+    return (
+        before if not hasattr(before, "dtype") or before.dtype == after.dtype else before.astype(after.dtype)
+    )
 
 
 def run_inner(
