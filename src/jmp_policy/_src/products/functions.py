@@ -37,10 +37,19 @@ def _call(function: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any) -> Any:
 def stand_in(function: Any, dtype: Any) -> Any:
     """Returns what a layer that computes in a dtype calls instead of a function of `jax.lax`.
 
-    Any other function comes back as it is: a user's own wins.
+    Any other function comes back as it is: a user's own wins. So does JAX's while another library has
+    replaced it, as those that quantise do.
     """
-    ours = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
     try:
-        return ours.get(function, function) if are_chosen(dtype) else function
+        ours = _OURS.get(function, function)
     except TypeError:  # One that cannot be hashed.
         return function
+    return ours if ours is not function and _is_jaxs_own(function) and are_chosen(dtype) else function
+
+
+_OURS = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
+_CODE = {function: function.__code__ for function in _OURS}
+
+
+def _is_jaxs_own(function: Any) -> bool:
+    return function.__code__ is _CODE[function] and getattr(lax, function.__name__) is function
