@@ -38,7 +38,8 @@ class Scope:
       mark_only: whether modules mark their operations for `autocast` instead of casting.
       caller: the policy of the module whose code is running, None for code outside every module.
       root_path: path of the module below which `rules` counts paths.
-      current_module: identity of the module whose code is running, to recognise calls between its methods.
+      place: where the module is whose code is running, as its framework has it (`flax.linen.places`); it
+        stays when other rules become active.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
       reads: list of the places where the module whose code is running read uncast parameters; None where that
         does not matter.
@@ -50,7 +51,7 @@ class Scope:
     mark_only: bool = False
     caller: Policy | None = None
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    current_module: Any = dataclasses.field(default=None, compare=False)
+    place: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
     reads: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)

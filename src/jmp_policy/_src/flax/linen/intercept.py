@@ -19,7 +19,8 @@ import jax
 from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
-from jmp_policy._src.flax.linen.module_precision import identity, is_lifted, module_precision
+from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
+from jmp_policy._src.flax.linen.places import Place, place_of
 from jmp_policy._src.flax.linen.raw_reads import hand_on, watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
@@ -73,7 +74,9 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __enter__(self) -> Scope:
         stack = contextlib.ExitStack()
-        scope = stack.enter_context(pushed(Scope(self.rules, root_path=_running_module_path())))
+        place = running_place()
+        root_path = () if place is None else place.path
+        scope = stack.enter_context(pushed(Scope(self.rules, root_path=root_path, place=place)))
         self._stacks.append(stack)
         return scope
 
@@ -90,8 +93,9 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
         @functools.wraps(function)
         def governed(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
-                module, *rest = args
-                with pushed(Scope(self.rules, root_path=module.path)) as scope:
+                (module, *rest), running = args, running_place()
+                root_path = place_of(module, running).path
+                with pushed(Scope(self.rules, root_path=root_path, place=running)) as scope:
                     call = functools.partial(function, module)
                     return _call_governed(scope, module, call, tuple(rest), kwargs)
             with self:
@@ -116,10 +120,10 @@ def pushed(scope: Scope) -> Iterator[Scope]:
         yield stack.enter_context(entered(scope))
 
 
-def _running_module_path() -> tuple[str, ...]:
-    """Returns the path of the module in whose method we are, if it is governed; else the root's."""
+def running_place() -> Place | None:
+    """Returns where the module is in whose method we are, if it is governed."""
     outer = current()
-    return outer.current_module[0] if outer is not None and outer.current_module is not None else ()
+    return None if outer is None else outer.place
 
 
 def _interceptor(
@@ -156,8 +160,9 @@ def _seen_under(_: PolicyMap) -> Seen:
 
 
 def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    policy = module_precision(scope, module).policy
-    with entered(dataclasses.replace(scope, caller=policy, current_module=identity(module))):
+    precision, place = governed_place(scope, module)
+    policy = precision.policy
+    with entered(dataclasses.replace(scope, caller=policy, place=place)):
         if policy.compute_dtype == (scope.caller or scope.rules.default).compute_dtype:
             return call(*args, **kwargs)
         with region(policy):
@@ -192,24 +197,23 @@ def _call_with_float32_gradients(
 
     function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
     transformed = functools.partial(transform.with_float32_gradients, opens_scope=True)
-    with entered(dataclasses.replace(scope, cloned=module.path)):
+    with entered(dataclasses.replace(scope, cloned=place_of(module, scope.place).path)):
         return compat.over_variables(transformed, function, module, args, kwargs)
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
-    own_call = scope.current_module == identity(module)
     hand_on(scope, module, (args, kwargs))
-    with _governed(scope, module) as precision:
-        if own_call:
+    with _governed(scope, module) as (precision, place):
+        if scope.caller is not None and scope.place.is_of(place):
             # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
-        with inputs.entered((args, kwargs)) as small, _explained(scope, module, precision):
+        with inputs.entered((args, kwargs)) as small, _explained(scope, place, precision):
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
     policy_changes = scope.caller != precision.policy
-    may_be_scanned = not policy_changes or is_lifted(scope, module)
+    may_be_scanned = not policy_changes or is_detached(scope, module, place)
     return cast_outputs(
         out,
         args,
@@ -222,9 +226,9 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
 
 
 def _explained(
-    scope: Scope, module: nn.Module, precision: ModulePrecision
+    scope: Scope, place: Place, precision: ModulePrecision
 ) -> contextlib.AbstractContextManager[None]:
-    path, name = scope.relative(module.path), type(module).__name__
+    path, name = scope.relative(place.path), place.kind.__name__
     return explained(f"{name} at {path!r}" if path else name, f'"{path}"' if path else name, precision)
 
 
@@ -246,15 +250,13 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 
 
 @contextlib.contextmanager
-def _governed(scope: Scope, module: nn.Module) -> Iterator[ModulePrecision]:
+def _governed(scope: Scope, module: nn.Module) -> Iterator[tuple[ModulePrecision, Place]]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
-    precision = module_precision(scope, module)
+    precision, place = governed_place(scope, module)
     with watched(scope, module, precision) as reads:
-        inner = dataclasses.replace(
-            scope, caller=precision.policy, current_module=identity(module), reads=reads
-        )
+        inner = dataclasses.replace(scope, caller=precision.policy, place=place, reads=reads)
         with entered(inner), shadowed(scope, module, precision):
-            yield precision
+            yield precision, place
 
 
 def _cast_inputs(

@@ -7,6 +7,7 @@ import flax.linen as nn
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax.linen import layers
+from jmp_policy._src.flax.linen.places import Place, place_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import (
@@ -17,8 +18,15 @@ from jmp_policy._src.policy.scope import Scope
 
 def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     """Returns what the rules of a scope mean for a module."""
-    rules = scope.rules
-    policy, named, _ = _governing(scope, module) if rules.overrides else (rules.default, False, None)
+    return governed_place(scope, module)[0]
+
+
+def governed_place(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Place]:
+    """Returns the precision of a module that is called in a scope, and where it is, with the rule for it."""
+    rules, place = scope.rules, place_of(module, scope.place)
+    policy, named, index = rules.default, False, None
+    if rules.overrides:
+        policy, named, index = _governing(scope, module, place)
     own = getattr(module, "dtype", None)
     keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in original_fields(module)
     if keeps_own and is_dtype_or_none(own):
@@ -26,17 +34,13 @@ def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     island = (
         rules.float32_islands and not named and is_half(policy.compute_dtype) and layers.is_island(module)
     )
-    return ModulePrecision(policy, island, rules.keep_small_inputs)
+    precision = ModulePrecision(policy, island, rules.keep_small_inputs)
+    return precision, dataclasses.replace(place, rule=index)
 
 
-def governing_rule(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, int | None]:
-    """Returns the precision of a module that is called in a scope, and the index of the rule for it."""
-    return module_precision(scope, module), _governing(scope, module)[2]
-
-
-def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | None]:
+def _governing(scope: Scope, module: nn.Module, place: Place) -> tuple[Policy, bool, int | None]:
     """Returns the nearest match at or above a module: policy, whether it names the module, its index."""
-    rules, path = scope.rules, scope.relative(module.path)
+    rules, path = scope.rules, scope.relative(place.path)
     matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
     scope.seen.paths.add(path)
     scope.seen.matched.update(matched)
@@ -45,24 +49,30 @@ def _governing(scope: Scope, module: nn.Module) -> tuple[Policy, bool, int | Non
     above = module
     while isinstance(above.parent, nn.Module) and above.parent.scope is not None:
         above = above.parent
-        if above.path[: len(scope.root_path)] != scope.root_path:
+        whole = (*place.start, *above.path)
+        if whole[: len(scope.root_path)] != scope.root_path:
             break
-        index = rules.match(scope.relative(above.path), above)
+        index = rules.match(scope.relative(whole), above)
         if index is not None:
             return rules.overrides[index][1], False, index
-    # A module that a lifted transform runs has no parent; it belongs to the one whose code lifted it.
-    lifted = is_lifted(scope, above) and scope.caller is not None
-    return (scope.caller if lifted else rules.default), False, None  # type: ignore[return-value]
+    # A module that is lifted, or run by `apply`, belongs to the one whose code does it.
+    if scope.caller is not None and is_detached(scope, above, place):
+        return scope.caller, False, scope.place.rule
+    return rules.default, False, None
 
 
-def is_lifted(scope: Scope, module: nn.Module) -> bool:
-    """Returns whether a transform (nn.scan, nn.remat, nn.jit) runs the module: it has no parent then."""
-    return not isinstance(module.parent, nn.Module) and module.path not in (scope.root_path, scope.cloned)
+def is_detached(scope: Scope, module: nn.Module, place: Place) -> bool:
+    """Returns whether a module has no parent because of how the running one calls it.
 
+    That is by a lifted transform (nn.scan, nn.remat, nn.jit) or by `apply`.
 
-def identity(module: nn.Module) -> Any:
-    """Returns what is equal for a module and the clones of it that lifted transforms make."""
-    return (module.path, type(module))
+    Args:
+      scope: the active scope.
+      module: a module that is called, or one above it.
+      place: where the module that is called is.
+    """
+    whole = (*place.start, *module.path)
+    return not isinstance(module.parent, nn.Module) and whole not in (scope.root_path, scope.cloned)
 
 
 def original_fields(module: nn.Module) -> dict[str, Any]:

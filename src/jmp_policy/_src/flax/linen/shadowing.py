@@ -19,6 +19,7 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.initial_values import may_see_half
 from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields
+from jmp_policy._src.flax.linen.places import place_of
 from jmp_policy._src.flax.linen.variables import shadow_variable
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
@@ -59,7 +60,7 @@ def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Ite
 
 def _under_rules(scope: Scope, module: Any, precision: ModulePrecision) -> Callable[..., Any]:
     """Returns the class of a bridged NNX module, with modules under the same rules as the bridge."""
-    make, path = module.nnx_class, scope.relative(module.path)
+    make, path = module.nnx_class, scope.relative(place_of(module, scope.place).path)
     inside = scope.rules.relative_to(path, precision.policy).without_output_cast(precision.policy)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +99,7 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
 
         def init(*args: Any, **kwargs: Any) -> Any:
             if is_half(precision.compute_dtype) and may_see_half((init_fn, init_args, init_kwargs)):
-                scope.seen.drawn_in_half.add(scope.relative(module.path))
+                scope.seen.drawn_in_half.add(scope.relative(place_of(module, scope.place).path))
             # Modules hand self.dtype to initialisers, and close over it; initial values must be those of
             # the bare module, cast, and not drawn in half.
             with _fields(module, {k: as_drawn(v) for k, v in original_fields(module).items()}):

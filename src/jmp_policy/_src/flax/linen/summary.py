@@ -8,7 +8,7 @@ import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.linen.intercept import intercept
-from jmp_policy._src.flax.linen.module_precision import governing_rule, is_from_parent
+from jmp_policy._src.flax.linen.module_precision import governed_place, is_from_parent
 from jmp_policy._src.flax.linen.taps import tapped
 from jmp_policy._src.flax.linen.wrap import bare, bare_class, check_used, policy_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
@@ -39,8 +39,8 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
     def note(module: nn.Module) -> Any:
         scope = current()
         assert scope is not None
-        precision, index = governing_rule(scope, module)
-        return precision, index, _overruled(rules, module, precision)
+        precision, place = governed_place(scope, module)
+        return precision, place, _overruled(rules, module, precision)
 
     calls = tapping.Calls(note)
 
@@ -72,7 +72,7 @@ def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) 
 def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
     by_path: dict[tuple[str, ...], list[Any]] = {}
     for call, note in calls:
-        by_path.setdefault(call.module.path, []).append((call, note))
+        by_path.setdefault(note[1].path, []).append((call, note))
     # A module returns after those inside it; it is to stand before them.
     first: dict[tuple[str, ...], int] = {}
     for i, path in enumerate(by_path):
@@ -80,9 +80,9 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
             first.setdefault(path[:depth], i)
     rows, own = [], _own_parameters(variables.get("params", {}), by_path)
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
-        (call, (precision, index, note)), *_ = by_path[path]
+        (call, (precision, place, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
-        rule = module_summary.rule_text(rules, index, precision)
+        rule = module_summary.rule_text(rules, place.rule, precision)
         cls = bare_class(call.module)
         rows.append(
             module_summary.make_row("/".join(path), cls, rule, precision, own.get(path, ()), made, note)

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from jmp_policy._src.flax.linen.intercept import is_method
+from jmp_policy._src.flax.linen.places import Place, place_of
 from jmp_policy._src.report.spectrum import tapping
 
 
@@ -17,28 +18,26 @@ def tapped() -> Iterator[None]:
     A module under a policy is watched from outside: after its result was cast to output dtype.
     """
     models: list[str] = []
+    running: list[Place | None] = [None]
 
     def interceptor(
         next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         module, method = context.module, context.method_name
-        if tapping.current() is None or module.scope is None or not _is_watched(module, method):
+        if tapping.current() is None or module.scope is None or not is_method(module, method):
             return next_fun(*args, **kwargs)
-        is_model = not module.path
-        if is_model:
-            models.append(type(module).__name__)
+        is_watched = method == "__call__" or not (method == "setup" or method.startswith("_"))
+        place = place_of(module, running[-1])
+        model = [type(module).__name__] if is_watched and not place.path else []
+        models.extend(model)
+        running.append(place)
         try:
             out = next_fun(*args, **kwargs)
-            name = "/".join([*models[-1:], *module.path]) + ("" if method == "__call__" else f".{method}")
+            name = "/".join([*models[-1:], *place.path]) + ("" if method == "__call__" else f".{method}")
         finally:
-            if is_model:
-                models.pop()
-        return tapping.returned(name, module, args, kwargs, out)
+            running.pop()
+            del models[len(models) - len(model) :]
+        return tapping.returned(name, module, args, kwargs, out) if is_watched else out
 
     with nn.intercept_methods(interceptor):
         yield
-
-
-def _is_watched(module: nn.Module, method: str) -> bool:
-    hidden = method == "setup" or (method.startswith("_") and method != "__call__")
-    return not hidden and is_method(module, method)

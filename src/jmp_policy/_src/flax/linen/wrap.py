@@ -17,7 +17,8 @@ import jax
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.initial_values import with_params_of
-from jmp_policy._src.flax.linen.intercept import pushed
+from jmp_policy._src.flax.linen.intercept import pushed, running_place
+from jmp_policy._src.flax.linen.places import place_of
 from jmp_policy._src.policy.rules import (
     PolicyMap,
     PolicyMapLike,
@@ -178,8 +179,8 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     if _is_active(module, rules):
         yield None
         return
-    base = _base(module)
-    with pushed(Scope(rules, root_path=base)) as scope:
+    place = None if module.scope is None else running_place()
+    with pushed(Scope(rules, root_path=_base(module), place=place)) as scope:
         yield scope
     # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
     # may leave modules out (dropout in evaluation) without its being an error.
@@ -193,12 +194,16 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
 
 def _base(module: nn.Module) -> tuple[str, ...]:
     """Returns the path from which the module's rules count."""
-    return module.__dict__.get(_BASE, module.path if module.scope is not None else ())
+    if _BASE in module.__dict__:
+        return module.__dict__[_BASE]
+    return () if module.scope is None else place_of(module, running_place()).path
 
 
 def _is_active(module: nn.Module, rules: PolicyMap) -> bool:
     outer = current()
-    return outer is not None and outer.rules == rules and outer.root_path == _base(module)
+    if outer is None or outer.rules != rules or outer.root_path != _base(module):
+        return False
+    return module.scope is not None or outer.place is None
 
 
 def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
