@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -16,6 +17,12 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 def is_floating_array(x: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`, of a floating dtype."""
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)) and is_floating(x.dtype)
+
+
+def has_complex(tree: PyTree) -> bool:
+    """Returns whether an array among the leaves of a pytree is complex."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)))
+    return any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays)
 
 
 def map_changed(

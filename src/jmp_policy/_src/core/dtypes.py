@@ -87,6 +87,13 @@ def is_floating(dtype: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+def is_complex_or_integer(dtype: Any) -> bool:
+    """Returns whether a dtype is one of numbers that no policy casts."""
+    return dtype is not None and any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.complexfloating, jnp.integer)
+    )
+
+
 def is_half(dtype: Any) -> bool:
     """Returns whether a dtype is floating with 16 bits or fewer."""
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16

@@ -203,13 +203,14 @@ def _call_with_float32_gradients(
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
-    hand_on(scope, module, (args, kwargs))
-    with _governed(scope, module) as (precision, place):
+    given = (args, kwargs)
+    hand_on(scope, module, given)
+    with _governed(scope, module, given) as (precision, place):
         if scope.caller is not None and scope.place.is_of(place):
             # A method called by a method of the same module: the policy does not change, and what it computed
             # in float32 on purpose (logits for its loss method) must stay so.
             return call(*args, **kwargs)
-        with inputs.entered((args, kwargs)) as small, _explained(scope, place, precision):
+        with inputs.entered(given) as small, _explained(scope, place, precision):
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
     policy_changes = scope.caller != precision.policy
@@ -250,12 +251,12 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 
 
 @contextlib.contextmanager
-def _governed(scope: Scope, module: nn.Module) -> Iterator[tuple[ModulePrecision, Place]]:
+def _governed(scope: Scope, module: nn.Module, given: Any = ()) -> Iterator[tuple[ModulePrecision, Place]]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
     precision, place = governed_place(scope, module)
     with watched(scope, module, precision) as reads:
         inner = dataclasses.replace(scope, caller=precision.policy, place=place, reads=reads)
-        with entered(inner), shadowed(scope, module, precision):
+        with entered(inner), shadowed(scope, module, precision, given):
             yield precision, place
 
 

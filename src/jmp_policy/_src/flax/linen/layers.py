@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.products.functions import stand_in
@@ -37,6 +37,15 @@ def keeps_carry(module: nn.Module) -> bool:
         return False
     # A lifted class (nn.scan(nn.LSTMCell)) inherits the method of the cell it was made from.
     return type(module).__call__.__module__ == nn.RNNCellBase.__module__
+
+
+def has_uncast_params(module: nn.Module) -> bool:
+    """Returns whether a layer asks for parameters that no policy casts: complex ones, or integers."""
+    asked = getattr(module, "param_dtype", None)
+    try:
+        return is_complex_or_integer(asked)
+    except TypeError:  # A field that happens to be called so.
+        return False
 
 
 def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:

@@ -83,6 +83,13 @@ def original_fields(module: nn.Module) -> dict[str, Any]:
 ORIGINAL = "_jmp_policy_original"
 
 
+def own_field(module: nn.Module, field: str) -> Any:
+    """Returns a field as it would be without a policy."""
+    if is_from_parent(module, field):
+        return original_fields(module.parent)[field]  # type: ignore[arg-type]
+    return original_fields(module).get(field, getattr(module, field))
+
+
 def is_from_parent(module: nn.Module, field: str) -> bool:
     """Returns whether a field has the value that the module's parent has by its policy."""
     parent = module.parent

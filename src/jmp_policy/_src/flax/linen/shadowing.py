@@ -13,12 +13,12 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.core.cast import cast_floating, has_complex
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.initial_values import may_see_half
-from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields
+from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields, own_field
 from jmp_policy._src.flax.linen.places import place_of
 from jmp_policy._src.flax.linen.variables import shadow_variable
 from jmp_policy._src.policy.frameworks import framework_of
@@ -31,12 +31,22 @@ from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
 @contextlib.contextmanager
-def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Iterator[None]:
-    """Replaces the fields and methods of a module that its precision changes, for a with-block."""
-    new = {}
+def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision, inputs: Any) -> Iterator[None]:
+    """Replaces the fields and methods of a module that its precision changes, for a with-block.
+
+    Args:
+      scope: the active scope.
+      module: the module that is called.
+      precision: what the rules mean for it.
+      inputs: what it is called with.
+    """
+    new, is_real = {}, not (layers.has_uncast_params(module) or has_complex(inputs))
     if not (scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None):
         new.update(layers.field_overrides(module, precision.policy, precision.island))
-    if scope.rules.float32_islands and is_half(precision.compute_dtype):
+    if not is_real and "dtype" in new:
+        # Flax casts what a layer computes with to its `dtype`, complex numbers too.
+        new["dtype"] = own_field(module, "dtype")
+    if is_real and scope.rules.float32_islands and is_half(precision.compute_dtype):
         new.update(layers.attention_overrides(module))
     new.update(layers.product_overrides(module, precision.compute_dtype))
     if is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
@@ -84,12 +94,11 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
     param = module.param
 
     @functools.wraps(param)
-    def governed_param(
-        name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **init_kwargs: Any
-    ) -> Any:
+    def governed_param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Only what was given is handed on: the module's class may have a `param` without `unbox`.
         scope = current()
         if scope is None:
-            return param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+            return param(name, init_fn, *args, **kwargs)
         # Looked up now, not when the method was entered: an `intercept` inside the method wins.
         precision = module_precision(scope, module)
         draw_dtype = promote_dtype(precision.param_dtype)
@@ -106,7 +115,9 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
                 value = init_fn(*map(as_drawn, args), **{k: as_drawn(v) for k, v in kwargs.items()})
             return cast_floating(value, precision.param_dtype)
 
-        value = param(name, init, *init_args, unbox=unbox, **init_kwargs)
+        value = param(name, init, *args, **kwargs)
+        if has_complex(value) and "dtype" in original_fields(module):
+            module.__dict__["dtype"] = own_field(module, "dtype")
         return cast_weight(value, precision.used_param_dtype, precision.policy)
 
     return governed_param
@@ -117,8 +128,8 @@ def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
     get_variable = module.get_variable
 
     @functools.wraps(get_variable)
-    def governed_get_variable(col: str, name: str, default: Any = None) -> Any:
-        value, scope = get_variable(col, name, default), current()
+    def governed_get_variable(col: str, *args: Any, **kwargs: Any) -> Any:
+        value, scope = get_variable(col, *args, **kwargs), current()
         if scope is None or col != "params":
             return value
         precision = module_precision(scope, module)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
+from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
@@ -114,6 +114,16 @@ class InFloat32:
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
 
 
+def has_uncast_params(module: nnx.Module) -> bool:
+    """Returns whether a layer has parameters that no policy casts: complex ones, or integers."""
+    asked, values = vars(module).get("param_dtype"), vars(module).values()
+    held = [getattr(value.get_value(), "dtype", None) for value in values if isinstance(value, nnx.Param)]
+    try:
+        return any(map(is_complex_or_integer, (asked, *held)))
+    except TypeError:  # An attribute that happens to be called so.
+        return False
+
+
 def settings(
     module: nnx.Module, precision: ModulePrecision, *, float32_islands: bool, keeps_dtype: bool
 ) -> dict[str, Any]:
@@ -126,7 +136,9 @@ def settings(
       keeps_dtype: whether the layer's own `dtype` wins over the policy.
     """
     attributes, new = vars(module), {}
-    if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype:
+    follows = "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype
+    # Flax casts what a layer computes with to its `dtype`, complex numbers too.
+    if follows and not has_uncast_params(module):
         # Weight normalisations store what they compute, and would round the master weights for good.
         stores = isinstance(module, WEIGHT_NORMS)
         new["dtype"] = scalar_type(precision.param_dtype if stores else precision.compute_dtype)
