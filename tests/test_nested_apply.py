@@ -280,3 +280,17 @@ def test_autocast_marks_it_by_the_rules_of_its_caller():
         rules = jmpp.PolicyMap("mixed_float16", {rule: F32})
         found = products(jmpp.autocast(model.apply, rules), variables, TOKENS)
         assert {lhs: n for (_, lhs, _), n in found.items()} == {F16: 1, F32: 1}
+
+
+def test_a_wrapped_module_casts_the_variables_that_it_is_handed():
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(4)(x)
+            if self.is_initializing():
+                return y
+            inner = {"params": self.variables["params"]["Dense_0"]}
+            return jmpp.wrap(nn.Dense(4, parent=None), "mixed_bfloat16").apply(inner, x)
+
+    # Warnings are errors: reading parameters that nobody casts is one.
+    assert products_of(jmpp.wrap(Outer(), "mixed_float16"), jnp.ones((2, 4))) == {F16: 1, BF16: 1}

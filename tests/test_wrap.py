@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import CNN, Encoder, dtypes, products
 
@@ -539,6 +540,55 @@ def test_three_lines_in_a_train_state():
 def test_what_cannot_be_wrapped(module, message):
     with pytest.raises(TypeError, match=message):
         jmpp.wrap(module, "mixed_float16")
+
+
+def test_methods_are_named_for_nnx_only():
+    for wrap in (jmpp.wrap, jmpp.linen.wrap):
+        with pytest.raises(TypeError, match=r"methods=\['encode'\] is for NNX modules.*leave it out"):
+            wrap(nn.Dense(2), "mixed_float16", methods=["encode"])
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((2, 2)))
+
+        def encode(self, x):
+            return x @ self.w
+
+    model = jmpp.wrap(Net(), "p=f32,c=f16,o=f16", methods=["encode"])
+    assert model.encode(jnp.ones((1, 2))).dtype == F16
+
+
+def test_methods_of_narrower_signatures():
+    class Standardised(nn.Conv):
+        def param(self, name, init_fn, *init_args):
+            value = super().param(name, init_fn, *init_args)
+            return value - value.mean((0, 1, 2)) if name == "kernel" else value
+
+        def get_variable(self, col, name):
+            return super().get_variable(col, name)
+
+        def variable(self, col, name, init_fn):
+            return super().variable(col, name, init_fn)
+
+    class Reading(Standardised):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("seen", "calls", lambda: jnp.zeros(()))
+            out = super().__call__(x)
+            assert (
+                self.get_variable("params", "kernel").dtype
+                == self.get_variable("params", "bias").dtype
+                == F16
+            )
+            return out
+
+    x = jnp.ones((1, 4, 4, 3))
+    bare = Standardised(2, (3, 3)).init(jax.random.key(0), x)
+    model = jmpp.wrap(Standardised(2, (3, 3)), "mixed_float16")
+    variables = model.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], bare["params"])
+    assert products(lambda v: model.apply(v, x), variables) == {("conv_general_dilated", F16, F16): 1}
+    jmpp.wrap(Reading(2, (3, 3)), "mixed_float16").apply(bare, x, mutable=["seen"])
 
 
 def test_bad_policies():

@@ -1,6 +1,6 @@
 """Puts Flax modules of either kind under a policy, and imports that kind's implementation when needed."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMapLike
@@ -8,7 +8,7 @@ from jmp_policy._src.policy.rules import PolicyMapLike
 T = TypeVar("T")
 
 
-def wrap(module: T, policy: PolicyMapLike) -> T:
+def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
     """Returns a Flax module that computes under a precision policy.
 
     It is the first of the three lines that make a training step mixed-precision.
@@ -17,6 +17,7 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
       module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
       policy: `"mixed_float16"` or another policy's text, a `Policy`, or a `PolicyMap` with a policy per
         module.
+      **keywords: what the wrap of the module's framework takes besides: `methods=` of `jmp_policy.nnx.wrap`.
 
     Returns:
       A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
@@ -40,7 +41,7 @@ def wrap(module: T, policy: PolicyMapLike) -> T:
     """
     framework = framework_of(module)
     if framework is not None:
-        return framework.wrap(module, policy)
+        return framework.wrap(module, policy, **keywords)
     given = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__}"
     hint = " Make an instance of it first." if isinstance(module, type) else ""
     if callable(module) and not isinstance(module, type):

@@ -15,8 +15,8 @@ from jmp_policy._src.core.imported import imported_attr, is_instance_of
 class Framework:
     """Operations that a module framework implements; the defaults do nothing."""
 
-    def wrap(self, module: Any, policy: Any) -> Any:
-        """Returns the module under a policy."""
+    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
+        """Returns the module under a policy; keywords are those of the framework's own `wrap`."""
         raise NotImplementedError
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:

@@ -11,9 +11,9 @@ from jmp_policy._src.policy.frameworks import Framework
 class LinenFramework(Framework):
     """`flax.linen`."""
 
-    def wrap(self, module: Any, policy: Any) -> Any:
+    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Returns the module under a policy."""
-        return wrap.wrap(module, policy)
+        return wrap.wrap(module, policy, **keywords)
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside an NNX model; its rules are asked when it is called."""

@@ -94,11 +94,11 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
     param = module.param
 
     @functools.wraps(param)
-    def governed_param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def governed_param(name: str, init_fn: Callable[..., Any], *init_args: Any, **init_kwargs: Any) -> Any:
         # Only what was given is handed on: the module's class may have a `param` without `unbox`.
         scope = current()
         if scope is None:
-            return param(name, init_fn, *args, **kwargs)
+            return param(name, init_fn, *init_args, **init_kwargs)
         # Looked up now, not when the method was entered: an `intercept` inside the method wins.
         precision = module_precision(scope, module)
         draw_dtype = promote_dtype(precision.param_dtype)
@@ -115,7 +115,7 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
                 value = init_fn(*map(as_drawn, args), **{k: as_drawn(v) for k, v in kwargs.items()})
             return cast_floating(value, precision.param_dtype)
 
-        value = param(name, init, *args, **kwargs)
+        value = param(name, init, *init_args, **init_kwargs)
         if has_complex(value) and "dtype" in original_fields(module):
             module.__dict__["dtype"] = own_field(module, "dtype")
         return cast_weight(value, precision.used_param_dtype, precision.policy)

@@ -48,26 +48,26 @@ def shadow_variable(module: nn.Module) -> Callable[..., Any]:
     variable = module.variable
 
     @functools.wraps(variable)
-    def governed_variable(
-        col: str, name: str, init_fn: Any = None, *init_args: Any, unbox: bool = True, **init_kwargs: Any
-    ) -> Any:
+    def governed_variable(col: str, name: str, init_fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Only what was given is handed on: the module's class may have a `variable` without `unbox`.
         scope = current()
         if scope is None or col not in ("params", CACHE):
-            return variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+            return variable(col, name, init_fn, *args, **kwargs)
         precision = module_precision(scope, module)
         if col == "params":
 
             def init(*args: Any, **kwargs: Any) -> Any:
                 return cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
 
-            made = variable(col, name, init_fn and init, *init_args, unbox=unbox, **init_kwargs)
+            made = variable(col, name, init_fn and init, *args, **kwargs)
             dtype, policy = precision.used_param_dtype, precision.policy
             return CastVariable(made, lambda value: cast_weight(value, dtype, policy))
         is_new = not module.has_variable(col, name)
-        made = variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        made = variable(col, name, init_fn, *args, **kwargs)
         if is_new or init_fn is None or not _may_differ(made.value, precision.compute_dtype):
             return made
-        wanted = jax.eval_shape(lambda: init_fn(*init_args, **init_kwargs))
+        kwargs.pop("unbox", None)
+        wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
         if jax.tree.structure(wanted) != jax.tree.structure(made.value):
             return made
         return CastVariable(made, lambda value: jax.tree.map(_in_dtype_of, wanted, value))

@@ -8,7 +8,7 @@ would add a level to every checkpoint.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -40,20 +40,21 @@ _CHECKED = "_jmp_policy_checked"
 _BASE = "_jmp_policy_base"
 
 
-def wrap(module: M, policy: PolicyMapLike) -> M:
+def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = None) -> M:
     """Returns a Linen module that computes under a policy.
 
     Args:
       module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
         in place of its old one.
       policy: a `PolicyMap`, a `Policy` or its text.
+      methods: leave it out. NNX has to be told which methods to govern; of a Linen module all are.
 
     Returns:
       A module with the same fields, variables and names: `init`, `init_with_output`, `apply`, `tabulate`,
       `bind`, `lazy_init`, use as a submodule, hashing, comparing and pickling work as before.
 
     Raises:
-      TypeError: for something that is no Linen module instance.
+      TypeError: for something that is no Linen module instance, and for `methods`.
       ValueError: at the first `init` or `apply`, for rules that match no module, naming the nearest paths.
 
     Example:
@@ -68,6 +69,11 @@ def wrap(module: M, policy: PolicyMapLike) -> M:
         raise TypeError(f"wrap takes a module, not its class: wrap({module.__name__}(...), policy).")
     if not isinstance(module, nn.Module):
         raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
+    if methods is not None:
+        raise TypeError(
+            f"methods={methods!r} is for NNX modules. Of a Linen module all methods are governed: leave it "
+            "out, and call them as before: model.apply(variables, x, method='encode')."
+        )
     rules = as_policy_map(policy)
     check_grad_dtypes(rules)
     return _with_class(module, _wrapped_class(bare_class(module), rules))
@@ -179,8 +185,11 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     if _is_active(module, rules):
         yield None
         return
+    outer = current()
     place = None if module.scope is None else running_place()
-    with pushed(Scope(rules, root_path=_base(module), place=place)) as scope:
+    # What the caller has read and hands to this module, this module casts.
+    reads = None if outer is None else outer.reads
+    with pushed(Scope(rules, root_path=_base(module), place=place, reads=reads)) as scope:
         yield scope
     # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
     # may leave modules out (dropout in evaluation) without its being an error.

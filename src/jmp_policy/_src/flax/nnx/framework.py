@@ -14,9 +14,9 @@ from jmp_policy._src.policy.rules import path_text
 class NNXFramework(Framework):
     """`flax.nnx`, whose modules name themselves to taps wherever they are called."""
 
-    def wrap(self, module: Any, policy: Any) -> Any:
+    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Returns the module under a policy."""
-        return wrap.wrap(module, policy)
+        return wrap.wrap(module, policy, **keywords)
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
