@@ -291,6 +291,22 @@ def test_a_library_may_quantise_a_wrapped_model(policy):
         assert jax.eval_shape(model.apply, variables, X).dtype == jmpp.get_policy(policy).output_dtype
 
 
+def test_a_library_may_store_quantised_parameters():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = nn.Dense(3)(x).mean()
+            return x * self.param("scale", lambda key: scale)
+
+    class Stored(type(jmpp.wrap(Net(), F16))):
+        def param(self, name, init_fn, *args, **kwargs):
+            kept = super().param(name, lambda *a: (init_fn(*a).astype(INT8), jnp.ones(())), *args, **kwargs)
+            return kept[0] * kept[1]
+
+    params = jax.eval_shape(Stored().init, jax.random.key(0), X)["params"]
+    assert [leaf.dtype for leaf in params["scale"]] == [INT8, "float32"]
+
+
 def test_a_function_of_jax_that_somebody_replaced_is_not_stood_in_for(monkeypatch):
     monkeypatch.setattr(functions, "are_chosen", lambda dtype: True)
     assert functions.stand_in(lax.dot_general, jnp.bfloat16) is functions.dot_general

@@ -169,6 +169,8 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
             out = run(self, *args, **kwargs)
         if name == "apply" or scope is None or not scope.seen.drawn_in_half or current() is not None:
             return out
+        if bare_class(self) is not bare:  # Somebody's subclass, whose parameters may be others.
+            return out
         again = run(_with_class(self, bare), *args, **kwargs)
         if name == "lazy_init":
             return with_params_of(out, again)
