@@ -106,8 +106,9 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
         return (
             f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
             f"{skips} steps skipped in a row, {skipped} in all. A smaller scale cannot help: the model "
-            "overflows in the forward pass, or data or parameters are NaN. Ask jmp_policy.all_finite(params): an "
-            "optimizer that computes in float16 makes NaN where its eps is 0 there, as 1e-8 is."
+            "overflows in the forward pass, or data or parameters are NaN. Ask "
+            "jmp_policy.all_finite(params); an optimizer that computes in float16 makes NaN where its eps is "
+            "0 there, as 1e-8 is."
         ), scale
     if limit is None or skips < limit:
         return None

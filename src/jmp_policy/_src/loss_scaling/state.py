@@ -140,6 +140,6 @@ def _check_sees_overflows(inside: list[tuple[str, LossScaledState]]) -> None:
     if any(jax.tree.leaves(state.loss_scale) for _, state in inside):
         raise ValueError(
             "optax.apply_if_finite stands around loss_scaled, and keeps every overflow from it: the loss "
-            "scale would never fall. loss_scaled skips such steps itself, so leave apply_if_finite out, or put it "
-            "inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
+            "scale would never fall. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
+            "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
         )
