@@ -268,6 +268,16 @@ def test_gradients_that_are_inputs_may_be_worked_on():
     trace(update, grads, PARAMS, tx.init(PARAMS))
 
 
+def test_gradients_may_be_multiplied_by_a_number_from_outside():
+    tx = optimizer(jmpp.StaticLossScale(8.0))
+
+    def update(params, state, factor):
+        return tx.update(jax.tree.map(lambda g: g * factor, jax.grad(loss_fn)(params)), state, params)
+
+    with pytest.warns(UserWarning, match=WARNING):  # Nobody knows what the number is.
+        trace(update, PARAMS, tx.init(PARAMS), jnp.float32(8.0))
+
+
 def outside(gradient, tx):
     state = tx.init(PARAMS)
     return gradient(state, PARAMS), state

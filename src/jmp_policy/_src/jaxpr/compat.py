@@ -388,13 +388,13 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
     """Returns the tracer that a value of a staged program is, its equation, and that one's operands.
 
     An input or a constant of the trace has None and (). Tracers of vmap and of derivatives stand for those
-    inside. Returns None for a value that is not staged, and where JAX does not tell.
+    inside. Returns None for a value that is not staged, for a number, and where JAX does not tell.
 
-    Private: `parent` of a tracer, `in_tracers` of that, `val` and `primal` of tracers around. JAX has no
-    public way to ask what a traced value was computed from before the program is complete.
+    Private: `parent` and `val` of a tracer, `in_tracers` of the first, `primal`. JAX has no public way.
     """
     while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
         x = getattr(x, "val", getattr(x, "primal", None))
     eqn = getattr(x, "parent", None)
     operands = () if eqn is None else getattr(eqn, "in_tracers", None)
-    return (x, eqn, operands) if isinstance(x, jax.core.Tracer) and operands is not None else None
+    known = isinstance(x, jax.core.Tracer) and operands is not None
+    return (x, eqn, operands) if known and not isinstance(getattr(x, "val", None), Literal) else None

@@ -82,9 +82,10 @@ def is_multiplied(division: Division) -> bool | None:
     """Returns whether gradients were computed from their loss scale; None where the trace does not show it.
 
     They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale. Two things are no proof: inputs of the trace, other than the parameters, in the shapes of
-    all gradients, from which these may have been computed (clipped, preconditioned) after the backward pass;
-    and a static scale that is a constant of the program.
+    with the scale. Three things are no proof. Inputs of the trace, other than the parameters, in the shapes
+    of all gradients, from which these may have been computed (clipped, preconditioned) after the backward
+    pass; a number among those inputs, by which they may have been multiplied then; and a static scale that is
+    a constant of the program.
     """
     leaves = jax.tree.leaves(division.grads)
     of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
@@ -105,11 +106,16 @@ def _has_numbers(grads: PyTree) -> bool:
 
 
 def _may_be_inputs(grads: list[Any], params: PyTree) -> bool:
-    """Returns whether gradients may have been computed from some that are inputs of the trace."""
+    """Returns whether inputs of the trace may be gradients, or a scale, behind these gradients.
+
+    Only what happens after the backward pass counts.
+    """
     near, of_params = ancestors(grads, stop=ends_backward_pass), ancestors(jax.tree.leaves(params))
     known = {} if of_params is None else of_params.nodes
     inputs = [] if near is None else [x for x in near.inputs if id(x) not in known]
-    return collections.Counter(map(np.shape, grads)) <= collections.Counter(map(np.shape, inputs))
+    may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
+    shapes = collections.Counter(map(np.shape, inputs))
+    return may_be_scales or collections.Counter(map(np.shape, grads)) <= shapes
 
 
 def _error(loss: str) -> str:

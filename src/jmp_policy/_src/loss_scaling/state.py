@@ -1,5 +1,6 @@
 """Defines the optimizer state of `loss_scaled`, and finds it inside any other optimizer state."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +49,7 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
         `nnx.Optimizer`, inside a transform too).
 
     Raises:
-      ValueError: when there is none, or more than one; the message lists where they are. When it is inside
-        `optax.apply_if_finite`, which would keep overflows from it.
+      ValueError: when there is none, or more than one; the message lists where they are.
     """
     return _unwrapped(_find_one(opt_state))
 
@@ -88,6 +88,7 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
       loss: name of the loss whose scale is meant, where there are several.
     """
     if not (is_one(scale_or_state) or are_several(scale_or_state)):
+        _warn_unless_overflows_arrive(scale_or_state)
         scale_or_state = get_loss_scale_state(scale_or_state).loss_scale
     scale = pick(scale_or_state, loss)
     SCALE_USE.note(scale)
@@ -121,25 +122,25 @@ def _with(scale: Any, new: LossScale, loss: str | None) -> Any:
 
 
 def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:
-    stops = LossScaledState, optax.ApplyIfFiniteState
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, stops))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
     found = []
     for path, leaf in leaves:
-        place = prefix + jax.tree_util.keystr(path)
         if isinstance(leaf, LossScaledState):
-            found.append((place, leaf))
-        if isinstance(leaf, stops):
-            inside = _find(leaf.inner_state, f"{place}.inner_state")
-            if isinstance(leaf, optax.ApplyIfFiniteState):
-                _check_sees_overflows(inside)
-            found += inside
+            place = prefix + jax.tree_util.keystr(path)
+            found += [(place, leaf), *_find(leaf.inner_state, f"{place}.inner_state")]
     return found
 
 
-def _check_sees_overflows(inside: list[tuple[str, LossScaledState]]) -> None:
-    if any(jax.tree.leaves(state.loss_scale) for _, state in inside):
-        raise ValueError(
-            "optax.apply_if_finite stands around loss_scaled, and keeps every overflow from it: the loss "
-            "scale would never fall. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
-            "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
-        )
+def _warn_unless_overflows_arrive(opt_state: PyTree) -> None:
+    """Warns where `optax.apply_if_finite` stands around `loss_scaled` with a scale that could fall."""
+    stops = LossScaledState, optax.ApplyIfFiniteState
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, stops)):
+        inside = _find(node.inner_state) if isinstance(node, optax.ApplyIfFiniteState) else []
+        if any(jax.tree.leaves(state.loss_scale) for _, state in inside):
+            warnings.warn(
+                "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
+                "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
+                "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale).",
+                UserWarning,
+                stacklevel=4,
+            )
