@@ -395,6 +395,6 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
     while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
         x = getattr(x, "val", getattr(x, "primal", None))
     eqn = getattr(x, "parent", None)
-    operands = () if eqn is None else getattr(eqn, "in_tracers", None)
+    operands: Any = () if eqn is None else getattr(eqn, "in_tracers", None)
     known = isinstance(x, jax.core.Tracer) and operands is not None
     return (x, eqn, operands) if known and not isinstance(getattr(x, "val", None), Literal) else None
