@@ -389,12 +389,12 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
 
     An input or a constant of the trace has None and (). Tracers of vmap and of derivatives stand for those
     inside. Returns None for a value that is not staged, for a number, and where JAX does not tell.
-
     Private: `parent` and `val` of a tracer, `in_tracers` of the first, `primal`. JAX has no public way.
     """
     while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
         x = getattr(x, "val", getattr(x, "primal", None))
     eqn = getattr(x, "parent", None)
-    operands: Any = () if eqn is None else getattr(eqn, "in_tracers", None)
-    known = isinstance(x, jax.core.Tracer) and operands is not None
-    return (x, eqn, operands) if known and not isinstance(getattr(x, "val", None), Literal) else None
+    operands = () if eqn is None else getattr(eqn, "in_tracers", None)
+    if not isinstance(x, jax.core.Tracer) or operands is None:
+        return None
+    return None if isinstance(getattr(x, "val", None), Literal) else (x, eqn, operands)
