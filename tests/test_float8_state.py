@@ -119,6 +119,15 @@ def test_of_several_losses_it_is_the_maximum(mode):
     np.testing.assert_array_equal(seen[0]["params"]["w"], [3.0, 3.0])
 
 
+def test_reports_of_gradients_leave_it_out():
+    model = nn.Dense(4, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    x = jnp.ones((4, 4))
+    variables = model.init(jax.random.key(0), x)
+    found = jmpp.gradient_spectrum(lambda v, x: model.apply(v, x).sum(), variables, x)
+    weights = [row["path"] for row in found.to_dict()["tensors"] if row["kind"] == "weight gradient"]
+    assert [path for path in weights if "/" in path] == ["params/kernel"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("master", [False, True])
 def test_a_float8_layer_trains_in_a_train_state(master):

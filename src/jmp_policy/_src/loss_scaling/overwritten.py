@@ -4,7 +4,7 @@ Flax's float8 layers return the new values of their scales and amax histories as
 of their own. They are no derivatives: nothing may multiply, divide or average them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,15 @@ from jmp_policy._src.core.types import PyTree
 COLLECTION = "_overwrite_with_gradient"
 
 
+def is_overwritten(path: Sequence[Any]) -> bool:
+    """Returns whether the keys of a leaf lead into the collection."""
+    return any(getattr(key, "key", None) == COLLECTION for key in path)
+
+
 def _flatten(tree: PyTree) -> tuple[list[tuple[bool, Any]], Any]:
     """Returns each leaf with whether it is in the collection, and the tree's structure."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [
-        (any(getattr(key, "key", None) == COLLECTION for key in path), leaf) for path, leaf in leaves
-    ], treedef
+    return [(is_overwritten(path), leaf) for path, leaf in leaves], treedef
 
 
 def derivatives(tree: PyTree) -> PyTree:

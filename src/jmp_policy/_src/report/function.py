@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
+from jmp_policy._src.loss_scaling.overwritten import is_overwritten
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
@@ -18,7 +19,8 @@ class Argument(NamedTuple):
     Args:
       path: the argument's name and the path within it: "params/Dense_0/kernel".
       position: the argument that it is part of: a position, or the name of a keyword.
-      trainable: whether it is a floating array, and, in NNX models, belongs to a Param.
+      trainable: whether it is a floating array, and, in NNX models, belongs to a Param; not what
+        float8 layers keep of their amax.
     """
 
     path: str
@@ -119,7 +121,8 @@ def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
     (which, place, *rest) = path
     position = place.idx if which.idx == 0 else place.key
     name = names[position] if which.idx == 0 else str(position)
-    return Argument("/".join([name, *map(_key, rest)]), position, is_floating(leaf))
+    trainable = is_floating(leaf) and not is_overwritten(rest)
+    return Argument("/".join([name, *map(_key, rest)]), position, trainable)
 
 
 def _key(key: Any) -> str:
