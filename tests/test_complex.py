@@ -1,6 +1,7 @@
 """Layers with complex parameters or inputs, and with integer parameters: no policy casts those."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -111,6 +112,30 @@ NNX_LAYERS = [
     lambda **k: nnx.Conv(4, 3, (2, 2), **k),
     lambda **k: nnx.LayerNorm(4, **k),
 ]
+
+
+class ComplexThenReal(nnx.Module):
+    """Its second layer has real parameters, and complex inputs."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, param_dtype=COMPLEX, rngs=rngs)
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+        self.phase = nnx.Param(jnp.exp(1j * jnp.arange(4)))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)) * self.phase)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_nnx_layers_behind_complex_ones_keep_the_imaginary_part(policy):
+    bare, x = ComplexThenReal(nnx.Rngs(0)), jnp.linspace(-1, 1, 12).reshape(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, want = jmpp.wrap(bare, policy)(x), bare(x)
+    assert got.dtype == COMPLEX
+    np.testing.assert_allclose(got, want, rtol=2.0**-6)
+    again = jmpp.wrap(jmpp.wrap(bare, policy), policy)
+    assert nnx.graphdef(again) == nnx.graphdef(jmpp.wrap(bare, policy))
 
 
 @pytest.mark.filterwarnings("error")

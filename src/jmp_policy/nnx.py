@@ -9,6 +9,7 @@ from jmp_policy._src.flax.nnx.autocast import autocast as autocast
 from jmp_policy._src.flax.nnx.autocast import explain as explain
 from jmp_policy._src.flax.nnx.governed import policy_of as policy_of
 from jmp_policy._src.flax.nnx.layers import InFloat32 as _InFloat32
+from jmp_policy._src.flax.nnx.layers import WithComplex as _WithComplex
 from jmp_policy._src.flax.nnx.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
 from jmp_policy._src.flax.nnx.train import keep_state_on_skip as keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad as scaled_value_and_grad
@@ -27,6 +28,7 @@ _publish(
         _governed.Specification,
         _ModulePrecision,
         _InFloat32,
+        _WithComplex,
         _attention.attention,
         _attention.attention_with_rope,
     ],

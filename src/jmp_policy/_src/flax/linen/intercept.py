@@ -21,7 +21,7 @@ from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
 from jmp_policy._src.flax.linen.places import Place, place_of
-from jmp_policy._src.flax.linen.raw_reads import hand_on, watched
+from jmp_policy._src.flax.linen.raw_reads import hand_on, note_wide, watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
@@ -204,7 +204,7 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     given = (args, kwargs)
-    hand_on(scope, module, given)
+    hand_on(scope, module, args, kwargs)
     with _governed(scope, module, given) as (precision, place):
         if scope.caller is not None and scope.place.is_of(place):
             # A method called by a method of the same module: the policy does not change, and what it computed
@@ -213,6 +213,7 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
         with inputs.entered(given) as small, _explained(scope, place, precision):
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
+            note_wide(current(), out)
     policy_changes = scope.caller != precision.policy
     may_be_scanned = not policy_changes or is_detached(scope, module, place)
     return cast_outputs(

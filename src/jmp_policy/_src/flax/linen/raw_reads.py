@@ -1,8 +1,9 @@
 """Parameters that a Linen module reads past `self.param` and `self.get_variable`.
 
 `self.scope.get_variable("params", name)` is cast as they are. `self.variables` and `child.variables` are
-whole trees, which may be handed to `apply` (and are cast there) or be summed up in float32 on purpose. They
-come out as stored; if neither `apply` nor another module gets them in the same call, a warning says so once.
+whole trees, which may be handed to `apply` (and are cast there), counted, or summed up in float32 on purpose.
+They come out as stored. A warning says so, once, if then an array of float32 leaves the method, or is the
+first argument of a module that it calls: what the parameters were multiplied with.
 """
 
 import contextlib
@@ -37,12 +38,13 @@ _OURS = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Place in the user's code that read `variables`, and of which module."""
+    """Place in the user's code that read `variables`, of which module, and whether float32 came of it."""
 
     path: tuple[str, ...]
     file: str
     line: int
     params: list[Any] = dataclasses.field(compare=False)
+    spreads: bool = dataclasses.field(default=False, compare=False)
 
 
 @contextlib.contextmanager
@@ -57,22 +59,30 @@ def watched(scope: Scope, module: nn.Module, precision: ModulePrecision) -> Iter
     reads: list[Read] = []
     _watch(module.scope, module)
     yield reads
-    for read in reads:
+    for read in (read for read in reads if read.spreads):
         _warn_once(scope.rules, type(module), module.path, dataclasses.replace(read, params=[]), precision)
 
 
-def hand_on(scope: Scope, module: nn.Module, inputs: Any) -> None:
+def hand_on(scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Forgets what the caller of a module has read, where the module gets it, and so casts it.
 
     Args:
       scope: the scope of the caller.
       module: what is called: the root of an `apply` inside of a method, or any other.
-      inputs: what it is called with.
+      args, kwargs: what it is called with.
     """
     if scope.reads:
-        given = {id(x) for x in jax.tree.leaves(inputs)}
+        given = {id(x) for x in jax.tree.leaves((args, kwargs))}
         kept = [r for r in scope.reads if module.path and given.isdisjoint(map(id, r.params))]
         scope.reads[:] = kept
+        note_wide(scope, args[:1])
+
+
+def note_wide(scope: Scope | None, values: Any) -> None:
+    """Notes that values leave code that has read parameters; arrays of float32 may have come of these."""
+    if scope is not None and scope.reads:
+        wide = any(is_floating_array(x) and x.ndim and not is_half(x.dtype) for x in jax.tree.leaves(values))
+        scope.reads[:] = [dataclasses.replace(read, spreads=read.spreads or wide) for read in scope.reads]
 
 
 def _watch(scope: Any, module: nn.Module) -> None:

@@ -114,6 +114,18 @@ class InFloat32:
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
 
 
+@dataclasses.dataclass(frozen=True)
+class WithComplex:
+    """A layer's `promote_dtype` that leaves out the layer's `dtype` where a value is complex."""
+
+    promote: Callable[..., Any]
+
+    def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
+        """Returns the arguments in one dtype: that which was asked for, or a complex one."""
+        is_complex = any(x is not None and jnp.iscomplexobj(x) for x in args)
+        return self.promote(args, dtype=None if is_complex else dtype, **kwargs)
+
+
 def has_uncast_params(module: nnx.Module) -> bool:
     """Returns whether a layer has parameters that no policy casts: complex ones, or integers."""
     asked, values = vars(module).get("param_dtype"), vars(module).values()
@@ -125,7 +137,12 @@ def has_uncast_params(module: nnx.Module) -> bool:
 
 
 def settings(
-    module: nnx.Module, precision: ModulePrecision, *, float32_islands: bool, keeps_dtype: bool
+    module: nnx.Module,
+    precision: ModulePrecision,
+    *,
+    float32_islands: bool,
+    keeps_dtype: bool,
+    meets_complex: bool,
 ) -> dict[str, Any]:
     """Returns the static attributes that make a layer follow a policy, for those that it has.
 
@@ -134,6 +151,7 @@ def settings(
       precision: what the rules mean for it.
       float32_islands: whether the softmax of attention is to be float32.
       keeps_dtype: whether the layer's own `dtype` wins over the policy.
+      meets_complex: whether complex values may reach the layer, since its model has complex parameters.
     """
     attributes, new = vars(module), {}
     follows = "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype
@@ -144,6 +162,8 @@ def settings(
         new["dtype"] = scalar_type(precision.param_dtype if stores else precision.compute_dtype)
     if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
         new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
+    elif meets_complex and "dtype" in new and "promote_dtype" in attributes:
+        new["promote_dtype"] = WithComplex(attributes["promote_dtype"])
     # Without islands too in float16: Flax's own function does not compile for it on a CPU.
     half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
     if half and "attention_fn" in attributes:
@@ -156,7 +176,7 @@ def without_settings(module: nnx.Module) -> dict[str, Any]:
     attributes, old = vars(module), {}
     if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]):
         old["dtype"] = own_dtype(module)
-    if isinstance(attributes.get("promote_dtype"), InFloat32):
+    if isinstance(attributes.get("promote_dtype"), InFloat32 | WithComplex):
         old["promote_dtype"] = attributes["promote_dtype"].promote
     if "attention_fn" in attributes:
         old["attention_fn"] = as_in_flax(attributes["attention_fn"])

@@ -55,6 +55,8 @@ def _ungoverned(node: Any, path: graph_nodes.Path, seen: set[int]) -> Iterator[s
             if not layers.is_flax(type(value)):
                 yield what
                 continue
+            if layers.has_uncast_params(value):
+                continue  # Its `dtype` is None on purpose.
             if "dtype" in vars(value) and vars(value)["dtype"] is None:
                 yield what
             elif names := layers.params_of_others(value):
