@@ -138,6 +138,18 @@ def test_nnx_layers_behind_complex_ones_keep_the_imaginary_part(policy):
     assert nnx.graphdef(again) == nnx.graphdef(jmpp.wrap(bare, policy))
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_nnx_layers_with_complex_inputs(index):
+    bare = NNX_LAYERS[index](rngs=nnx.Rngs(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, want = jmpp.wrap(bare, "mixed_float16")(INPUTS["complex"]), bare(INPUTS["complex"])
+    assert got.dtype == COMPLEX
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+    by_hand = NNX_LAYERS[index](dtype=jnp.float16, rngs=nnx.Rngs(0))
+    assert nnx.graphdef(jmpp.wrap(bare, "p=f32, c=f16")) == nnx.graphdef(by_hand)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("index", range(len(NNX_LAYERS)))
 @pytest.mark.parametrize("inputs", INPUTS)

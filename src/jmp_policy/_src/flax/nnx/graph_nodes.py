@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -95,12 +94,6 @@ def dtypes(variable: nnx.Variable) -> set[Any]:
     """Returns the floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
     stored = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(variable.get_raw_value())]
     return {dtype for dtype in stored if dtype is not None and dtypes_.is_floating(dtype)}
-
-
-def has_complex(model: nnx.Pytree) -> bool:
-    """Returns whether a model has a complex Variable."""
-    stored = (leaf for _, variable in variables(model) for leaf in jax.tree.leaves(variable.get_raw_value()))
-    return any(jnp.issubdtype(getattr(leaf, "dtype", None) or bool, jnp.complexfloating) for leaf in stored)
 
 
 def is_floating(variable: nnx.Variable) -> bool:

@@ -114,9 +114,13 @@ class InFloat32:
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WithComplex:
-    """A layer's `promote_dtype` that leaves out the layer's `dtype` where a value is complex."""
+    """A layer's `promote_dtype` that leaves out the layer's `dtype` where a value is complex.
+
+    It equals the function that it stands for, so that graph definitions equal those of layers whose `dtype`
+    was set by hand.
+    """
 
     promote: Callable[..., Any]
 
@@ -124,6 +128,12 @@ class WithComplex:
         """Returns the arguments in one dtype: that which was asked for, or a complex one."""
         is_complex = any(x is not None and jnp.iscomplexobj(x) for x in args)
         return self.promote(args, dtype=None if is_complex else dtype, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return self.promote == (other.promote if isinstance(other, WithComplex) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.promote)
 
 
 def has_uncast_params(module: nnx.Module) -> bool:
@@ -142,7 +152,6 @@ def settings(
     *,
     float32_islands: bool,
     keeps_dtype: bool,
-    meets_complex: bool,
 ) -> dict[str, Any]:
     """Returns the static attributes that make a layer follow a policy, for those that it has.
 
@@ -151,7 +160,6 @@ def settings(
       precision: what the rules mean for it.
       float32_islands: whether the softmax of attention is to be float32.
       keeps_dtype: whether the layer's own `dtype` wins over the policy.
-      meets_complex: whether complex values may reach the layer, since its model has complex parameters.
     """
     attributes, new = vars(module), {}
     follows = "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype
@@ -162,7 +170,7 @@ def settings(
         new["dtype"] = scalar_type(precision.param_dtype if stores else precision.compute_dtype)
     if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
         new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
-    elif meets_complex and "dtype" in new and "promote_dtype" in attributes:
+    elif "dtype" in new and "promote_dtype" in attributes and not isinstance(module, NORMS):
         new["promote_dtype"] = WithComplex(attributes["promote_dtype"])
     # Without islands too in float16: Flax's own function does not compile for it on a CPU.
     half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)

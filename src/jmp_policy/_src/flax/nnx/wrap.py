@@ -105,16 +105,15 @@ def _carried_out(plan: precision_plan.Plan) -> Any:
         else None
         for place in plan.places
     ]
-    meets_complex = graph_nodes.has_complex(plan.module)
     for place, spec in zip(plan.places, specs, strict=True):
-        _set(place, plan.rules, meets_complex)
+        _set(place, plan.rules)
         if spec is not None:
             cls = governed_class(type(place.module), spec)
             object.__setattr__(place.module, "__class__", cls)
     return plan.module
 
 
-def _set(place: precision_plan.Place, rules: PolicyMap, meets_complex: bool) -> None:
+def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
     """Sets what settings of a module of the new tree can say."""
     module, precision = place.module, place.precision
     new = layers.settings(
@@ -122,7 +121,6 @@ def _set(place: precision_plan.Place, rules: PolicyMap, meets_complex: bool) -> 
         precision,
         float32_islands=rules.float32_islands,
         keeps_dtype=place.keeps_dtype,
-        meets_complex=meets_complex,
     )
     if "dtype" in new:
         layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
