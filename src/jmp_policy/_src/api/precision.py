@@ -1,5 +1,6 @@
 """Reads one setting of a config as a policy and a loss scale."""
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -63,7 +64,8 @@ class Precision:
         if _is_word(loss_scale, "auto"):
             loss_scale = "dynamic" if _computes_in_float16(self.policy) else "none"
         _loss_scale(loss_scale)  # Raises for what is none.
-        object.__setattr__(self, "_loss_scale_setting", loss_scale)
+        # A copy: whoever made the mapping may go on to change it.
+        object.__setattr__(self, "_loss_scale_setting", copy.deepcopy(loss_scale))
 
     @property
     def loss_scale(self) -> Any:

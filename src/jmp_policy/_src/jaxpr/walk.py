@@ -15,8 +15,26 @@ from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.policy.regions import is_marker
 
 
+class Placed:
+    """Base class of what has a place in a program.
+
+    Attributes:
+      path: names of the scopes around it, joined by slashes.
+      line: where it is in the source.
+    """
+
+    path: str
+    line: str
+
+    @property
+    def place(self) -> str:
+        """Formats path, file and line: "Net/head (mlp.py:41)"."""
+        line = self.line.partition(" ")[0]
+        return f"{self.path} ({line})" if self.path and line else self.path or line or "(unknown place)"
+
+
 @dataclasses.dataclass(frozen=True)
-class Site:
+class Site(Placed):
     """Where an operation is.
 
     Args:
@@ -32,12 +50,6 @@ class Site:
     times: int = 1
     counted: bool = True
     line: str = ""
-
-    @property
-    def place(self) -> str:
-        """Returns the path and the line, as messages name an operation: "Net/head (mlp.py:41)"."""
-        line = self.line.partition(" ")[0]
-        return f"{self.path} ({line})" if self.path and line else self.path or line or "(unknown place)"
 
 
 class ValueInfo(NamedTuple):

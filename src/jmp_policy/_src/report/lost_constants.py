@@ -13,11 +13,11 @@ from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.source_constants import written_constants
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo
+from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo
 
 
 @dataclasses.dataclass(frozen=True)
-class LostConstant:
+class LostConstant(Placed):
     """Constant of a program that half precision makes infinite or zero.
 
     Args:
@@ -35,11 +35,6 @@ class LostConstant:
     dtype: str
     written: str
     becomes: str
-
-    @property
-    def place(self) -> str:
-        """Formats path, file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
 
     @property
     def text(self) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jmp_policy._src.core.cast import has_complex
 from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
@@ -126,8 +127,7 @@ class WithComplex:
 
     def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
         """Returns the arguments in one dtype: that which was asked for, or a complex one."""
-        is_complex = any(x is not None and jnp.iscomplexobj(x) for x in args)
-        return self.promote(args, dtype=None if is_complex else dtype, **kwargs)
+        return self.promote(args, dtype=None if has_complex(args) else dtype, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return self.promote == (other.promote if isinstance(other, WithComplex) else other)

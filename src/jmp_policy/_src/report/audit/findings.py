@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
-from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
     LostConstant,
@@ -18,7 +18,7 @@ from jmp_policy._src.report.lost_constants import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(Placed):
     """Matrix product or convolution.
 
     Args:
@@ -63,14 +63,9 @@ class Product:
         """Returns whether rows of all matrices are multiples of 16 bytes."""
         return not self.pad
 
-    @property
-    def place(self) -> str:
-        """Formats path, file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
-
 
 @dataclasses.dataclass(frozen=True)
-class Upcast:
+class Upcast(Placed):
     """Half value that JAX promoted to float32 (or float64) silently, because it met such a value.
 
     Args:
@@ -86,11 +81,6 @@ class Upcast:
     wide: str
     shape: tuple[int, ...]
     reaches: tuple[str, ...]
-
-    @property
-    def place(self) -> str:
-        """Formats path, file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +103,7 @@ class RepeatedCast:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfOperation:
+class HalfOperation(Placed):
     """Operation in half precision that belongs in float32: an exponential, a logarithm, a sum.
 
     Which operations do is listed in NVIDIA's mixed-precision training guide.
@@ -135,11 +125,6 @@ class HalfOperation:
     times: int
     why: str
     terms: int = 0
-
-    @property
-    def place(self) -> str:
-        """Formats path, file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
 
 
 @dataclasses.dataclass(frozen=True)

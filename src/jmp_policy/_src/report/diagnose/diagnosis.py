@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jmp_policy._src.core.report_base import Report, Table, joined
-from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
     LostConstant,
@@ -31,7 +31,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero:
+class Zero(Placed):
     """Operation whose result became zero in half precision, at which another one failed.
 
     Args:
@@ -46,14 +46,9 @@ class Zero:
     backward: bool
     dtype: str
 
-    @property
-    def place(self) -> str:
-        """Formats path, file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
-
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis(Report):
+class Diagnosis(Report, Placed):
     """The first non-finite value of a loss and its gradients; `str` says what happened and what to do.
 
     Args:
@@ -110,11 +105,6 @@ class Diagnosis(Report):
     constants: tuple[LostConstant, ...] = ()
 
     _rows = "operands"
-
-    @property
-    def place(self) -> str:
-        """Returns the path, and the file and line: "Net/head (mlp.py:41)"."""
-        return Site(path=self.path, line=self.line).place
 
     @property
     def verdict(self) -> str:
