@@ -27,6 +27,11 @@ def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"|{header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def titled(title: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Lines of a table below a line that says what its numbers are, and an empty one."""
+    return [f"**{title}**", "", *table("".join(f" | {name}" for name in header), rows), ""]
+
+
 def grouped(
     rows: Iterable[dict[str, Any]], outer: str, inner: str | Callable[[dict[str, Any]], Any]
 ) -> dict[str, dict[Any, Any]]:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks._tables import ROOT, counts, load, median, paragraph, provenance, table
+from benchmarks._tables import ROOT, counts, grouped, load, median, paragraph, provenance, table
 from benchmarks.zoo_page import models
 
 BEGIN, END = "<!-- measured: written by benchmarks/readme.py -->", "<!-- end -->"
@@ -34,30 +34,25 @@ def overhead() -> str:
 
 
 def nnx() -> str:
-    """Wrapped NNX models against `dtype=` in every layer; both half types in one cell."""
+    """Wrapped NNX models against `dtype=` in every layer."""
     result = load("nnx_cost")
     wrap = next(row for row in result["wrapping"] if row["what"] == "wrap")
     calls = {row["variant"]: row["ratio"]["median"] for row in result["calls"]}
     words = (
-        "NNX models, wrapped over `dtype=` in every layer, float16 / bfloat16, no scaling "
-        f"({provenance(result)}). `wrap` takes {wrap['relative_to_build']['median']:.2f} of the time to "
-        f"build {wrap['modules']} modules; a call of their `nnx.jit` step takes {calls['wrapped']:.2f} of "
-        f"that by hand, where a second copy by hand takes {calls['by hand again']:.2f}:"
+        f"NNX models, wrapped over `dtype=` in every layer, no scaling ({provenance(result)}). `wrap` takes "
+        f"{wrap['relative_to_build']['median']:.2f} of the time to build {wrap['modules']} modules; a call "
+        f"of their `nnx.jit` step takes {calls['wrapped']:.2f} of that by hand, where a second copy by hand "
+        f"takes {calls['by hand again']:.2f}:"
     )
-    lines = [
-        *paragraph(words),
-        "| | trace + lower | step | equations | bytes | temporary memory |",
-        "|---|---|---|---|---|---|",
-    ]
-    first: dict[str, dict[str, Any]] = {}  # Model -> dtype -> the first way of writing it by hand.
+    first: dict[tuple[str, str], dict[str, Any]] = {}  # The first way of writing it by hand.
     for row in result["rows"]:
-        first.setdefault(row["model"], {}).setdefault(row["dtype"], row)
-    for model, rows in first.items():
-        both = [rows[dtype] for dtype in ("float16", "bfloat16")]
-        times = [" / ".join(f"{row[k]['median']:.2f}" for row in both) for k in ("trace_lower", "step")]
-        counts = [" / ".join(f"{row[k]:.2f}" for row in both) for k in ("equations", "bytes", "temp")]
-        lines.append(f"| {' | '.join([model, *times, *counts])} |")
-    return "\n".join(lines)
+        first.setdefault((row["model"], row["dtype"]), row)
+    cells = (
+        [*about, median(row["trace_lower"]), median(row["step"]), *counts(row, "equations", "bytes", "temp")]
+        for about, row in first.items()
+    )
+    header = " | | trace + lower | step | equations | bytes | temporary memory"
+    return "\n".join([*paragraph(words), *table(header, cells)])
 
 
 def gpu() -> str:
@@ -82,33 +77,27 @@ def gpu() -> str:
 
 
 def autocast() -> str:
-    """A loss under `autocast` against float32 and by hand; both half types in one cell."""
+    """A loss under `autocast` against float32 and by hand."""
     result, gpu_rows = load("autocast_cost"), load("autocast_gpu_cost")["rows"]
     calls = {row["call"]: row["ratio"]["median"] for row in result["calls"]}
-    gpu = {row["variant"]: f"{row['gigabytes']:.1f} / {row['temp_gigabytes']:.2f} GB" for row in gpu_rows}
     words = (
-        "A loss under `autocast`, float16 / bfloat16, over float32 or `dtype=` in every layer "
-        f"({provenance(result)}); residuals are the bytes kept for the backward pass. A compiled call takes "
-        f"{calls['jit(autocast(f))(x)']:.2f} of that by hand. Bytes moved / temporary memory of the step on "
-        f"the H100: float32 {gpu['float32']}, float16 {gpu['float16 autocast']}, bfloat16 "
-        f"{gpu['bfloat16 autocast']}, by hand {gpu['bfloat16 by hand']}."
+        f"A loss under `autocast` over the same in float32, or with `dtype=` in every layer "
+        f"({provenance(result)}). Residuals are the bytes kept for the backward pass. A compiled call takes "
+        f"{calls['jit(autocast(f))(x)']:.2f} of that by hand:"
     )
-    lines = [
-        *paragraph(words),
-        "| | trace + lower, float32 | by hand | residuals, float32 | by hand |",
-        "|---|---|---|---|---|",
-    ]
-    rows = {(row["model"], row["dtype"], row["comparison"]): row for row in result["rows"]}
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        cells = [model]
-        bases = [
-            [rows[model, dtype, f"autocast / {base}"] for dtype in ("float16", "bfloat16")]
-            for base in ("float32", "by hand")
-        ]
-        cells += [" / ".join(f"{row['trace_lower']['median']:.2f}" for row in both) for both in bases]
-        cells += [" / ".join(f"{row['residuals']:.2f}" for row in both) for both in bases]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = grouped(result["rows"], "model", lambda row: (row["dtype"], row["comparison"]))
+    cells = (
+        [model, dtype]
+        + [median(by[dtype, f"autocast / {base}"]["trace_lower"]) for base in ("float32", "by hand")]
+        + [f"{by[dtype, f'autocast / {base}']['residuals']:.2f}" for base in ("float32", "by hand")]
+        for model, by in rows.items()
+        for dtype in ("float16", "bfloat16")
+    )
+    header = " | | trace + lower, over float32 | over by hand | residuals, over float32 | over by hand"
+    lines = [*paragraph(words), *table(header, cells), ""]
+    lines += ["A step of an encoder of BERT's width, compiled for an H100:", ""]
+    cells = ([r["variant"], f"{r['gigabytes']:.1f}", f"{r['temp_gigabytes']:.2f}"] for r in gpu_rows)
+    return "\n".join([*lines, *table(" | GB moved | temporary memory, GB", cells)])
 
 
 def reports() -> str:
@@ -235,10 +224,29 @@ def performance() -> str:
     return f"{models()}\n\n## NNX\n\n{nnx()}"
 
 
+def gains() -> str:
+    """What half precision gains on published models, for the first page."""
+    result = load("zoo_cards")
+    models = grouped(result["rows"], "model", lambda row: (row["card"], row["precision"]))
+    words = (
+        "Training steps of published models with AdamW and loss scaling, float16 against float32, compiled "
+        f"for an A100 ({provenance(result)}). The speed-ups are estimates from the operations and bytes of "
+        "the compiled programs, not measured times; float32 products are computed in TF32, as JAX does on "
+        "this card."
+    )
+    cells = (
+        [model, f"{half['over_tf32']:.1f} times", f"{half['temp_gigabytes'] / whole['temp_gigabytes']:.0%}"]
+        for model in ("ResNet-50", "BERT-Large", "GPT-2", "Transformer-XL", "WaveNet")
+        for half, whole in [[models[model]["A100", precision] for precision in ("float16", "float32")]]
+    )
+    return "\n".join([*paragraph(words), *table(" | estimated speed-up | temporary memory", cells)])
+
+
 #: Files with measured numbers between markers, and what writes them.
 FILES = {
     "README.md": section,
     "docs/autocast.md": autocast,
+    "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
     "docs/reliability.md": checkpoints,

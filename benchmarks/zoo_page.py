@@ -1,8 +1,9 @@
 """The page of real models: what `zoo_*` and `accuracy` found, as Markdown."""
 
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks._tables import grouped, launches, load, median, paragraph, provenance, table
+from benchmarks._tables import grouped, launches, load, median, paragraph, provenance, table, titled
 from benchmarks.zoo_cards_page import cards
 from benchmarks.zoo_peers_page import peers, torch
 
@@ -36,27 +37,34 @@ def _gpu() -> list[str]:
     card = result["target"].partition(",")[0]
     words = (
         f"Whole {result['optimizer']} steps of models at their published sizes, in float16, compiled for "
-        f"an {card} ({provenance(result)}). Launched kernels, bytes and memory: by hand / by hand with "
-        "scaling by hand / wrapped / wrapped with `loss_scaled`. The share is that of FLOPs on Tensor Cores; "
-        "the speed-ups over float32 and TF32 are estimates by the roofline, no measurements."
+        f"an {card} ({provenance(result)}). Each step is written in four ways: by hand with `dtype=float16` "
+        "in every layer, without and with loss scaling written by hand; and wrapped, without and with "
+        "`loss_scaled`."
     )
-    rows = []
-    for model, found in grouped(result["rows"], "model", "variant").items():
-        parts = [found[variant] for variant in _GPU]
-        last = parts[-1]
-        times = last["estimated_ms"]
-        rows.append(
-            [
-                model,
-                " / ".join(launches(part) for part in parts),
-                " / ".join(f"{part['gigabytes']:.2f}" for part in parts),
-                " / ".join(f"{part['temp_gigabytes']:.2f}" for part in parts),
-                f"{last['tensor_core_share']:.1%}",
-                *(f"{times[base] / times['float16']:.2f}" for base in ("float32", "tf32")),
-            ]
-        )
-    header = " | kernels launched | GB moved | temporary GB | share | over float32 | over TF32"
-    return [*paragraph(words), *table(header, rows)]
+    found = grouped(result["rows"], "model", "variant")
+    numbers: dict[str, Callable[[dict[str, Any]], str]] = {
+        "Kernels launched": launches,
+        "GB moved": lambda row: f"{row['gigabytes']:.2f}",
+        "Temporary memory, GB": lambda row: f"{row['temp_gigabytes']:.2f}",
+    }
+    header = ("by hand", "by hand, scaled", "wrapped", "wrapped, `loss_scaled`")
+    lines = paragraph(words)
+    for title, number in numbers.items():
+        rows = ([model, *(number(by[variant]) for variant in _GPU)] for model, by in found.items())
+        lines += titled(title, header, rows)
+    lines += paragraph(
+        "What the wrapped step with `loss_scaled` computes on Tensor Cores, as a share of its FLOPs, and how "
+        "many times faster than float32 and TF32 it should be. The speed-ups are estimates by the roofline, "
+        "not measurements."
+    )
+    rows = [
+        [model, f"{last['tensor_core_share']:.1%}"]
+        + [f"{times[base] / times['float16']:.2f}" for base in ("float32", "tf32")]
+        for model, by in found.items()
+        for last in [by[_GPU[-1]]]
+        for times in [last["estimated_ms"]]
+    ]
+    return [*lines, *table(" | on Tensor Cores | over float32 | over TF32", rows)]
 
 
 def _cpu() -> list[str]:

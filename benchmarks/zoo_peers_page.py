@@ -2,10 +2,15 @@
 
 from typing import Any
 
-from benchmarks._tables import counts, grouped, launches, load, median, paragraph, provenance, table
+from benchmarks._tables import counts, grouped, launches, load, median, paragraph, provenance, table, titled
 
 LIBRARIES = ("by hand", "jmp_policy", "jmp", "mpx", "flax DynamicScale")
-_NAMES = "by hand / jmp_policy / jmp / mpx / Flax's `DynamicScale`"
+#: What a table is of -> name of its number, and how it is written.
+_TABLES = {
+    "GB moved": ("gigabytes", ".2f"),
+    "Temporary memory, GB": ("temp_gigabytes", ".2f"),
+    "Share of FLOPs with both operands in half precision": ("half_share", ".0%"),
+}
 _KERAS = ("keras, no scaling", "keras LossScaleOptimizer")
 
 
@@ -53,29 +58,22 @@ def _gpu(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     words = (
         f"Whole float16 {result['optimizer']} steps with dynamic loss scaling of models at their published "
-        f"sizes, compiled for an {result['target'].partition(',')[0]} ({provenance(result)}, {versions}): "
-        f"{_NAMES}. The share is that of FLOPs with both operands in half precision: jmp and mpx cast "
-        "parameters and inputs in front of the model, and a float32 array that it makes itself (a carry, a "
-        "one-hot vector, an encoding of distances) takes what follows back to float32."
+        f"sizes, compiled for an {result['target'].partition(',')[0]} ({provenance(result)}, {versions}). "
+        "jmp and mpx cast parameters and inputs in front of the model. A float32 array that the model makes "
+        "itself (a carry, a one-hot vector, an encoding of distances) takes what follows back to float32, "
+        "which is what the last of these tables shows."
     )
-
-    def cells(by: dict[str, Any], quantity: str, form: str) -> str:
-        return " / ".join(
-            format(by[lib][quantity], form) if quantity in by[lib] else "-" for lib in LIBRARIES
+    header = [name.replace("flax DynamicScale", "`DynamicScale`") for name in LIBRARIES]
+    lines = paragraph(words)
+    rows = ([model, *(launches(by[lib]) for lib in LIBRARIES)] for model, by in found.items())
+    lines += titled("Kernels launched", header, rows)
+    for title, (quantity, form) in _TABLES.items():
+        rows = (
+            [model, *(format(by[lib][quantity], form) if quantity in by[lib] else "-" for lib in LIBRARIES)]
+            for model, by in found.items()
         )
-
-    rows = [
-        [
-            model,
-            " / ".join(launches(by[lib]) for lib in LIBRARIES),
-            cells(by, "gigabytes", ".2f"),
-            cells(by, "temp_gigabytes", ".2f"),
-            cells(by, "half_share", ".0%"),
-        ]
-        for model, by in found.items()
-    ]
-    header = " | kernels launched | GB moved | temporary GB | in half precision"
-    return [*paragraph(words), *table(header, rows), "", *_failures(found)]
+        lines += titled(title, header, rows)
+    return [*lines, *_failures(found)]
 
 
 def _cpu(result: dict[str, Any]) -> list[str]:

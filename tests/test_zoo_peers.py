@@ -71,9 +71,9 @@ def test_tables_of_libraries():
     ]
     page = benchmark("zoo_peers_page").peers(result(rows), {"rows": ours})
     lines = page.splitlines()
-    share = "100% / 100% / 100% / - / 100%"
-    line = "| Net | 0 / 1 / 2 / - / 4 | 1.00 / 1.00 / 1.00 / - / 1.00 | 0.25 / 0.25 / 0.25 / - / 0.25 | "
-    assert f"{line}{share} |" in lines
+    tables = ["| Net | 0 | 1 | 2 | - | 4 |", "| Net | 1.00 | 1.00 | 1.00 | - | 1.00 |"]
+    tables += ["| Net | 0.25 | 0.25 | 0.25 | - | 0.25 |", "| Net | 100% | 100% | 100% | - | 100% |"]
+    assert [line for line in lines if line.startswith("| Net")][:4] == tables
     assert "| Net | jmp | 2.00 (1.00 to 4.00) | 1.00 (0.50 to 2.00) | 0.50 | 3.00 |" in lines
     assert not [line for line in lines if line.startswith("| Net | mpx")]
     assert {"mpx fails on Net: `TypeError: no`.", "mpx fails on Net: `ValueError: never`."} <= set(lines)
