@@ -1,4 +1,4 @@
-"""Mixed-precision training for JAX and Flax: policies, loss scaling, and proof of both.
+"""Mixed-precision training for JAX and Flax: policies, loss scaling, and reports on both.
 
 Three changed lines turn a float32 training step into a mixed-precision one::
 
