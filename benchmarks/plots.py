@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ _GREY, _BLUE, _SKY, _ORANGE = "#999999", "#0072B2", "#56B4E9", "#E69F00"
 _GREEN, _RED = "#009E73", "#D55E00"
 _CAPTION = "#555555"
 
-#: Inches.
-_WIDTH, _TOP, _BOTTOM, _RIGHT = 9.0, 0.75, 0.65, 0.15
+#: Inches. As wide as a page on a telephone: the words are large enough to read there.
+_WIDTH, _TOP, _BOTTOM, _LEFT, _RIGHT = 4.5, 1.05, 0.75, 1.8, 0.1
+#: Between a panel and the one below: tick labels and a title.
+_GAP = 0.5
 
 Values = Sequence[float | None]
 
@@ -110,20 +113,15 @@ def differences(result: dict[str, Any]) -> Figure:
     rows = [row for row in result["rows"] if row["measure"] == measures[row["task"]] and "interval" in row]
     tasks = grouped(rows, "task", "precision")
     names = list(dict.fromkeys(row["precision"] for row in rows))
-    lines = -(-len(tasks) // 2)
-    panel = 0.2 * len(names) + 0.75
-    figure = Figure(figsize=(_WIDTH, _TOP + lines * panel - 0.75 + _BOTTOM))
-    for number, (task, found) in enumerate(tasks.items()):
-        line, column = divmod(number, 2)
-        bottom = _BOTTOM + (lines - 1 - line) * panel
-        axes = _axes(figure, 2.05 + column * 3.5, bottom, 3.3, panel - 0.75)
-        _intervals(axes, names, found, f"{task}: {measures[task]}", labelled=column == 0)
+    figure, panels = _stacked(len(tasks), 0.2 * len(names))
+    for axes, (task, found) in zip(panels, tasks.items(), strict=True):
+        _intervals(axes, names, found, f"{task}: {measures[task]}")
     handles = [
         axes.plot([], [], color=colour, marker=marker, label=verdict, markersize=5, linewidth=1.4)[0]
         for verdict, (colour, marker) in _VERDICTS.items()
         if any(row["verdict"] == verdict for row in rows)
     ]
-    figure.legend(handles=handles, loc="upper right", ncols=4, frameon=False, bbox_to_anchor=_at(figure, 8.9))
+    _place_legend(figure, handles)
     seeds = len(result["seeds"])
     words = f"Mean difference from float32 over {seeds} seeds, {100 * result['confidence']:g} % interval."
     _head(figure, words + " Grey: one standard deviation of float32.")
@@ -136,9 +134,7 @@ def differences(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def _intervals(
-    axes: Axes, names: list[str], found: dict[str, dict[str, Any]], title: str, *, labelled: bool
-) -> None:
+def _intervals(axes: Axes, names: list[str], found: dict[str, dict[str, Any]], title: str) -> None:
     margin = next(iter(found.values()))["margin"]
     ends = {name: (*row["interval"], row["difference"]) for name, row in found.items()}
     near = [abs(x) for some in ends.values() for x in some if max(map(abs, some)) <= _MOST_MARGINS * margin]
@@ -164,25 +160,28 @@ def _intervals(
             fontsize=7,
         )  # fmt: skip
     axes.set(xlim=(-limit, limit), ylim=(len(names) - 0.5, -0.5))
-    axes.set_yticks(range(len(names)), names if labelled else [""] * len(names))
+    axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
-    axes.locator_params(axis="x", nbins=7)
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
-    axes.set_title(title, fontsize=8.5, loc="left")
+    axes.set_title(title, fontsize=8.5, loc="right")
 
 
 def _panels(names: list[str], series: int, count: int) -> tuple[Figure, list[Axes]]:
-    """Panels side by side with one row per name; where they stand does not depend on any text."""
-    height = len(names) * (0.16 * series + 0.14)
-    figure = Figure(figsize=(_WIDTH, _TOP + height + _BOTTOM))
-    left, gap = 1.85, 0.2
-    width = (_WIDTH - left - _RIGHT - gap * (count - 1)) / count
-    found = [_axes(figure, left + i * (width + gap), _BOTTOM, width, height) for i in range(count)]
+    """Panels with one row per name."""
+    figure, found = _stacked(count, len(names) * (0.16 * series + 0.14))
     for axes in found:
-        axes.set_yticks(range(len(names)), names if axes is found[0] else [""] * len(names))
+        axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
     return figure, found
+
+
+def _stacked(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels one below the other; where they stand does not depend on any text."""
+    figure = Figure(figsize=(_WIDTH, _TOP + count * (height + _GAP) - _GAP + _BOTTOM))
+    bottoms = (_BOTTOM + (count - 1 - i) * (height + _GAP) for i in range(count))
+    return figure, [_axes(figure, _LEFT, bottom, _WIDTH - _LEFT - _RIGHT, height) for bottom in bottoms]
 
 
 def _bars(
@@ -206,7 +205,7 @@ def _bars(
             bar.set_gid(_gid(column, name, label))
             axes.annotate(
                 _signed(form.format(value)), (max(value, 0), place + shift), (2, 0),
-                textcoords="offset points", va="center", fontsize=6.5,
+                textcoords="offset points", va="center", fontsize=7,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
             )  # fmt: skip
         axes.barh(np.nan, np.nan, color=colours[label], label=label)
@@ -214,7 +213,7 @@ def _bars(
     axes.axvline(0, color="black", linewidth=0.8)
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.locator_params(axis="x", nbins=7)
+    axes.locator_params(axis="x", nbins=5)
     axes.spines["left"].set_visible(False)
 
 
@@ -223,28 +222,26 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
     return figure.add_axes((left / across, bottom / up, width / across, height / up))
 
 
-def _at(figure: Figure, x: float) -> tuple[float, float]:
-    """Where the line above the panels begins, or ends."""
-    across, up = figure.get_size_inches()
-    return x / across, 1 - 0.05 / up
-
-
 def _legend(figure: Figure, axes: Axes, words: str) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="upper right", ncols=len(labels), frameon=False, bbox_to_anchor=_at(figure, 8.9)
-    )
+    handles, _ = axes.get_legend_handles_labels()
+    _place_legend(figure, handles)
     _head(figure, words)
 
 
+def _place_legend(figure: Figure, handles: Sequence[Any]) -> None:
+    """Puts the legend between the words at the top and the first panel."""
+    place = (0.02, 1 - 0.42 / figure.get_figheight())
+    figure.legend(handles=handles, loc="upper left", ncols=len(handles), frameon=False, bbox_to_anchor=place)
+
+
 def _head(figure: Figure, words: str) -> None:
-    x, y = _at(figure, 0.15)
-    figure.text(x, y - 0.1 / figure.get_figheight(), words, ha="left", va="top")
+    lines = "\n".join(textwrap.wrap(words, 64))
+    figure.text(0.035, 1 - 0.1 / figure.get_figheight(), lines, ha="left", va="top")
 
 
 def _caption(figure: Figure, words: str) -> None:
-    x, _ = _at(figure, 0.15)
-    figure.text(x, 0.1 / figure.get_figheight(), words, fontsize=6.5, color=_CAPTION, va="bottom")
+    lines = "\n".join(textwrap.wrap(words, 74))
+    figure.text(0.035, 0.08 / figure.get_figheight(), lines, fontsize=7, color=_CAPTION, va="bottom")
 
 
 def _launched(row: dict[str, Any]) -> dict[str, Any]:
