@@ -69,6 +69,12 @@ def draw(spectrum: jmpp.GradientSpectrum, path: Path) -> None:
     """The magnitudes of gradients, over what float16 can hold."""
     with matplotlib.rc_context(STYLE):
         figure = spectrum.plot()
+        figure.set_size_inches(5, 6.6)  # A telephone's width: the words are large enough to read there.
+        figure.legends[0].remove()
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="outside upper left", fontsize=8, ncols=2
+        )
+        figure.axes[0].set_title("")
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

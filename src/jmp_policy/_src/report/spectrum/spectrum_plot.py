@@ -29,7 +29,7 @@ def plot(spectrum: Any, pyplot: Any) -> Any:
         _histogram(top, spectrum.overall(kind), low, high)
     scale = f", times 2^{shift:g}" if shift else ""
     top.set_title(f"{spectrum.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
-    top.set_xlabel("log2 |x|, loss scale taken off")
+    top.set_xlabel("log2 |x|, divided by the loss scale")
     top.set_ylabel("share of values (%)")
     # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
     top.set(yscale="log", ylim=(_LEAST, 130))
@@ -86,5 +86,5 @@ def _tensors(figure: Any, axes: Any, rows: list[Any], low: int, high: int, shift
     names = [f"{row.path}{' (activation)' if row.kind == 'activation gradient' else ''}" for row in rows]
     axes.set_yticklabels(names, fontsize=7)
     axes.set_xlim(low - 3.5, high)
-    axes.set_xlabel("log2 |gradient| per tensor; dashed: float16's zero, subnormal, infinite")
+    axes.set_xlabel("log2 |gradient| per tensor; dashed: limits of float16")
     figure.colorbar(image, ax=axes, label="share of the fullest bin", pad=0.01)
