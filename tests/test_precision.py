@@ -37,15 +37,15 @@ WORDS = {
 @pytest.mark.parametrize(("policy", "word"), [(p, word) for p, words in WORDS.items() for word in words])
 def test_words_of_configs(policy, word):
     precision = jmpp.from_config(word)
-    assert precision.policy == jmpp.get_policy(policy)
-    dynamic = precision.policy.compute_dtype == jnp.float16
+    assert precision.policy == jmpp.PolicyMap(policy)
+    dynamic = precision.policy.default.compute_dtype == jnp.float16
     assert isinstance(precision.loss_scale, jmpp.DynamicLossScale if dynamic else jmpp.NoOpLossScale)
     assert jmpp.from_config(yaml.safe_load(yaml.safe_dump({"x": word}))["x"]) == precision
 
 
 def test_auto_is_mixed_precision_in_the_half_type_of_the_device():
     half = jmpp.best_half_dtype().name
-    assert jmpp.from_config("auto").policy == jmpp.get_policy(f"mixed_{half}")
+    assert jmpp.from_config("auto").policy == jmpp.PolicyMap(f"mixed_{half}")
 
 
 SETTINGS = {

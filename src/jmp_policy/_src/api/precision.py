@@ -40,7 +40,7 @@ class Precision:
     """A policy and a loss scale: all that a config says about precision.
 
     Args:
-      policy: a policy, its text, or a `PolicyMap`.
+      policy: a `PolicyMap`, or a policy or its text for one without rules.
       loss_scale: "auto": dynamic where the policy or a rule computes in float16, else none. "dynamic",
         "none", a number for a static scale, the dict of a loss scale
         (`{"type": "dynamic", "growth_interval": 500}`), a `LossScale`, or a mapping from the names of several
@@ -57,10 +57,10 @@ class Precision:
       True
     """
 
-    policy: Policy | PolicyMap
+    policy: PolicyMap
 
     def __init__(self, policy: PolicyMapLike = "float32", loss_scale: Any = "auto"):
-        object.__setattr__(self, "policy", policy if isinstance(policy, PolicyMap) else get_policy(policy))
+        object.__setattr__(self, "policy", as_policy_map(policy))
         if _is_word(loss_scale, "auto"):
             loss_scale = "dynamic" if _computes_in_float16(self.policy) else "none"
         _loss_scale(loss_scale)  # Raises for what is none.
@@ -91,18 +91,18 @@ class Precision:
         settings = (
             {n: loss_scale_to_dict(s) for n, s in scale.items()} if several else loss_scale_to_dict(scale)
         )
-        return {**as_policy_map(self.policy).to_dict(), "loss_scale": settings}
+        return {**self.policy.to_dict(), "loss_scale": settings}
 
     def __repr__(self) -> str:
         return f"Precision({self.policy!r}, loss_scale={self.loss_scale!r})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Precision) or as_policy_map(self.policy) != as_policy_map(other.policy):
+        if not isinstance(other, Precision) or self.policy != other.policy:
             return False
         return repr(self.loss_scale) == repr(other.loss_scale)
 
     def __hash__(self) -> int:
-        return hash(as_policy_map(self.policy))
+        return hash(self.policy)
 
 
 def from_config(settings: Any) -> Precision:
@@ -227,7 +227,6 @@ def _plain(settings: Any) -> dict[str, Any]:
     return dict(settings.items())
 
 
-def _computes_in_float16(policy: Policy | PolicyMap) -> bool:
-    rules = as_policy_map(policy)
+def _computes_in_float16(rules: PolicyMap) -> bool:
     policies = (rules.default, *(p for _, p in rules.overrides))
     return any(p.compute_dtype == np.float16 for p in policies)
