@@ -1,8 +1,13 @@
 """What is needed to release: the workflow, the versions, what sdist and wheel hold."""
 
+import ast
 import datetime
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -171,6 +176,56 @@ def test_faults_of_distributions_are_found(distributions):
     files = {f"jmp_policy-0.1.0/{name}" for name in ("README.md", "Makefile")}
     assert distributions.sdist_faults(files, {"README.md", "Makefile"}) == []
     assert distributions.sdist_faults(files, {"mkdocs.yml"}) == ["the sdist lacks mkdocs.yml"]
+
+
+def requirements(extra):
+    """The names of the distributions that an extra asks for, through the extras that it names."""
+    names = set()
+    for requirement in PROJECT["project"]["optional-dependencies"][extra]:
+        name, extras = re.fullmatch(r"([\w-]+)(?:\[([\w,-]+)\])?.*", requirement).groups()
+        inner = extras.split(",") if name == PROJECT["project"]["name"] else []
+        names |= set().union(*map(requirements, inner)) if inner else {name}
+    return names
+
+
+def imported(path):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return {n.partition(".")[0] for n in names | {n.module for n in nodes if isinstance(n, ast.ImportFrom)}}
+
+
+def test_the_demo_installs_what_it_imports_and_no_more():
+    used = imported(ROOT / "examples" / "digits.py") | imported(ROOT / "examples" / "_run.py")
+    base = {re.match(r"[\w-]+", d)[0] for d in PROJECT["project"]["dependencies"]} | {"jmp_policy", "_run"}
+    distributions = {"sklearn": "scikit-learn"}
+    asked = requirements("demo")
+    assert asked == {distributions.get(n, n) for n in used - base - sys.stdlib_module_names}
+    assert asked < requirements("examples") < requirements("test")
+
+
+def make_dry(target, folder, *stamps):
+    """What make would run in a checkout in which the environments of these stamps are there."""
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    for name in ("pyproject.toml", "Makefile"):
+        (folder / name).write_text((ROOT / name).read_text())
+    for name in (".venv/bin/python", *stamps):
+        (folder / name).touch()
+    # Without the variables of the make that may be running this test.
+    env = {n: v for n, v in os.environ.items() if n not in ("MAKEFLAGS", "MAKELEVEL", "EXTRAS", "VENV")}
+    command = ["make", "--dry-run", target]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_demo_and_tests_share_an_environment(tmp_path):
+    new = make_dry("demo", tmp_path)
+    assert '".[demo]"' in new
+    assert '".[test]"' not in new
+    # After the demo the tests get the rest; after the tests the demo needs nothing.
+    assert '".[test]"' in make_dry("test", tmp_path, ".venv/.ready-demo")
+    again = make_dry("demo", tmp_path, ".venv/.ready")
+    assert "pip install" not in again
+    assert "examples/digits.py" in again
 
 
 def test_contributing_names_what_exists():
