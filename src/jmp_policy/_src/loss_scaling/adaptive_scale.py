@@ -65,6 +65,7 @@ class StatisticLossScale(Scaling):
       32768.0
     """
 
+    _config_type = "statistic"
     loss_scale: Any
     stuck: Any
     widened: Any
@@ -184,6 +185,7 @@ class PIDLossScale(Scaling):
       (1024.0, 512.0)
     """
 
+    _config_type = "pid"
     log2_scale: Any = made_from("loss_scale")
     integral: Any
     previous_error: Any
@@ -228,6 +230,21 @@ class PIDLossScale(Scaling):
     def loss_scale(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Returns the power of two at or below 2**log2_scale; float32 scalar."""
         return _power_of_two(jnp.floor(self.log2_scale).astype(jnp.int32))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the arguments that make this loss scale; `loss_scale` is 2**log2_scale, not rounded down.
+
+        Raises:
+          TypeError, ValueError: as those of other loss scales.
+        """
+        settings = super().to_dict()
+        exact = 2.0 ** float(self.log2_scale)
+        # The shortest number that makes the same leaf: 1000.0, not 999.9998.
+        for digits in range(2, 17):
+            shorter = settings | {"loss_scale": float(f"{exact:.{digits}g}")}
+            if PIDLossScale.from_dict(shorter).log2_scale == self.log2_scale:
+                return shorter
+        return settings | {"loss_scale": exact}
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "PIDLossScale":
         """Returns the state after a step.

@@ -18,6 +18,7 @@ from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.overwritten import map_derivatives
+from jmp_policy._src.loss_scaling.scale_dict import FromDict
 from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
@@ -64,7 +65,7 @@ def tree_to_float32(tree: PyTree) -> PyTree:
     return map_changed(_leaf_to_float32, tree)
 
 
-class Scaling:
+class Scaling(FromDict):
     """Base class of loss scales that multiply and divide by `self.loss_scale`."""
 
     loss_scale: Any
@@ -94,11 +95,13 @@ class Scaling:
 
 
 @pytree_dataclass
-class NoOpLossScale:
+class NoOpLossScale(FromDict):
     """Loss scale that scales nothing, for float32 and bfloat16 with the same train step.
 
     `unscale` still returns float32, so that the optimizer never sees half-precision gradients.
     """
+
+    _config_type = "none"
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -138,6 +141,7 @@ class StaticLossScale(Scaling):
       3.0
     """
 
+    _config_type = "static"
     loss_scale: Any
 
     def __init__(self, loss_scale: Any):
@@ -190,6 +194,7 @@ class DynamicLossScale(Scaling):
       NVIDIA, "Training With Mixed Precision", SDK guide, section 3.2.3 (automatic scaling).
     """
 
+    _config_type = "dynamic"
     loss_scale: Any
     growth_tracker: Any
     hysteresis_tracker: Any
@@ -341,6 +346,8 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
                 "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
                 "become 0 or inf."
             )
+        # YAML reads 1e4 as a text.
+        value = concrete if isinstance(value, str) else value
     return jnp.asarray(value, jnp.float32)
 
 
