@@ -15,6 +15,7 @@ import pytest
 
 import jmp_policy
 from jmp_policy import linen, nnx, report
+from jmp_policy.compat import jmp
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,16 +45,21 @@ def test_no_example_of_a_docstring_is_left_out():
     assert sum(len(test.examples) for test in found) == sum(map(len, written))
 
 
-def test_public_functions_have_an_example():
-    public = [n for n in vars(jmp_policy) if not n.startswith("_") and callable(getattr(jmp_policy, n))]
-    without = [n for n in public if ">>>" not in (getattr(jmp_policy, n).__doc__ or "")]
-    # Protocols, plain records and readers of state.
-    assert set(without) <= {
-        "LossScale", "NoOpLossScale", "LossScaledState", "LossScaleStuckError", "best_half_dtype",
-        "get_loss_scale_state", "grads_finite", "metrics", "check", "Explanation", "Operation",
-        "Audit", "GradientSpectrum", "SpectrumState", "Diagnosis", "MemoryReport", "Summary",
-        "LoweringReport", "LoweringUnavailableError", "lowering_report",
-    }  # fmt: skip
+#: Rows of reports and records that a function returns: that function's docstring shows them.
+RECORDS = {
+    "Operation", "HalfOperation", "Product", "RepeatedCast", "Upcast", "Operand", "Zero", "Format", "Formats",
+    "Kernel", "Estimate", "LostConstant", "MemoryRow", "ModuleRow", "Magnitudes", "Share",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report, jmp], ids=lambda m: m.__name__)
+def test_what_an_editor_shows_of_public_names(module):
+    """The first sentence, in one line or two, and an example."""
+    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    texts = {name: inspect.getdoc(value) or "" for name, value in public.items()}
+    assert {n for n, text in texts.items() if ">>>" not in text} <= RECORDS
+    sentences = {n: text.partition("\n\n")[0] for n, text in texts.items()}
+    assert not {n: s for n, s in sentences.items() if not s.endswith(".") or len(s) > 200}
 
 
 def run(path):

@@ -16,6 +16,7 @@ from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale,
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
+from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.policy.policy import POLICY_KEYS, Policy, get_policy
 from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
 
@@ -76,7 +77,7 @@ class Precision:
         """Returns a Flax module that computes under the policy; as `jmp_policy.wrap`."""
         return wrap(module, self.policy)
 
-    def loss_scaled(self, inner: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    def loss_scaled(self, inner: Transformation, **options: Any) -> optax.GradientTransformationExtraArgs:
         """Makes an optimizer take scaled gradients and skip steps; as `jmp_policy.loss_scaled`."""
         return loss_scaled(inner, self.loss_scale, **options)
 

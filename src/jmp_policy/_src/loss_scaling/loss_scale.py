@@ -16,7 +16,7 @@ from jax import lax
 from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
-from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.overwritten import map_derivatives
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
 from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
@@ -33,10 +33,14 @@ class LossScale(Protocol):
     """Protocol of a loss scale, as `scaled_value_and_grad` and `loss_scaled` use it.
 
     All methods are pure. An implementation is a pytree of strongly typed arrays.
+
+    Example:
+      >>> isinstance(DynamicLossScale(), LossScale)
+      True
     """
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> jax.Array:
         """Returns the factor, a float32 scalar."""
         ...
 
@@ -48,7 +52,7 @@ class LossScale(Protocol):
         """Divides floating and complex leaves by the factor, in float32 or float64."""
         ...
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "LossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "LossScale":
         """Returns the state for the next step.
 
         Args:
@@ -68,7 +72,7 @@ def tree_to_float32(tree: PyTree) -> PyTree:
 class Scaling(FromDict):
     """Base class of loss scales that multiply and divide by `self.loss_scale`."""
 
-    loss_scale: Any
+    loss_scale: jax.Array
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the loss scale.
@@ -99,6 +103,10 @@ class NoOpLossScale(FromDict):
     """Loss scale that scales nothing, for float32 and bfloat16 with the same train step.
 
     `unscale` still returns float32, so that the optimizer never sees half-precision gradients.
+
+    Example:
+      >>> float(NoOpLossScale().loss_scale)
+      1.0
     """
 
     _config_type = "none"
@@ -116,7 +124,7 @@ class NoOpLossScale(FromDict):
         """Casts half-precision leaves to float32."""
         return tree_to_float32(tree)
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "NoOpLossScale":
         """Returns the loss scale itself."""
         return self
 
@@ -142,12 +150,12 @@ class StaticLossScale(Scaling):
     """
 
     _config_type = "static"
-    loss_scale: Any
+    loss_scale: jax.Array
 
-    def __init__(self, loss_scale: Any):
+    def __init__(self, loss_scale: ArrayLike):
         set_fields(self, loss_scale=scale_leaf(loss_scale, "loss_scale"))
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "StaticLossScale":
         """Returns the loss scale itself."""
         return self
 
@@ -195,10 +203,10 @@ class DynamicLossScale(Scaling):
     """
 
     _config_type = "dynamic"
-    loss_scale: Any
-    growth_tracker: Any
-    hysteresis_tracker: Any
-    stuck: Any
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    stuck: jax.Array
     growth_interval: int = static()
     growth_factor: float = static()
     backoff_factor: float = static()
@@ -208,7 +216,7 @@ class DynamicLossScale(Scaling):
 
     def __init__(
         self,
-        loss_scale: Any = 2.0**16,
+        loss_scale: ArrayLike = 2.0**16,
         growth_interval: int = 2000,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -236,7 +244,7 @@ class DynamicLossScale(Scaling):
         }
         set_fields(self, **leaves, **config)
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
         """Returns the state after a step.
 
         Args:

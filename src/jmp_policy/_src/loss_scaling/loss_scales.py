@@ -35,9 +35,9 @@ class LossScales:
     """
 
     scales: dict[str, Any]
-    grads_finite: dict[str, Any]
-    nonfinite_steps: dict[str, Any]
-    consecutive_nonfinite: dict[str, Any]
+    grads_finite: dict[str, jax.Array]
+    nonfinite_steps: dict[str, jax.Array]
+    consecutive_nonfinite: dict[str, jax.Array]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the settings of each loss's scale by the name of the loss; `from_config` reads them.
