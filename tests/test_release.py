@@ -5,10 +5,12 @@ import datetime
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ import jmp_policy
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CI, RELEASE = (ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("ci", "release"))
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
 
 
@@ -31,16 +33,23 @@ def distributions():
     return module
 
 
+#: What uploads to a package index.
+PUBLISH = "pypa/gh-action-pypi-publish@release/v1"
+
+
 def workflow(path):
     parsed = yaml.safe_load(path.read_text())
     parsed["on"] = parsed.pop(True)  # YAML 1.1 reads `on` as a boolean; GitHub does not.
     return parsed
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
-def test_workflows_call_make_with_targets_that_exist(path):
+@pytest.mark.parametrize(
+    ("path", "targets"),
+    [(CI, {"lint", "types", "test", "docs", "wheel"}), (RELEASE, {"wheel"})],
+    ids=lambda p: getattr(p, "name", ""),
+)
+def test_workflows_call_make_with_targets_that_exist(path, targets):
     parsed = workflow(path)
-    assert {"push", "pull_request"} <= set(parsed["on"])
     assert parsed["permissions"] == {"contents": "read"}
     called = set()
     for job in parsed["jobs"].values():
@@ -49,18 +58,33 @@ def test_workflows_call_make_with_targets_that_exist(path):
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step)
             if "uses" in step:
-                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
+                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) or step["uses"] == PUBLISH
                 continue
             program, *arguments = step["run"].split()
             assert program == "make"
             called |= {a for a in arguments if "=" not in a}
-    assert called == {"lint", "types", "test", "docs", "wheel"}
-    assert called <= TARGETS
+    assert called == targets <= TARGETS
+
+
+def test_ci_runs_for_every_change_and_releases_are_made_by_hand():
+    assert {"push", "pull_request"} <= set(workflow(CI)["on"])
+    release = workflow(RELEASE)
+    assert set(release["on"]) == {"workflow_dispatch"}
+    assert release["on"]["workflow_dispatch"]["inputs"]["publish"]["default"] is False
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    # Trusted publishing: only the job that uploads may ask for a token, and no password is stored.
+    assert "permissions" not in build
+    assert publish["permissions"] == {"id-token": "write"}
+    assert (publish["needs"], publish["if"]) == ("build", "${{ inputs.publish }}")
+    assert publish["steps"][-1] == {"uses": PUBLISH}
+    assert "secrets." not in RELEASE.read_text()
+    # What was built is what is uploaded.
+    for step in (build["steps"][-1], publish["steps"][0]):
+        assert (step["with"]["name"], step["with"]["path"]) == ("dist", "dist")
 
 
 def test_the_matrix_has_the_oldest_the_newest_and_tonights():
-    (path,) = WORKFLOWS
-    jobs = workflow(path)["jobs"]
+    jobs = workflow(CI)["jobs"]
     matrix = {entry["name"]: entry for entry in jobs["test"]["strategy"]["matrix"]["include"]}
     assert set(matrix) == {"oldest", "newest", "nightly"}
     assert f">={matrix['oldest']['python']}" == PROJECT["project"]["requires-python"]
@@ -143,8 +167,38 @@ def test_citation():
 
 def test_no_address_is_invented():
     assert "urls" not in PROJECT["project"]
-    text = (ROOT / "CITATION.cff").read_text() + "".join(p.read_text() for p in WORKFLOWS)
-    assert "http" not in text
+    assert "http" not in "".join((p).read_text() for p in (ROOT / "CITATION.cff", CI, RELEASE))
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """hatch_build.py, which imports Hatchling where it is not needed to test it."""
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    return runpy.run_path(str(ROOT / "hatch_build.py"))
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/some/project"])
+def test_an_index_gets_urls_and_a_readme_whose_links_lead_somewhere(hook, distributions, home):
+    assert {"readme", "urls"} <= set(PROJECT["project"]["dynamic"])
+    text = (ROOT / "README.md").read_text() + "[one](docs/api.md) [other](#here)\n```python\nx[0](y)\n```\n"
+    shown = hook["readme"](text, home)
+    assert "x[0](y)" in shown
+    assert "[other](#here)" in shown
+    assert (f"[one]({home}/blob/main/docs/api.md)" if home else "\none [other]") in shown
+    urls = hook["project_urls"](home)
+    assert set(urls) == (
+        {"Repository", "Documentation", "Changelog", "Examples", "Issues"} if home else set()
+    )
+    paths = [url.partition("/main/")[2] for url in urls.values() if "/main/" in url]
+    assert all((ROOT / path).exists() for path in paths)
+    head = "Metadata-Version: 2.4\nDescription-Content-Type: text/markdown\n\n"
+    assert distributions.metadata_faults(head + shown) == []
+    assert "the README of the wheel links to docs/api.md" in distributions.metadata_faults(head + text)
+    assert distributions.metadata_faults(head) == ["the wheel lacks the README"]
 
 
 def test_the_sdist_takes_all_that_tests_and_documentation_need(distributions):
