@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 DEMO_READY = $(VENV)/.ready-demo
 
-.PHONY: demo test test-fast lint types format bench bench-gpu docs wheel clean
+.PHONY: demo test test-fast lint types format bench bench-gpu docs site-test wheel clean
 
 # An environment that is there for the tests has what the demo needs.
 demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
@@ -39,6 +39,10 @@ bench-gpu: $(READY)  ## measure real models on this machine's GPU, and compile t
 docs: $(READY)  ## build the documentation's site into build/site; the build itself needs no network
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site-test: $(READY)  ## look at the site in a browser, which must be installed (chromium or google-chrome)
+	$(BIN)/python -m pip install --quiet --editable ".[browser]"
+	$(BIN)/python -m pytest tests/test_site.py -rs
 
 wheel: $(READY)  ## build sdist and wheel, check both, and use each from where it is installed
 	rm -rf dist build/release

@@ -45,7 +45,7 @@ def workflow(path):
 
 @pytest.mark.parametrize(
     ("path", "targets"),
-    [(CI, {"lint", "types", "test", "docs", "wheel"}), (RELEASE, {"wheel"})],
+    [(CI, {"lint", "types", "test", "docs", "site-test", "wheel"}), (RELEASE, {"wheel"})],
     ids=lambda p: getattr(p, "name", ""),
 )
 def test_workflows_call_make_with_targets_that_exist(path, targets):
@@ -285,7 +285,9 @@ def test_demo_and_tests_share_an_environment(tmp_path):
 def test_contributing_names_what_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     called = set(re.findall(r"\bmake ([a-z-]+)\b", text))
-    assert called == {"demo", "test", "test-fast", "lint", "types", "format", "docs", "wheel", "bench"}
+    assert called == {
+        *("demo", "test", "test-fast", "lint", "types", "format", "docs", "site-test", "wheel", "bench"),
+    }
     assert called <= TARGETS
     paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w)`", text))
     assert len(paths) > 20

@@ -50,7 +50,7 @@ def expected_in_sdist(root: Path = ROOT) -> set[str]:
     files |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"}
     files |= {"Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml"}
     files |= {"hatch_build.py"}
-    kinds = {".py", ".md", ".ipynb", ".json", ".npz", ".css", ".svg", ".png", ".yml", ".txt"}
+    kinds = {".py", ".md", ".ipynb", ".json", ".npz", ".css", ".js", ".svg", ".png", ".yml", ".txt"}
     for folder in ("tests", "docs", "examples", "notebooks", "benchmarks", "tools", ".github"):
         paths = (p.relative_to(root) for p in (root / folder).rglob("*") if p.suffix in kinds)
         files |= {p.as_posix() for p in paths if "out" not in p.parts and "__pycache__" not in p.parts}
