@@ -5,10 +5,12 @@ VENV ?= .venv
 EXTRAS ?= test
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+DEMO_READY = $(VENV)/.ready-demo
 
-.PHONY: demo test test-fast lint types format bench bench-gpu docs wheel clean
+.PHONY: demo test test-fast lint types format bench bench-gpu docs site-test wheel clean
 
-demo: $(READY)  ## train a real model in float32, bfloat16 and float16
+# An environment that is there for the tests has what the demo needs.
+demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
 
 test: $(READY)  ## run every test, the README's and the docstrings' examples among them
@@ -38,6 +40,10 @@ docs: $(READY)  ## build the documentation's site into build/site; the build its
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+site-test: $(READY)  ## look at the site in a browser, which must be installed (chromium or google-chrome)
+	$(BIN)/python -m pip install --quiet --editable ".[browser]"
+	$(BIN)/python -m pytest tests/test_site.py -rs
+
 wheel: $(READY)  ## build sdist and wheel, check both, and use each from where it is installed
 	rm -rf dist build/release
 	$(BIN)/python -m pip install --quiet --editable ".[release]"
@@ -52,11 +58,17 @@ wheel: $(READY)  ## build sdist and wheel, check both, and use each from where i
 	cd build/release/sdist && PYTHONPATH=$(CURDIR)/build/release/installed $(abspath $(BIN))/python -m pytest --collect-only > ../tests.txt
 	@echo "sdist: $$(grep -c :: build/release/tests.txt) tests collected"
 
-$(READY): pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(READY): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
-	touch $(READY)
+	touch $@
+
+$(DEMO_READY): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	touch $@
 
 clean:
 	rm -rf .venv* build dist

@@ -15,6 +15,7 @@ import pytest
 
 import jmp_policy
 from jmp_policy import linen, nnx, report
+from jmp_policy.compat import jmp
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,16 +45,21 @@ def test_no_example_of_a_docstring_is_left_out():
     assert sum(len(test.examples) for test in found) == sum(map(len, written))
 
 
-def test_public_functions_have_an_example():
-    public = [n for n in vars(jmp_policy) if not n.startswith("_") and callable(getattr(jmp_policy, n))]
-    without = [n for n in public if ">>>" not in (getattr(jmp_policy, n).__doc__ or "")]
-    # Protocols, plain records and readers of state.
-    assert set(without) <= {
-        "LossScale", "NoOpLossScale", "LossScaledState", "LossScaleStuckError", "best_half_dtype",
-        "get_loss_scale_state", "grads_finite", "metrics", "check", "Explanation", "Operation",
-        "Audit", "GradientSpectrum", "SpectrumState", "Diagnosis", "MemoryReport", "Summary",
-        "LoweringReport", "LoweringUnavailableError", "lowering_report",
-    }  # fmt: skip
+#: Rows of reports and records that a function returns: that function's docstring shows them.
+RECORDS = {
+    "Operation", "HalfOperation", "Product", "RepeatedCast", "Upcast", "Operand", "Zero", "Format", "Formats",
+    "Kernel", "Estimate", "LostConstant", "MemoryRow", "ModuleRow", "Magnitudes", "Share",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report, jmp], ids=lambda m: m.__name__)
+def test_what_an_editor_shows_of_public_names(module):
+    """The first sentence, in one line or two, and an example."""
+    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    texts = {name: inspect.getdoc(value) or "" for name, value in public.items()}
+    assert {n for n, text in texts.items() if ">>>" not in text} <= RECORDS
+    sentences = {n: text.partition("\n\n")[0] for n, text in texts.items()}
+    assert not {n: s for n, s in sentences.items() if not s.endswith(".") or len(s) > 200}
 
 
 def run(path):
@@ -84,7 +90,7 @@ def test_readme():
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_docs_pages(path):
     namespace = run(path)
-    assert len(namespace) > 1 or path.name == "api.md"
+    assert len(namespace) > 1 or path.name in ("api.md", "conformance.md")
 
 
 def test_a_page_that_fails_fails(tmp_path):
@@ -94,6 +100,22 @@ def test_a_page_that_fails_fails(tmp_path):
     page.write_text('```python\nx = 1\n```\n\n```python title="jmp_policy"\nassert x == 2\n```\n')
     with pytest.raises(AssertionError, match=r"^$|assert"):
         run(page)
+
+
+def shown(row):
+    """Pairs of a file and the test in it that a row of the conformance page names."""
+    return re.findall(r"\[`(\w+)(?:\.py)?`\]\(\.\./(tests/test_\w+\.py)\)", row)
+
+
+def test_the_tests_that_the_conformance_page_names_are_there():
+    rows = [line for line in (DOCS / "conformance.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in rows if not line.startswith("| what |")]
+    assert len(rows) > 30
+    assert not [row for row in rows if not shown(row)]
+    for name, path in {pair for row in rows for pair in shown(row)}:
+        source = (ROOT / path).read_text()
+        # A whole file stands for all of its tests.
+        assert Path(path).stem == name or re.search(rf"^def {name}\(", source, flags=re.M), (name, path)
 
 
 def headings(path):
@@ -116,7 +138,9 @@ def test_links_lead_somewhere(path):
 
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
-    assert sorted(re.findall(r": (\w+\.md)$", text, flags=re.M)) == [path.name for path in PAGES]
+    # Two are files of the repository, which docs/site/linked_files.py makes pages.
+    others = ["changelog.md", "examples.md"]
+    assert sorted(re.findall(r": (\w+\.md)$", text, flags=re.M)) == sorted([p.name for p in PAGES] + others)
 
 
 @pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report], ids=lambda module: module.__name__)

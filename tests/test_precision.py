@@ -92,6 +92,79 @@ def test_loss_scales_there_and_back(kind):
     assert kind == "none" or jmpp.Precision("mixed_float16", "none") != precision
 
 
+def through_yaml_and_json(settings):
+    return json.loads(json.dumps(yaml.safe_load(yaml.safe_dump(settings))))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_each_loss_scale_reads_and_writes_itself(kind):
+    scale = SCALES[kind]
+    settings = scale.to_dict()
+    assert next(iter(settings)) == "type"
+    assert {type(value) for value in settings.values()} <= {str, int, float}
+    assert through_yaml_and_json(settings) == settings
+    again = type(scale).from_dict(ml_collections.ConfigDict(through_yaml_and_json(settings)))
+    assert repr(again) == repr(scale)
+    assert jax.tree.structure(again) == jax.tree.structure(scale)
+    # All arguments but those of none have a default, and the type may be left out.
+    assert kind == "static" or repr(type(scale).from_dict({})) == repr(type(scale)())
+    other = jmpp.StaticLossScale if kind != "static" else jmpp.DynamicLossScale
+    with pytest.raises(ValueError, match=f"{other.__name__}.from_dict .*these are of the type '{kind}'"):
+        other.from_dict(settings)
+    with pytest.raises(ValueError, match=f"Unknown key 'growth' in the settings of the loss scale '{kind}'"):
+        type(scale).from_dict({"growth": 1})
+
+
+def test_the_dict_of_a_scale_in_training_has_its_current_number():
+    scale = jmpp.DynamicLossScale(2.0**10, growth_interval=2).adjust(True).adjust(True).adjust(True)
+    assert scale.to_dict()["loss_scale"] == 2.0**11
+    assert int(jmpp.DynamicLossScale.from_dict(scale.to_dict()).growth_tracker) == 0
+    # log2(1000) is no float32 number; the text is short, and makes the same leaf.
+    for value in (1000.0, 3.0, 2.0**20, 123456.0):
+        pid = jmpp.PIDLossScale(value)
+        assert pid.to_dict()["loss_scale"] == value
+        assert jmpp.PIDLossScale.from_dict(pid.to_dict()).log2_scale == pid.log2_scale
+    moved = jmpp.PIDLossScale(1000.0).adjust(True)
+    assert jmpp.PIDLossScale.from_dict(moved.to_dict()).log2_scale == moved.log2_scale
+
+
+class OwnScale(jmpp.DynamicLossScale):
+    pass
+
+
+def test_loss_scales_that_have_no_dict():
+    with pytest.raises(TypeError, match="OwnScale has no name in a config"):
+        OwnScale().to_dict()
+    with pytest.raises(TypeError, match="OwnScale has no name in a config"):
+        OwnScale.from_dict({})
+    with pytest.raises(ValueError, match="outside of jax.jit and jax.vmap"):
+        jax.eval_shape(lambda scale: scale.to_dict(), jmpp.PIDLossScale())
+    for abstract in (jax.eval_shape(jmpp.PIDLossScale), jax.vmap(jmpp.StaticLossScale)(jnp.ones(2))):
+        with pytest.raises(ValueError, match="a leaf that is none"):
+            abstract.to_dict()
+    with pytest.raises(ValueError, match="cannot be made: .*loss_scale"):
+        jmpp.StaticLossScale.from_dict({})
+
+
+def test_the_scales_of_several_losses_read_and_write_themselves():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), {"a": jmpp.DynamicLossScale(8.0), "b": jmpp.StaticLossScale(2.0)})
+    scales = jmpp.get_loss_scale_state(tx.init(jnp.ones(3))).loss_scale
+    settings = scales.to_dict()
+    assert settings["b"] == {"type": "static", "loss_scale": 2.0}
+    again = jmpp.LossScales.from_dict(through_yaml_and_json(settings))
+    assert repr(again) == repr(scales)
+    read = jmpp.from_config({"loss_scale": settings}).loss_scale
+    assert {name: scale.to_dict() for name, scale in read.items()} == settings
+
+
+def test_numbers_that_yaml_reads_as_texts():
+    settings = yaml.safe_load("{a: {loss_scale: 1e4}, b: 1e4, c: {type: static, loss_scale: 1e4}}")
+    assert settings["b"] == "1e4"
+    for setting in settings.values():
+        scale = jmpp.from_config({"policy": "fp16", "loss_scale": setting}).loss_scale
+        assert float(scale.loss_scale) == 1e4
+
+
 def test_loss_scale_settings():
     def scale(setting, policy="bf16"):
         return jmpp.from_config({"policy": policy, "loss_scale": setting}).loss_scale

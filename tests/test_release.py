@@ -1,9 +1,16 @@
 """What is needed to release: the workflow, the versions, what sdist and wheel hold."""
 
+import ast
 import datetime
 import importlib.util
+import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +20,7 @@ import jmp_policy
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CI, RELEASE = (ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("ci", "release"))
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
 
 
@@ -26,16 +33,23 @@ def distributions():
     return module
 
 
+#: What uploads to a package index.
+PUBLISH = "pypa/gh-action-pypi-publish@release/v1"
+
+
 def workflow(path):
     parsed = yaml.safe_load(path.read_text())
     parsed["on"] = parsed.pop(True)  # YAML 1.1 reads `on` as a boolean; GitHub does not.
     return parsed
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
-def test_workflows_call_make_with_targets_that_exist(path):
+@pytest.mark.parametrize(
+    ("path", "targets"),
+    [(CI, {"lint", "types", "test", "docs", "site-test", "wheel"}), (RELEASE, {"wheel"})],
+    ids=lambda p: getattr(p, "name", ""),
+)
+def test_workflows_call_make_with_targets_that_exist(path, targets):
     parsed = workflow(path)
-    assert {"push", "pull_request"} <= set(parsed["on"])
     assert parsed["permissions"] == {"contents": "read"}
     called = set()
     for job in parsed["jobs"].values():
@@ -44,18 +58,33 @@ def test_workflows_call_make_with_targets_that_exist(path):
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step)
             if "uses" in step:
-                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
+                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) or step["uses"] == PUBLISH
                 continue
             program, *arguments = step["run"].split()
             assert program == "make"
             called |= {a for a in arguments if "=" not in a}
-    assert called == {"lint", "types", "test", "docs", "wheel"}
-    assert called <= TARGETS
+    assert called == targets <= TARGETS
+
+
+def test_ci_runs_for_every_change_and_releases_are_made_by_hand():
+    assert {"push", "pull_request"} <= set(workflow(CI)["on"])
+    release = workflow(RELEASE)
+    assert set(release["on"]) == {"workflow_dispatch"}
+    assert release["on"]["workflow_dispatch"]["inputs"]["publish"]["default"] is False
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    # Trusted publishing: only the job that uploads may ask for a token, and no password is stored.
+    assert "permissions" not in build
+    assert publish["permissions"] == {"id-token": "write"}
+    assert (publish["needs"], publish["if"]) == ("build", "${{ inputs.publish }}")
+    assert publish["steps"][-1] == {"uses": PUBLISH}
+    assert "secrets." not in RELEASE.read_text()
+    # What was built is what is uploaded.
+    for step in (build["steps"][-1], publish["steps"][0]):
+        assert (step["with"]["name"], step["with"]["path"]) == ("dist", "dist")
 
 
 def test_the_matrix_has_the_oldest_the_newest_and_tonights():
-    (path,) = WORKFLOWS
-    jobs = workflow(path)["jobs"]
+    jobs = workflow(CI)["jobs"]
     matrix = {entry["name"]: entry for entry in jobs["test"]["strategy"]["matrix"]["include"]}
     assert set(matrix) == {"oldest", "newest", "nightly"}
     assert f">={matrix['oldest']['python']}" == PROJECT["project"]["requires-python"]
@@ -138,8 +167,38 @@ def test_citation():
 
 def test_no_address_is_invented():
     assert "urls" not in PROJECT["project"]
-    text = (ROOT / "CITATION.cff").read_text() + "".join(p.read_text() for p in WORKFLOWS)
-    assert "http" not in text
+    assert "http" not in "".join((p).read_text() for p in (ROOT / "CITATION.cff", CI, RELEASE))
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """hatch_build.py, which imports Hatchling where it is not needed to test it."""
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    return runpy.run_path(str(ROOT / "hatch_build.py"))
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/some/project"])
+def test_an_index_gets_urls_and_a_readme_whose_links_lead_somewhere(hook, distributions, home):
+    assert {"readme", "urls"} <= set(PROJECT["project"]["dynamic"])
+    text = (ROOT / "README.md").read_text() + "[one](docs/api.md) [other](#here)\n```python\nx[0](y)\n```\n"
+    shown = hook["readme"](text, home)
+    assert "x[0](y)" in shown
+    assert "[other](#here)" in shown
+    assert (f"[one]({home}/blob/main/docs/api.md)" if home else "\none [other]") in shown
+    urls = hook["project_urls"](home)
+    assert set(urls) == (
+        {"Repository", "Documentation", "Changelog", "Examples", "Issues"} if home else set()
+    )
+    paths = [url.partition("/main/")[2] for url in urls.values() if "/main/" in url]
+    assert all((ROOT / path).exists() for path in paths)
+    head = "Metadata-Version: 2.4\nDescription-Content-Type: text/markdown\n\n"
+    assert distributions.metadata_faults(head + shown) == []
+    assert "the README of the wheel links to docs/api.md" in distributions.metadata_faults(head + text)
+    assert distributions.metadata_faults(head) == ["the wheel lacks the README"]
 
 
 def test_the_sdist_takes_all_that_tests_and_documentation_need(distributions):
@@ -173,10 +232,62 @@ def test_faults_of_distributions_are_found(distributions):
     assert distributions.sdist_faults(files, {"mkdocs.yml"}) == ["the sdist lacks mkdocs.yml"]
 
 
+def requirements(extra):
+    """The names of the distributions that an extra asks for, through the extras that it names."""
+    names = set()
+    for requirement in PROJECT["project"]["optional-dependencies"][extra]:
+        name, extras = re.fullmatch(r"([\w-]+)(?:\[([\w,-]+)\])?.*", requirement).groups()
+        inner = extras.split(",") if name == PROJECT["project"]["name"] else []
+        names |= set().union(*map(requirements, inner)) if inner else {name}
+    return names
+
+
+def imported(path):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return {n.partition(".")[0] for n in names | {n.module for n in nodes if isinstance(n, ast.ImportFrom)}}
+
+
+def test_the_demo_installs_what_it_imports_and_no_more():
+    used = imported(ROOT / "examples" / "digits.py") | imported(ROOT / "examples" / "_run.py")
+    base = {re.match(r"[\w-]+", d)[0] for d in PROJECT["project"]["dependencies"]} | {"jmp_policy", "_run"}
+    distributions = {"sklearn": "scikit-learn"}
+    asked = requirements("demo")
+    assert asked == {distributions.get(n, n) for n in used - base - sys.stdlib_module_names}
+    assert asked < requirements("examples") < requirements("test")
+
+
+def make_dry(target, folder, *stamps):
+    """What make would run in a checkout in which the environments of these stamps are there."""
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    for name in ("pyproject.toml", "Makefile"):
+        (folder / name).write_text((ROOT / name).read_text())
+    for name in (".venv/bin/python", *stamps):
+        (folder / name).touch()
+    # Without the variables of the make that may be running this test.
+    env = {n: v for n, v in os.environ.items() if n not in ("MAKEFLAGS", "MAKELEVEL", "EXTRAS", "VENV")}
+    command = ["make", "--dry-run", target]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_demo_and_tests_share_an_environment(tmp_path):
+    new = make_dry("demo", tmp_path)
+    assert '".[demo]"' in new
+    assert '".[test]"' not in new
+    # After the demo the tests get the rest; after the tests the demo needs nothing.
+    assert '".[test]"' in make_dry("test", tmp_path, ".venv/.ready-demo")
+    again = make_dry("demo", tmp_path, ".venv/.ready")
+    assert "pip install" not in again
+    assert "examples/digits.py" in again
+
+
 def test_contributing_names_what_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     called = set(re.findall(r"\bmake ([a-z-]+)\b", text))
-    assert called == {"demo", "test", "test-fast", "lint", "types", "format", "docs", "wheel", "bench"}
+    assert called == {
+        *("demo", "test", "test-fast", "lint", "types", "format", "docs", "site-test", "wheel", "bench"),
+    }
     assert called <= TARGETS
     paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w)`", text))
     assert len(paths) > 20

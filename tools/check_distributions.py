@@ -1,5 +1,6 @@
 """Checks what is in a built wheel and sdist: `python tools/check_distributions.py dist`."""
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -26,6 +27,17 @@ def wheel_faults(names: set[str], expected: set[str]) -> list[str]:
     return faults
 
 
+def metadata_faults(text: str) -> list[str]:
+    """What is wrong with the metadata of a wheel: links of the README that lead nowhere, or no README."""
+    message = message_from_string(text)
+    prose = re.sub(r"^```.*?^```$", "", message.get_payload(), flags=re.S | re.M)
+    links = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", prose)
+    faults = [f"the README of the wheel links to {link}" for link in links]
+    if message["Description-Content-Type"] != "text/markdown" or len(message.get_payload()) < 1000:
+        faults.append("the wheel lacks the README")
+    return faults
+
+
 def sdist_faults(names: set[str], expected: set[str]) -> list[str]:
     """What is wrong with an sdist of files with these names, below its one folder."""
     files = {name.partition("/")[2] for name in names}
@@ -37,7 +49,8 @@ def expected_in_sdist(root: Path = ROOT) -> set[str]:
     files = {f"src/{name}" for name in modules(root)}
     files |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"}
     files |= {"Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml"}
-    kinds = {".py", ".md", ".ipynb", ".json", ".npz", ".css", ".svg", ".png", ".yml", ".txt"}
+    files |= {"hatch_build.py"}
+    kinds = {".py", ".md", ".ipynb", ".json", ".npz", ".css", ".js", ".svg", ".png", ".yml", ".txt"}
     for folder in ("tests", "docs", "examples", "notebooks", "benchmarks", "tools", ".github"):
         paths = (p.relative_to(root) for p in (root / folder).rglob("*") if p.suffix in kinds)
         files |= {p.as_posix() for p in paths if "out" not in p.parts and "__pycache__" not in p.parts}
@@ -50,10 +63,15 @@ def main(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
         metadata = next(name for name in in_wheel if name.endswith(".dist-info/METADATA"))
-        version = message_from_string(archive.read(metadata).decode())["Version"]
+        text = archive.read(metadata).decode()
+        version = message_from_string(text)["Version"]
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name for member in archive.getmembers() if member.isfile()}
-    faults = wheel_faults(in_wheel, modules()) + sdist_faults(in_sdist, expected_in_sdist())
+    faults = (
+        metadata_faults(text)
+        + wheel_faults(in_wheel, modules())
+        + sdist_faults(in_sdist, expected_in_sdist())
+    )
     faults += [f"{p.name} is not of version {version}" for p in (wheel, sdist) if f"-{version}" not in p.name]
     if faults:
         raise SystemExit("\n".join(faults))

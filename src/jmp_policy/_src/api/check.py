@@ -24,6 +24,13 @@ class LossScaleStuckError(FloatingPointError):
 
     Attributes:
       diagnosis: the result of `diagnose`, if `check` was given the loss function; else None.
+
+    Example:
+      >>> try:
+      ...     raise LossScaleStuckError("gradients overflow at the smallest scale")
+      ... except LossScaleStuckError as error:
+      ...     print(error.diagnosis)
+      None
     """
 
     def __init__(self, message: str, diagnosis: Diagnosis | None = None):
@@ -57,6 +64,18 @@ def check(
       LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` is the result of
         `diagnose`, if it ran.
       TypeError: inside `jax.jit`, where nothing can be raised at run time; for `loss_fn` without `args`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale(8.0, min_loss_scale=8.0))
+      >>> params = jnp.ones(2)
+      >>> _, opt_state = tx.update(jnp.array([1.0, jnp.inf]), tx.init(params), params)
+      >>> try:
+      ...     check(opt_state)
+      ... except LossScaleStuckError as error:
+      ...     print(str(error)[:39])
+      The loss scale is at its floor (8) and
     """
     if loss_fn is not None and not args:
         raise TypeError(

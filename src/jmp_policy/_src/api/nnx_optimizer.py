@@ -1,13 +1,16 @@
 """The optimizer of NNX with one precision for all parts of a step."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from flax import nnx
+import flax.nnx as nnx
 
 from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
 from jmp_policy._src.flax.nnx.governed import policy_of
 from jmp_policy._src.flax.nnx.train import keep_state_on_skip, scaled_value_and_grad
+from jmp_policy._src.loss_scaling.transformation import Transformation
+
+T = TypeVar("T")
 
 
 class Optimizer(nnx.Optimizer):
@@ -42,13 +45,15 @@ class Optimizer(nnx.Optimizer):
       (dtype('float32'), 1)
     """
 
-    def __init__(self, model: Any, tx: Any, *, wrt: Any, precision: Any, graph: bool | None = None):
+    def __init__(
+        self, model: nnx.Module, tx: Transformation, *, wrt: Any, precision: Any, graph: bool | None = None
+    ):
         precision = from_config(precision)
         _check_wrapped(model, precision)
         super().__init__(model, precision.loss_scaled(tx), wrt=wrt, graph=graph)
         check_one_loss_scale(self)
 
-    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def value_and_grad(self, fun: Callable[..., T], **options: Any) -> Callable[..., tuple[T, Any]]:
         """Differentiates a loss times its loss scale with respect to `wrt` of the first argument.
 
         Args:
@@ -68,8 +73,8 @@ class Optimizer(nnx.Optimizer):
         return value_and_scaled_grad
 
     def minimize(
-        self, fun: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
-    ) -> Any:
+        self, fun: Callable[..., T], model: nnx.Module, *args: Any, has_aux: bool = False, **kwargs: Any
+    ) -> T:
         """Trains one step: gradients, update, and on a skipped step all of the model's state as it was.
 
         Args:

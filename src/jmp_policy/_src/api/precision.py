@@ -14,8 +14,9 @@ from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
-from jmp_policy._src.loss_scaling.scale_dict import KINDS, loss_scale_from_dict, loss_scale_to_dict
+from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
+from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.policy.policy import POLICY_KEYS, Policy, get_policy
 from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
 
@@ -76,7 +77,7 @@ class Precision:
         """Returns a Flax module that computes under the policy; as `jmp_policy.wrap`."""
         return wrap(module, self.policy)
 
-    def loss_scaled(self, inner: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    def loss_scaled(self, inner: Transformation, **options: Any) -> optax.GradientTransformationExtraArgs:
         """Makes an optimizer take scaled gradients and skip steps; as `jmp_policy.loss_scaled`."""
         return loss_scaled(inner, self.loss_scale, **options)
 
@@ -209,17 +210,27 @@ def _loss_scale(setting: Any) -> Callable[[], Any]:
         return NoOpLossScale
     if _is_word(setting, "dynamic"):
         return DynamicLossScale
+    if isinstance(setting, str) and _is_number(setting):  # YAML reads 1e4 as a text.
+        setting = float(setting)
     if isinstance(setting, int | float) and setting is not True:
         return loss_scale_from_dict({"type": "static", "loss_scale": setting})
-    hint = did_you_mean(setting, ("auto", *KINDS)) if isinstance(setting, str) else ""
+    hint = did_you_mean(setting, ("auto", *TYPES)) if isinstance(setting, str) else ""
     raise ValueError(
         f"Unknown loss scale {setting!r}.{hint} Known: 'auto', 'dynamic', 'none', a number for a static "
-        f"scale, and {{'type': ..., ...}} with the type {', '.join(KINDS)}."
+        f"scale, and {{'type': ..., ...}} with the type {', '.join(TYPES)}."
     )
 
 
 def _is_word(value: Any, *words: str) -> bool:
     return isinstance(value, str) and value.strip().lower() in words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _plain(settings: Any) -> dict[str, Any]:

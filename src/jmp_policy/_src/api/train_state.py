@@ -12,6 +12,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.flax.linen.intercept import intercept
 from jmp_policy._src.loss_scaling.finiteness import select_tree
 from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 
 S = TypeVar("S", bound="TrainState")
@@ -41,7 +42,9 @@ class TrainState(train_state.TrainState):
     """
 
     @classmethod
-    def create(cls: type[S], *, apply_fn: Any, params: PyTree, tx: Any, precision: Any, **kwargs: Any) -> S:
+    def create(
+        cls: type[S], *, apply_fn: Any, params: PyTree, tx: Transformation, precision: Any, **kwargs: Any
+    ) -> S:
         """Makes a state at step 0.
 
         Args:
@@ -66,7 +69,7 @@ class TrainState(train_state.TrainState):
         check_one_loss_scale(state.opt_state)
         return state
 
-    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., tuple[Any, PyTree]]:
         """Differentiates a loss times the state's loss scale; as `jmp_policy.scaled_value_and_grad`.
 
         Args:

@@ -7,8 +7,11 @@ from typing import Any
 from jmp_policy._src.autocast.api import Settings, check_function
 from jmp_policy._src.autocast.planner import MOVED, EqnPlan, Plan
 from jmp_policy._src.core.report_base import Report, Table
+from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.policy.policy import PolicyLike
 from jmp_policy._src.policy.regions import is_marker
+from jmp_policy._src.policy.rules import PolicyMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,12 @@ class Explanation(Report, Sequence[Operation]):
 
     Args:
       operations: one for each operation of the trace, those inside loops and calls included.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> found = explain(lambda w, x: jnp.tanh(x @ w) @ w, "float16")(jnp.ones((2, 2)), jnp.ones((1, 2)))
+      >>> [(operation.operation, operation.operands) for operation in found]
+      [('dot_general', 'float16'), ('tanh', 'float16'), ('dot_general', 'float16')]
     """
 
     operations: tuple[Operation, ...]
@@ -69,7 +78,9 @@ class Explanation(Report, Sequence[Operation]):
         return sorted({f"Note: {row.note}" for row in self.operations if row.note})
 
 
-def explain(fn: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Explanation]:
+def explain(
+    fn: Callable[..., Any], policy: "PolicyMap | PolicyLike | DTypeLike", **options: Any
+) -> Callable[..., Explanation]:
     """Returns a function that shows what `autocast` would do with another one, and runs nothing.
 
     Args:

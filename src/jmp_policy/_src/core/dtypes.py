@@ -38,6 +38,10 @@ def best_half_dtype(device: Any = None) -> np.dtype:
     Returns:
       `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
       `float16` for older NVIDIA GPUs, whose Tensor Cores support no other 16-bit dtype.
+
+    Example:
+      >>> best_half_dtype(jax.local_devices(backend="cpu")[0])
+      dtype(bfloat16)
     """
     device = jax.devices()[0] if device is None else device
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))

@@ -10,6 +10,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import change, check_some_half, is_half_array, rounded
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 from jmp_policy._src.loss_scaling.transformation import (
+    Transformation,
     check_inner,
     check_params,
     check_state,
@@ -34,11 +35,11 @@ class KahanSummationState(NamedTuple):
       dtype('float16')
     """
 
-    inner_state: Any
-    compensation: Any
+    inner_state: optax.OptState
+    compensation: PyTree
 
 
-def kahan_summation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def kahan_summation(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     """Trains float16 or bfloat16 parameters with a second half number that holds the rounding error of each.
 
     Parameter and compensation together hold 17 bits of significand (bfloat16) or 23 (float16; float32 has

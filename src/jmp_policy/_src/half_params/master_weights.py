@@ -24,6 +24,7 @@ from jmp_policy._src.half_params.rounding import (
     rounded,
 )
 from jmp_policy._src.loss_scaling.transformation import (
+    Transformation,
     check_inner,
     check_params,
     check_seed,
@@ -48,13 +49,13 @@ class MasterWeightsState(NamedTuple):
       dtype('float32')
     """
 
-    inner_state: Any
-    masters: Any
+    inner_state: optax.OptState
+    masters: PyTree
     count: Any = None
 
 
 def master_weights(
-    inner: Any, *, stochastic_rounding: bool = False, seed: Any = 0
+    inner: Transformation, *, stochastic_rounding: bool = False, seed: Any = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Trains float16 or bfloat16 parameters through float32 masters, which it keeps in its state.
 

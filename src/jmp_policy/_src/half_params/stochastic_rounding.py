@@ -10,6 +10,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import change, check_some_half, is_half_array, random_bits, rounded
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 from jmp_policy._src.loss_scaling.transformation import (
+    Transformation,
     check_inner,
     check_params,
     check_seed,
@@ -33,11 +34,11 @@ class StochasticRoundingState(NamedTuple):
       0
     """
 
-    inner_state: Any
+    inner_state: optax.OptState
     count: Any
 
 
-def stochastic_rounding(inner: Any, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(inner: Transformation, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
     """Trains float16 or bfloat16 parameters without masters, rounding each new value at random.
 
     The sum of parameter and update, computed in float32, goes to one of its two neighbours with the

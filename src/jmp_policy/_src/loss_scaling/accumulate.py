@@ -39,7 +39,7 @@ def accumulate_gradients(
     axis_name: Any = None,
     mesh: Any = None,
     batch_axis: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, PyTree]]:
     """Computes value and scaled gradient of a large batch from n micro-batches, in the memory of one.
 
     The mean over micro-batches is that of the batch where the loss is a mean over rows of equal weight; up to

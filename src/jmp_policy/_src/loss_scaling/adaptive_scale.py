@@ -14,7 +14,7 @@ from jax import lax
 
 from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.core.pytree import made_from, pytree_dataclass, replace, set_fields, static
-from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, positive_int, scale_leaf
 
 #: A scale above all others: the place of one that is not known yet.
@@ -65,12 +65,13 @@ class StatisticLossScale(Scaling):
       32768.0
     """
 
-    loss_scale: Any
-    stuck: Any
-    widened: Any
-    clean_scale: Any
-    failed_scale: Any
-    clean_steps: Any
+    _config_type = "statistic"
+    loss_scale: jax.Array
+    stuck: jax.Array
+    widened: jax.Array
+    clean_scale: jax.Array
+    failed_scale: jax.Array
+    clean_steps: jax.Array
     margin: int = static()
     backoff_factor: float = static()
     min_loss_scale: float = static()
@@ -79,7 +80,7 @@ class StatisticLossScale(Scaling):
 
     def __init__(
         self,
-        loss_scale: Any = 2.0**16,
+        loss_scale: ArrayLike = 2.0**16,
         margin: int = 2,
         backoff_factor: float = 0.5,
         min_loss_scale: float = 2.0**-14,
@@ -106,7 +107,7 @@ class StatisticLossScale(Scaling):
         set_fields(self, **leaves, **config)
 
     def adjust(
-        self, grads_finite: Any, grads: PyTree = None, *, axis_name: Any = None
+        self, grads_finite: ArrayLike, grads: PyTree = None, *, axis_name: Any = None
     ) -> "StatisticLossScale":
         """Returns the state after a step.
 
@@ -184,10 +185,11 @@ class PIDLossScale(Scaling):
       (1024.0, 512.0)
     """
 
-    log2_scale: Any = made_from("loss_scale")
-    integral: Any
-    previous_error: Any
-    stuck: Any
+    _config_type = "pid"
+    log2_scale: jax.Array = made_from("loss_scale")
+    integral: jax.Array
+    previous_error: jax.Array
+    stuck: jax.Array
     kp: float = static()
     ki: float = static()
     kd: float = static()
@@ -198,7 +200,7 @@ class PIDLossScale(Scaling):
 
     def __init__(
         self,
-        loss_scale: Any = 2.0**16,
+        loss_scale: ArrayLike = 2.0**16,
         kp: float = 1 / 2000,
         ki: float = 0.0,
         kd: float = 0.0,
@@ -229,7 +231,22 @@ class PIDLossScale(Scaling):
         """Returns the power of two at or below 2**log2_scale; float32 scalar."""
         return _power_of_two(jnp.floor(self.log2_scale).astype(jnp.int32))
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "PIDLossScale":
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the arguments that make this loss scale; `loss_scale` is 2**log2_scale, not rounded down.
+
+        Raises:
+          TypeError, ValueError: as those of other loss scales.
+        """
+        settings = super().to_dict()
+        exact = 2.0 ** float(self.log2_scale)
+        # The shortest number that makes the same leaf: 1000.0, not 999.9998.
+        for digits in range(2, 17):
+            shorter = settings | {"loss_scale": float(f"{exact:.{digits}g}")}
+            if PIDLossScale.from_dict(shorter).log2_scale == self.log2_scale:
+                return shorter
+        return settings | {"loss_scale": exact}
+
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "PIDLossScale":
         """Returns the state after a step.
 
         Args:

@@ -16,8 +16,9 @@ from jax import lax
 from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
-from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.overwritten import map_derivatives
+from jmp_policy._src.loss_scaling.scale_dict import FromDict
 from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
@@ -32,10 +33,14 @@ class LossScale(Protocol):
     """Protocol of a loss scale, as `scaled_value_and_grad` and `loss_scaled` use it.
 
     All methods are pure. An implementation is a pytree of strongly typed arrays.
+
+    Example:
+      >>> isinstance(DynamicLossScale(), LossScale)
+      True
     """
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> jax.Array:
         """Returns the factor, a float32 scalar."""
         ...
 
@@ -47,7 +52,7 @@ class LossScale(Protocol):
         """Divides floating and complex leaves by the factor, in float32 or float64."""
         ...
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "LossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "LossScale":
         """Returns the state for the next step.
 
         Args:
@@ -64,10 +69,10 @@ def tree_to_float32(tree: PyTree) -> PyTree:
     return map_changed(_leaf_to_float32, tree)
 
 
-class Scaling:
+class Scaling(FromDict):
     """Base class of loss scales that multiply and divide by `self.loss_scale`."""
 
-    loss_scale: Any
+    loss_scale: jax.Array
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies floating and complex leaves by the loss scale.
@@ -94,11 +99,17 @@ class Scaling:
 
 
 @pytree_dataclass
-class NoOpLossScale:
+class NoOpLossScale(FromDict):
     """Loss scale that scales nothing, for float32 and bfloat16 with the same train step.
 
     `unscale` still returns float32, so that the optimizer never sees half-precision gradients.
+
+    Example:
+      >>> float(NoOpLossScale().loss_scale)
+      1.0
     """
+
+    _config_type = "none"
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -113,7 +124,7 @@ class NoOpLossScale:
         """Casts half-precision leaves to float32."""
         return tree_to_float32(tree)
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "NoOpLossScale":
         """Returns the loss scale itself."""
         return self
 
@@ -138,12 +149,13 @@ class StaticLossScale(Scaling):
       3.0
     """
 
-    loss_scale: Any
+    _config_type = "static"
+    loss_scale: jax.Array
 
-    def __init__(self, loss_scale: Any):
+    def __init__(self, loss_scale: ArrayLike):
         set_fields(self, loss_scale=scale_leaf(loss_scale, "loss_scale"))
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "StaticLossScale":
         """Returns the loss scale itself."""
         return self
 
@@ -190,10 +202,11 @@ class DynamicLossScale(Scaling):
       NVIDIA, "Training With Mixed Precision", SDK guide, section 3.2.3 (automatic scaling).
     """
 
-    loss_scale: Any
-    growth_tracker: Any
-    hysteresis_tracker: Any
-    stuck: Any
+    _config_type = "dynamic"
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    stuck: jax.Array
     growth_interval: int = static()
     growth_factor: float = static()
     backoff_factor: float = static()
@@ -203,7 +216,7 @@ class DynamicLossScale(Scaling):
 
     def __init__(
         self,
-        loss_scale: Any = 2.0**16,
+        loss_scale: ArrayLike = 2.0**16,
         growth_interval: int = 2000,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -231,7 +244,7 @@ class DynamicLossScale(Scaling):
         }
         set_fields(self, **leaves, **config)
 
-    def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
         """Returns the state after a step.
 
         Args:
@@ -341,6 +354,8 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
                 "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
                 "become 0 or inf."
             )
+        # YAML reads 1e4 as a text.
+        value = concrete if isinstance(value, str) else value
     return jnp.asarray(value, jnp.float32)
 
 

@@ -21,11 +21,17 @@ from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
 from jmp_policy._src.loss_scaling.state import LossScaledState
-from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner, unalias
+from jmp_policy._src.loss_scaling.transformation import (
+    Transformation,
+    check_inner,
+    check_state,
+    init_inner,
+    unalias,
+)
 
 
 def loss_scaled(
-    inner: Any,
+    inner: Transformation,
     loss_scale: LossScale | Mapping[str, LossScale],
     *,
     axis_name: Any = None,
@@ -139,7 +145,7 @@ def loss_scaled(
             grads_finite=finite,
             skipped=count_if(skipped, state.skipped),
             consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
-            steps=optax.safe_increment(state.steps),
+            steps=jnp.asarray(optax.safe_increment(state.steps)),
             gradients=losses.magnitudes(grads, state.loss_scale) if groups else None,
         )
 

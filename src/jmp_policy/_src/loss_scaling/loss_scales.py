@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jmp_policy._src.core.pytree import pytree_dataclass
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.scale_types import loss_scale_from_dict, loss_scale_to_dict
 
 
 @pytree_dataclass
@@ -34,9 +35,27 @@ class LossScales:
     """
 
     scales: dict[str, Any]
-    grads_finite: dict[str, Any]
-    nonfinite_steps: dict[str, Any]
-    consecutive_nonfinite: dict[str, Any]
+    grads_finite: dict[str, jax.Array]
+    nonfinite_steps: dict[str, jax.Array]
+    consecutive_nonfinite: dict[str, jax.Array]
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns the settings of each loss's scale by the name of the loss; `from_config` reads them.
+
+        Raises:
+          TypeError: for a loss scale of the user's own class.
+          ValueError: while tracing.
+        """
+        return {name: loss_scale_to_dict(scale) for name, scale in self.scales.items()}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> "LossScales":
+        """Makes loss scales from what `to_dict` returns, with all counts at zero.
+
+        Raises:
+          ValueError: for an unknown type, key or value.
+        """
+        return start({name: loss_scale_from_dict(dict(one.items()))() for name, one in settings.items()})
 
     def __getitem__(self, loss: str) -> Any:
         if loss not in self.scales:

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
+
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, pick
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
 
 
-def grads_finite(opt_state: PyTree, loss: str | None = None) -> Any:
+def grads_finite(opt_state: PyTree, loss: str | None = None) -> jax.Array:
     """Returns whether the last update was applied; boolean scalar.
 
     Use it to keep other state on a skipped step, since a forward pass that overflowed leaves NaN in batch
@@ -19,6 +21,14 @@ def grads_finite(opt_state: PyTree, loss: str | None = None) -> Any:
 
     Raises:
       ValueError: when `opt_state` holds no loss scale, or several; for an unknown name.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import StaticLossScale, loss_scaled
+      >>> tx, params = loss_scaled(optax.sgd(0.1), StaticLossScale(8.0)), jnp.ones(2)
+      >>> _, opt_state = tx.update(jnp.array([1.0, jnp.nan]), tx.init(params), params)
+      >>> bool(grads_finite(opt_state))
+      False
     """
     state = get_loss_scale_state(opt_state)
     if loss is None:
@@ -27,7 +37,7 @@ def grads_finite(opt_state: PyTree, loss: str | None = None) -> Any:
     return state.loss_scale.grads_finite[loss]
 
 
-def metrics(opt_state: PyTree) -> dict[str, Any]:
+def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Returns a flat dictionary of scalars for a logger; usable inside `jax.jit`.
 
     Returns:
@@ -42,6 +52,16 @@ def metrics(opt_state: PyTree) -> dict[str, Any]:
 
     Raises:
       ValueError: when `opt_state` holds no loss scale, or several without names.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> opt_state = loss_scaled(optax.sgd(0.1), DynamicLossScale(8.0)).init(jnp.ones(2))
+      >>> found = metrics(opt_state)
+      >>> list(found)
+      ['loss_scale', 'grads_finite', 'skipped_steps', 'consecutive_skips', 'steps', 'stuck']
+      >>> float(found["loss_scale"])
+      8.0
     """
     state = get_loss_scale_state(opt_state)
     scale = state.loss_scale

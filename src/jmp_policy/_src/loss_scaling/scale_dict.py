@@ -1,73 +1,92 @@
-"""Writes loss scales as plain dicts, which JSON and YAML hold, and makes them again."""
+"""Writes a loss scale as a plain dict, which JSON and YAML hold, and makes it again."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.core
+import numpy as np
 
-from jmp_policy._src.core.suggest import check_keys, did_you_mean
-from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale, StatisticLossScale
-from jmp_policy._src.loss_scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
-
-KINDS: dict[str, Any] = {
-    "none": NoOpLossScale,
-    "static": StaticLossScale,
-    "dynamic": DynamicLossScale,
-    "statistic": StatisticLossScale,
-    "pid": PIDLossScale,
-}
+from jmp_policy._src.core.suggest import check_keys
 
 
-def loss_scale_to_dict(loss_scale: LossScale) -> dict[str, Any]:
-    """Returns a loss scale as `{"type": "dynamic", "loss_scale": 65536.0, ...}`: the arguments that make it.
+class FromDict:
+    """Base class of loss scales with `to_dict` and `from_dict`.
 
-    The scale is the current one. Counters are state, and belong into a checkpoint.
-
-    Raises:
-      TypeError: for a loss scale of the user's own class.
-      ValueError: while tracing, where the scale is not known.
+    `_config_type` is the class's name in configs. A subclass that a user makes has none: read back, it would
+    be another class.
     """
-    for kind, cls in KINDS.items():
-        if type(loss_scale) is cls:
-            values = {name: getattr(loss_scale, name) for name in _arguments(cls)}
-            if isinstance(values.get("loss_scale"), jax.core.Tracer):
-                raise ValueError("A loss scale can be written as a dict outside of jax.jit only.")
-            return {"type": kind} | {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
-    raise TypeError(
-        f"A loss scale of the class {type(loss_scale).__qualname__} has no name in a config. Known: "
-        f"{', '.join(f'{cls.__name__} ({kind!r})' for kind, cls in KINDS.items())}."
-    )
+
+    _config_type: str
+
+    @classmethod
+    def _arguments(cls) -> list[str]:
+        """Returns the names of what the constructor takes, which are the keys of the dict."""
+        return list(inspect.signature(cls).parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the arguments that make this loss scale, and its type, as texts and numbers.
+
+        The scale is the current one. Counters are state: they belong into a checkpoint.
+
+        Raises:
+          TypeError: for a subclass of the user's own, which has no name in a config.
+          ValueError: while tracing, or for an abstract or batched loss scale, which has no single number.
+
+        Example:
+          >>> from jmp_policy import StaticLossScale
+          >>> StaticLossScale(1024.0).to_dict()
+          {'type': 'static', 'loss_scale': 1024.0}
+        """
+        settings: dict[str, Any] = {"type": _type_in_configs(type(self))}
+        for leaf in jax.tree.leaves(self):
+            known = isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)
+            if isinstance(leaf, jax.core.Tracer) or not known or np.shape(leaf) != ():
+                raise ValueError(
+                    f"to_dict writes numbers that are known, and {self!r} has a leaf that is none. Call it "
+                    "outside of jax.jit and jax.vmap, for one loss scale at a time."
+                )
+        for name in self._arguments():
+            value = getattr(self, name)
+            settings[name] = value if isinstance(value, int) else float(value)
+        return settings
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Makes a loss scale from what `to_dict` returns; keys that are left out have their defaults.
+
+        Args:
+          settings: a mapping from arguments of the class to numbers; `"type"`, where it is there, must be
+            this class's. `jmp_policy.from_config` reads all types.
+
+        Raises:
+          ValueError: for another type, an unknown key, or a value that the class refuses.
+
+        Example:
+          >>> from jmp_policy import DynamicLossScale
+          >>> scale = DynamicLossScale.from_dict({"loss_scale": 1024, "growth_interval": 500})
+          >>> float(scale.loss_scale), scale.growth_interval
+          (1024.0, 500)
+        """
+        own, values = _type_in_configs(cls), dict(settings.items())
+        kind = values.pop("type", own)
+        if kind != own:
+            raise ValueError(
+                f"{cls.__name__}.from_dict reads settings of the type {own!r}, and these are of the type "
+                f"{kind!r}. jmp_policy.from_config({{'loss_scale': ...}}).loss_scale reads all types."
+            )
+        check_keys(values, cls._arguments(), f"the loss scale {own!r}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"The loss scale {dict(settings.items())!r} cannot be made: {error}.") from error
 
 
-def loss_scale_from_dict(settings: Mapping[str, Any]) -> Callable[[], LossScale]:
-    """Checks settings of a loss scale, and returns a function that makes it.
-
-    Making one asks JAX for its devices, which must not happen before `jax.distributed.initialize`.
-
-    Raises:
-      ValueError: for an unknown type or argument, and for values that the class refuses.
-    """
-    kind = str(settings.get("type", "dynamic")).lower()
-    if kind not in KINDS:
-        raise ValueError(
-            f"Unknown type {settings['type']!r} of a loss scale.{did_you_mean(kind, KINDS)} "
-            f"Known: {', '.join(KINDS)}."
+def _type_in_configs(cls: type) -> str:
+    if "_config_type" not in vars(cls):
+        raise TypeError(
+            f"A loss scale of the class {cls.__qualname__} has no name in a config: read back, it would be "
+            "of another class. Write down the arguments that you make it with."
         )
-    arguments = {name: value for name, value in settings.items() if name != "type"}
-    check_keys(arguments, _arguments(KINDS[kind]), f"the loss scale {kind!r}")
-    try:
-        jax.eval_shape(lambda: KINDS[kind](**arguments))
-    except TypeError as error:
-        raise ValueError(f"The loss scale {dict(settings)!r} cannot be made: {error}.") from error
-    return lambda: KINDS[kind](**arguments)
-
-
-def _arguments(cls: type) -> list[str]:
-    return list(inspect.signature(cls).parameters)
+    return cls._config_type  # type: ignore[attr-defined]

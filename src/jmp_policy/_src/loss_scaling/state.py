@@ -29,14 +29,21 @@ class LossScaledState(NamedTuple):
       steps: updates seen so far, skipped ones included; int32 scalar, saturating.
       gradients: magnitudes of the last gradients by group of parameters, where `loss_scaled` was asked to
         `monitor` them; None otherwise.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import StaticLossScale, loss_scaled
+      >>> state = loss_scaled(optax.sgd(0.1), StaticLossScale(8.0)).init(jnp.ones(2))
+      >>> int(state.steps), bool(state.grads_finite)
+      (0, True)
     """
 
-    inner_state: Any
+    inner_state: optax.OptState
     loss_scale: Any
-    grads_finite: Any
-    skipped: Any
-    consecutive_skips: Any
-    steps: Any
+    grads_finite: jax.Array
+    skipped: jax.Array
+    consecutive_skips: jax.Array
+    steps: jax.Array
     gradients: Any = None
 
 
@@ -50,6 +57,13 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
 
     Raises:
       ValueError: when there is none, or more than one; the message lists where they are.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import StaticLossScale, loss_scaled
+      >>> tx = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.1), StaticLossScale(8.0)))
+      >>> float(get_loss_scale_state(tx.init(jnp.ones(2))).loss_scale.loss_scale)
+      8.0
     """
     return _unwrapped(_find_one(opt_state))
 

@@ -1,6 +1,6 @@
 """Checks and runs the optax transformation that `loss_scaled`, `master_weights` and others wrap."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -11,6 +11,9 @@ import optax
 from jmp_policy._src.core.cast import map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
+
+#: What is wrapped; at runtime any object with `init` and `update`.
+Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:

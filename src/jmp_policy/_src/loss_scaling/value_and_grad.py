@@ -7,7 +7,7 @@ gradients were unscaled here, the optimizer could not know which scale was used.
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,36 @@ from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
 
+T = TypeVar("T")
+
 #: The largest power of two in float16, and so the largest cotangent that a float16 loss may have.
 _LARGEST_FLOAT16_COTANGENT = 2.0**15
+
+
+@overload
+def scaled_value_and_grad(
+    fun: Callable[..., T],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    loss: str | None = None,
+    retries: Literal[0] = 0,
+) -> Callable[..., tuple[T, PyTree]]: ...
+
+
+@overload
+def scaled_value_and_grad(
+    fun: Callable[..., T],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    loss: str | None = None,
+    retries: int,
+) -> Callable[..., tuple[tuple[T, PyTree], Any]]: ...
 
 
 def scaled_value_and_grad(

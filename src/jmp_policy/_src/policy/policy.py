@@ -7,7 +7,7 @@ and the error for an unknown word lists the known ones.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -46,10 +46,20 @@ class Policy:
       True
     """
 
-    param_dtype: Any
-    compute_dtype: Any
-    output_dtype: Any
-    grad_dtype: Any = None
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    grad_dtype: np.dtype | None = None
+
+    if TYPE_CHECKING:  # Anything that names a dtype goes in, and a dtype comes out.
+
+        def __init__(
+            self,
+            param_dtype: DTypeLike,
+            compute_dtype: DTypeLike,
+            output_dtype: DTypeLike,
+            grad_dtype: DTypeLike | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -68,7 +68,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     """
 
     def __init__(self, policy: PolicyMapLike):
-        self.rules = as_policy_map(policy)
+        self.rules: PolicyMap = as_policy_map(policy)
         check_grad_dtypes(self.rules)
         self._entered = threading.local()
 

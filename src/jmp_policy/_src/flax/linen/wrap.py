@@ -80,14 +80,28 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
 
 
 def wrap_part(module: M, rules: PolicyMap) -> M:
-    """Wraps a Linen module inside a larger model, whose owner checks that its rules match."""
+    """Wraps a Linen module inside a larger model, whose owner checks that its rules match.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> from jmp_policy import PolicyMap
+      >>> part = wrap_part(nn.Dense(2), PolicyMap("mixed_float16", {"elsewhere/in/the/model": "float32"}))
+      >>> type(part).__name__
+      'Dense'
+    """
     wrapped = wrap(module, rules)
     wrapped.__dict__[_CHECKED] = True
     return wrapped
 
 
 def policy_of(module: nn.Module) -> PolicyMap | None:
-    """Returns the rules that a wrapped module computes under; None for a bare one."""
+    """Returns the rules that a wrapped module computes under; None for a bare one.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> policy_of(wrap(nn.Dense(2), "mixed_float16"))
+      PolicyMap('params=float32,compute=float16,output=float32')
+    """
     return getattr(type(module), "_jmp_policy_rules", None)
 
 

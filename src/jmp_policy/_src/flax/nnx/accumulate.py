@@ -33,7 +33,7 @@ def accumulate_gradients(
     axis_name: Any = None,
     mesh: Any = None,
     batch_axis: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, PyTree]]:
     """Accumulates gradients of a loss function that takes an NNX module first.
 
     Args:

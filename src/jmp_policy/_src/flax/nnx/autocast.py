@@ -61,6 +61,14 @@ def explain(
 
     Raises:
       TypeError, ValueError: as `autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+      >>> found = explain(lambda model, x: model(x), "float16")(model, jnp.ones((1, 3)))
+      >>> found.of("dot_general")[0].operands
+      'float16'
     """
     named_fn, default = _checked(fn, policy, "explain")
     pure = Pure(named_fn)

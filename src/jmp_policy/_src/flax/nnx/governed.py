@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
+import flax.nnx as nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
@@ -50,6 +50,13 @@ def policy_of(module: nnx.Module) -> Policy | None:
 
     None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
     somebody could have written by hand.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jmp_policy.nnx import wrap
+      >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+      >>> policy_of(wrap(model, "mixed_float16")), policy_of(model)
+      (Policy('params=float32,compute=float16,output=float32'), None)
     """
     spec = specification(module)
     return None if spec is None else spec.precision.policy

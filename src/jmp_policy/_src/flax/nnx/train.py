@@ -3,9 +3,9 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from flax import nnx
+import flax.nnx as nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.loss_scaling.finiteness import select_tree
@@ -14,9 +14,11 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_s
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.rules import path_text
 
+T = TypeVar("T")
+
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., T],
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
@@ -25,7 +27,7 @@ def scaled_value_and_grad(
     graph: bool | None = None,
     graph_updates: bool | None = None,
     loss: str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[T, Any]]:
     """Differentiates the loss times its loss scale, as `nnx.value_and_grad`; the value is the loss.
 
     Args:
@@ -49,7 +51,7 @@ def scaled_value_and_grad(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx
       >>> from jmp_policy import StaticLossScale
       >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
       >>> def loss_fn(model, x):
@@ -129,7 +131,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx
       >>> from jmp_policy import DynamicLossScale, loss_scaled
       >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
       >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale())

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from flax import nnx
+import flax.nnx as nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
@@ -43,7 +43,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx
       >>> bare = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
       >>> model = wrap(bare, "p=f32, c=bf16, o=bf16")
       >>> model(jnp.ones((1, 3))).dtype, model.kernel is bare.kernel
@@ -71,6 +71,12 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
 
     Raises:
       TypeError, ValueError: as `wrap` does, before anything is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = cast_params(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "bfloat16")
+      >>> model.kernel.dtype
+      dtype(bfloat16)
     """
     plan = precision_plan.make(module, policy, ())
     plan.check_used()
@@ -82,6 +88,13 @@ def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Pa
     """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
 
     Its parameters are cast to param dtype. The second result tells what the rules were asked about.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jmp_policy import PolicyMap
+      >>> part, seen = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
+      >>> [type(module).__name__ for _, module in seen]
+      ['Linear']
     """
     plan = precision_plan.make(module, rules, ())
     plan.cast_params()

@@ -78,6 +78,13 @@ class Diagnosis(Report, Placed):
       has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
         been written so.
       constants: all constants of the program that half precision makes infinite or zero.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import diagnose
+      >>> found = diagnose(lambda x: jnp.log(x), jnp.float32(-1.0))
+      >>> found.finite, found.kind, found.operation
+      (False, 'not finite', 'log')
     """
 
     function: str

@@ -28,7 +28,12 @@ _MESH = re.compile(r"sdy\.mesh @\w+ = <\[((?:\"[^\"]+\"=\d+(?:, )?)+)\]")
 
 
 class LoweringUnavailableError(RuntimeError):
-    """Error for JAX's GPU compiler that is not installed, or not in the version of JAX."""
+    """Error for JAX's GPU compiler that is not installed, or not in the version of JAX.
+
+    Example:
+      >>> issubclass(LoweringUnavailableError, RuntimeError)
+      True
+    """
 
 
 class Exported(NamedTuple):

@@ -34,6 +34,12 @@ class LoweringReport(Report):
       measured_seconds: time of one run, on a real GPU; None where nothing ran.
       notes: precisions that could not be estimated, and why.
       verdict: the report in one line.
+
+    Example:
+      >>> from jmp_policy import lowering_report
+      >>> report = lowering_report(step, params, batch, target="H100")  # doctest: +SKIP
+      >>> report.verdict, report.temp_bytes  # doctest: +SKIP
+      >>> report.plot().savefig("roofline.png")  # doctest: +SKIP
     """
 
     function: str

@@ -54,6 +54,13 @@ def lowering_report(
       ValueError: for an unknown target; for None on a machine without a GPU; for a program that calls back to
         the host.
       RuntimeError: when the program does not compile, with the compiler's last lines.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> half = jax.ShapeDtypeStruct((1024, 1024), jnp.float16)
+      >>> report = lowering_report(jnp.dot, half, half, target="A100")  # doctest: +SKIP
+      >>> [kernel.tensor_cores for kernel in report.kernels if kernel.flops]  # doctest: +SKIP
+      [True]
     """
     card = find_target(target) if target is not None else _device()
     function = as_function(fn, args, kwargs, "lowering_report")

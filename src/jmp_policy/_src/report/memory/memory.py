@@ -56,6 +56,12 @@ class MemoryReport(Report):
       float32, policy: XLA's totals: arguments, results that overwrite none of them, and temporary memory.
       parameters: number of parameters.
       has_buffers: whether XLA said which array lies where; else its temporary memory is all "temporaries".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> report = memory_report(jnp.dot, jnp.ones((8, 8)), jnp.ones((8, 8)))
+      >>> report.precision, len(report.rows) > 0
+      ('float32', True)
     """
 
     function: str

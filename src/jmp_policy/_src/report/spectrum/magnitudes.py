@@ -147,6 +147,13 @@ class GradientSpectrum(Report):
       tensors: one row per parameter, and per output of a module, forward and backward.
       steps: number of steps counted.
       margin: exponents by which `safe_scale` stays below overflow.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import gradient_spectrum
+      >>> spectrum = gradient_spectrum(lambda w: (w * 2.0**-30).sum(), jnp.ones(4), scale=2.0**15)
+      >>> spectrum.overall().float16.zero
+      0.0
     """
 
     function: str

@@ -165,6 +165,12 @@ class SpectrumState:
       loss_scale: loss scale of the last step that was counted; float32 scalar.
       calls: number of calls of `update`; int32 scalar, saturating.
       steps: number of these calls that were counted; int32 scalar, saturating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = SpectrumState.create(jnp.ones(3)).update(jnp.array([1.0, 2.0, 0.0]))
+      >>> int(state.steps), state.report().overall().zeros
+      (1, 1)
     """
 
     names: tuple[str, ...] = static()
