@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_policy._src.report.gpu import gpu_compiler, lowering
 from jmp_policy._src.report.gpu.gpu_compiler import Compiled, LoweringUnavailableError, is_installed
-from jmp_policy._src.report.gpu.hlo import executed, parse, shape_bytes
+from jmp_policy._src.report.gpu.hlo import executed, parse, result_bytes, shape_bytes
 from jmp_policy._src.report.gpu.kernels import kernels_of, module_path
 from jmp_policy._src.report.gpu.lowered import verdict_of
 from jmp_policy._src.report.gpu.lowering import lowering_report
@@ -206,6 +207,26 @@ def test_bytes_of_shapes(shape, size):
     assert shape_bytes(shape) == size
 
 
+@pytest.mark.parametrize(
+    ("library", "shape", "size"),
+    [
+        ("__cublas$lt$matmul", "(f16[8,4], s8[4194304])", 64),
+        ("__cublas$lt$matmul$f8", "(f16[8,4], f32[], s8[33554432])", 68),
+        ("__cudnn$convForward", "(f16[8,4], u8[0])", 64),
+        # Statistics of a fused attention are a result as any other.
+        ("__cudnn$fmhaSoftmaxTraining", "(f16[8,4], f32[8], u8[512])", 96),
+        ("__cublas$lt$matmul", "s8[8,4]", 32),
+        ("__gpu$xla.gpu.triton", "(s8[16], s8[16])", 32),
+    ],
+)
+def test_scratch_memory_of_libraries_is_no_traffic(library, shape, size):
+    line = f'  %m = {shape} custom-call(%a), custom_call_target="{library}"'
+    computations, entry = parse(
+        f"ENTRY %main (a: f16[2]) -> f16[8,4] {{\n  %a = f16[2] parameter(0)\n{line}\n}}"
+    )
+    assert result_bytes(computations[entry][-1]) == size
+
+
 def test_estimates_are_the_roofline_by_kernel(version):
     card = TARGETS["H100"]
     given = recorded("mlp", version)
@@ -231,6 +252,10 @@ def test_targets_have_their_numbers():
         peak = 2 * card.cores * card.units_per_core * card.clock_ghz * 1e9
         assert 0.85 < card.rates["float32"] / peak <= 1.01
         assert f"major: {card.capability[0]} minor: {card.capability[1]}" in card.config()
+        # Otherwise XLA takes the libraries for old ones, and computes no float8 product with them.
+        config = card.config()
+        for key in ("driver_version", "runtime_version", "compile_time_toolkit_version", "dnn_version"):
+            assert re.search(rf' {key}: "\d+\.\d+\.\d+"', config.partition("}\nplatform_name")[0])
     assert TARGETS["T4"].rate("bfloat16") == TARGETS["T4"].rate("tf32") == 8.1e12
     assert target_of_device("NVIDIA H100 80GB HBM3").name == "H100"
     assert target_of_device("Tesla V100-SXM2-16GB").name == "V100"
@@ -425,6 +450,23 @@ def test_live_a_step_with_a_float32_head_on_the_a100():
     assert [e.precision for e in report.estimates] == ["float32", "tf32", "float16", "bfloat16"]
     assert not report.notes
     assert report.temp_bytes > 0
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.once
+def test_live_a_float8_product_with_its_scales_is_of_cublaslt(monkeypatch):
+    monkeypatch.setattr(gpu_compiler, "OPTIONS", {})
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0")
+
+    def fn(a, b, scale):
+        a, b = (x.astype(jnp.bfloat16) * scale for x in (a, b))
+        return a @ b
+
+    a = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
+    report = lowering_report(fn, a, a, jax.ShapeDtypeStruct((), jnp.bfloat16))
+    (kernel,) = report.matrix_kernels
+    assert (kernel.kind, kernel.arithmetic) == ("cublaslt", "float8")
 
 
 @live

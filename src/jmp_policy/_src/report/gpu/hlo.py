@@ -21,6 +21,7 @@ NO_KERNEL = frozenset(
 CONTAINERS = frozenset(["while", "call", "conditional"])
 #: Bits per element by the names that HLO text uses, where the name itself does not say (f16, s32, f8e5m2).
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
+_LIBRARIES = ("__cublas$", "__cudnn$")
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -116,6 +117,18 @@ def shape_bytes(shape: str) -> int:
         bits = _BITS.get(name, int(digits.group()) if digits else 0)
         total += math.prod(dims) * bits // 8
     return total
+
+
+def result_bytes(instruction: Instruction) -> int:
+    """Returns the bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
+
+    XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
+    """
+    found = _ARRAY.findall(instruction.shape)
+    library = instruction.attribute("custom_call_target")
+    has_scratch = library.startswith(_LIBRARIES) and len(found) > 1 and found[-1][0] in ("s8", "u8")
+    scratch = shape_bytes(f"{found[-1][0]}[{found[-1][1]}]") if has_scratch else 0
+    return shape_bytes(instruction.shape) - scratch
 
 
 def executed(computations: Computations, entry: str) -> dict[str, Runs]:

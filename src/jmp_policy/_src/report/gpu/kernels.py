@@ -20,6 +20,7 @@ from jmp_policy._src.report.gpu.hlo import (
     arrays,
     executed,
     parse,
+    result_bytes,
     shape_bytes,
 )
 from jmp_policy._src.report.gpu.hlo_products import Product, backend_config, dtype_name, products_of
@@ -263,14 +264,10 @@ def _bytes_used(user: Instruction, place: int, whole: int, scope: Mapping[str, I
 
 
 def _written(instruction: Instruction, computations: Computations) -> int:
-    if instruction.opcode == "custom-call" and instruction.shape.startswith("("):
-        # The first array is the result; the others are scratch memory.
-        dtype, dims = arrays(instruction.shape)[0]
-        return shape_bytes(f"{dtype}[{','.join(map(str, dims))}]")
     inner = _fused(instruction, computations)
     root = next((i for i in inner.values() if i.is_root), None)
     if root is None:
-        return shape_bytes(instruction.shape)
+        return result_bytes(instruction)
     outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return sum(_output(output, inner) for output in outputs)
 
