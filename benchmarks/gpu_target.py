@@ -14,18 +14,18 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.report.gpu.hlo import (
+from jmp_policy._src.report.lowering.gpus import GPUS
+from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
     arrays,
-    executed,
     parse,
     result_bytes,
     shape_bytes,
 )
-from jmp_policy._src.report.gpu.targets import TARGETS
+from jmp_policy._src.report.lowering.runs import executed
 
-H100 = TARGETS["H100"].config()
+H100 = GPUS["H100"].config()
 
 
 class PluginMissingError(RuntimeError):

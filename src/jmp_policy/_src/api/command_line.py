@@ -103,7 +103,7 @@ def _audit(given: Any) -> Any:
 
 
 def _lowering(given: Any) -> Any:
-    from jmp_policy._src.report.gpu.lowering import lowering_report
+    from jmp_policy._src.report.lowering.lowering import lowering_report
 
     fn, args = _with_gradients(given)
     return lowering_report(fn, *args, target=given.target)
