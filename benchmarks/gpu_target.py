@@ -14,10 +14,18 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.report.gpu.hlo import CONTAINERS, NO_KERNEL, arrays, executed, parse, shape_bytes
-from jmp_policy._src.report.gpu.targets import TARGETS
+from jmp_policy._src.report.lowering.gpus import GPUS
+from jmp_policy._src.report.lowering.hlo import (
+    CONTAINERS,
+    NO_KERNEL,
+    arrays,
+    parse,
+    result_bytes,
+    shape_bytes,
+)
+from jmp_policy._src.report.lowering.runs import executed
 
-H100 = TARGETS["H100"].config()
+H100 = GPUS["H100"].config()
 
 
 class PluginMissingError(RuntimeError):
@@ -30,7 +38,7 @@ class Report:
 
     Args:
       kernels: in the program.
-      bytes: operands plus results, summed over kernels.
+      bytes: operands plus results, summed over kernels; scratch memory of cuBLAS and cuDNN left out.
       launches: kernels that one step starts: those in loops as often as the loop runs.
     """
 
@@ -121,7 +129,7 @@ def count(text: str, temp_bytes: int = 0) -> Report:
                 continue
             kinds[i.opcode] += 1
             launches += runs.times
-            moved += shape_bytes(i.shape) + sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
+            moved += result_bytes(i) + sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
     for body in computations.values():
         shapes = {i.name: i.shape for i in body}
         for i in body:

@@ -17,11 +17,14 @@ from benchmarks.models import MODELS, Model
 from benchmarks.zoo_gpu import step_and_arguments, variants
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compiled, exported
-from jmp_policy._src.report.gpu.kernels import Kernel, kernels_of
-from jmp_policy._src.report.gpu.lowered import HALVES
-from jmp_policy._src.report.gpu.roofline import estimates
-from jmp_policy._src.report.gpu.targets import TARGETS, Target
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.compiler import compiled
+from jmp_policy._src.report.lowering.export import Exported, exported
+from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
+from jmp_policy._src.report.lowering.lowered import HALVES
+from jmp_policy._src.report.lowering.roofline import estimates
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.targets import TARGETS
 
 CARDS = ("V100", "A100", "H100")
 
@@ -50,7 +53,7 @@ def rows(made: dict[str, Exported], card: Target) -> list[dict[str, Any]]:
     """One row per precision that the card has; what does not compile is a row with the error."""
     chosen = {p: program for p, program in made.items() if p == "float32" or p in card.on_tensor_cores}
     try:
-        answers = dict(zip(chosen, compiled(list(chosen.values()), card.config()), strict=True))
+        answers = dict(zip(chosen, compiled(list(chosen.values()), card), strict=True))
     except jmpp.LoweringUnavailableError:
         raise
     except RuntimeError as error:

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,19 @@ import pytest
 from data import record
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.report.gpu import gpu_compiler, lowering
-from jmp_policy._src.report.gpu.gpu_compiler import Compiled, LoweringUnavailableError, is_installed
-from jmp_policy._src.report.gpu.hlo import executed, parse, shape_bytes
-from jmp_policy._src.report.gpu.kernels import kernels_of, module_path
-from jmp_policy._src.report.gpu.lowered import verdict_of
-from jmp_policy._src.report.gpu.lowering import lowering_report
-from jmp_policy._src.report.gpu.roofline import LAUNCH_SECONDS, Estimate, estimates
-from jmp_policy._src.report.gpu.targets import TARGETS, find_target, target_of_device
+from jmp_policy._src.report.lowering import compiler as xla_compiler
+from jmp_policy._src.report.lowering import lowering
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.export import Exported, exported
+from jmp_policy._src.report.lowering.gpus import GPUS, LAUNCH_SECONDS
+from jmp_policy._src.report.lowering.hlo import parse, result_bytes, shape_bytes
+from jmp_policy._src.report.lowering.installed import LoweringUnavailableError, is_installed
+from jmp_policy._src.report.lowering.kernels import kernels_of, module_path
+from jmp_policy._src.report.lowering.lowered import verdict_of
+from jmp_policy._src.report.lowering.lowering import lowering_report
+from jmp_policy._src.report.lowering.roofline import Estimate, estimates
+from jmp_policy._src.report.lowering.runs import executed
+from jmp_policy._src.report.lowering.targets import TARGETS, find_target, target_of_device
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -206,6 +212,26 @@ def test_bytes_of_shapes(shape, size):
     assert shape_bytes(shape) == size
 
 
+@pytest.mark.parametrize(
+    ("library", "shape", "size"),
+    [
+        ("__cublas$lt$matmul", "(f16[8,4], s8[4194304])", 64),
+        ("__cublas$lt$matmul$f8", "(f16[8,4], f32[], s8[33554432])", 68),
+        ("__cudnn$convForward", "(f16[8,4], u8[0])", 64),
+        # Statistics of a fused attention are a result as any other.
+        ("__cudnn$fmhaSoftmaxTraining", "(f16[8,4], f32[8], u8[512])", 96),
+        ("__cublas$lt$matmul", "s8[8,4]", 32),
+        ("__gpu$xla.gpu.triton", "(s8[16], s8[16])", 32),
+    ],
+)
+def test_scratch_memory_of_libraries_is_no_traffic(library, shape, size):
+    line = f'  %m = {shape} custom-call(%a), custom_call_target="{library}"'
+    computations, entry = parse(
+        f"ENTRY %main (a: f16[2]) -> f16[8,4] {{\n  %a = f16[2] parameter(0)\n{line}\n}}"
+    )
+    assert result_bytes(computations[entry][-1]) == size
+
+
 def test_estimates_are_the_roofline_by_kernel(version):
     card = TARGETS["H100"]
     given = recorded("mlp", version)
@@ -224,13 +250,17 @@ def test_estimates_are_the_roofline_by_kernel(version):
 
 
 def test_targets_have_their_numbers():
-    assert set(TARGETS) == {"V100", "T4", "A100", "L4", "H100", "H200", "B200"}
-    for card in TARGETS.values():
+    assert set(GPUS) == {"V100", "T4", "A100", "L4", "H100", "H200", "B200"}
+    for card in GPUS.values():
         assert card.on_tensor_cores <= set(card.rates)
         # Two operations per unit and cycle, at most, on the ordinary units.
         peak = 2 * card.cores * card.units_per_core * card.clock_ghz * 1e9
         assert 0.85 < card.rates["float32"] / peak <= 1.01
         assert f"major: {card.capability[0]} minor: {card.capability[1]}" in card.config()
+        # Otherwise XLA takes the libraries for old ones, and computes no float8 product with them.
+        config = card.config()
+        for key in ("driver_version", "runtime_version", "compile_time_toolkit_version", "dnn_version"):
+            assert re.search(rf' {key}: "\d+\.\d+\.\d+"', config.partition("}\nplatform_name")[0])
     assert TARGETS["T4"].rate("bfloat16") == TARGETS["T4"].rate("tf32") == 8.1e12
     assert target_of_device("NVIDIA H100 80GB HBM3").name == "H100"
     assert target_of_device("Tesla V100-SXM2-16GB").name == "V100"
@@ -242,8 +272,8 @@ def compiler(monkeypatch):
     """Answers with a recorded program for whatever is exported; gives what was asked for."""
     asked = []
 
-    def compiled(programs, config):
-        asked.append((programs, config))
+    def compiled(programs, target):
+        asked.append((programs, target))
         text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
         return [Compiled(text, 1000, 2000, 3000)] * len(programs)
 
@@ -255,10 +285,10 @@ def test_the_face_of_a_report(compiler):
     pytest.importorskip("flatbuffers")
     fn, args = record.program("float32_head")
     report = lowering_report(fn, *args, target="a100")
-    ((programs, config),) = compiler
+    ((programs, card),) = compiler
     # As it is (which is float16 too), in float32, and under autocast in bfloat16.
     assert len(programs) == 3
-    assert "A100" in config
+    assert card.name == "A100"
     assert report.target == "A100"
     assert [(e.precision, e.program) for e in report.estimates] == [
         ("float32", "in float32"),
@@ -311,7 +341,7 @@ def test_a_program_that_does_not_compile_is_an_error_and_a_variant_a_note(monkey
     fn, args = record.program("mlp")
     text = gzip.decompress((DATA / "mlp.jax-0.10.2.hlo.gz").read_bytes()).decode()
     answers = [Compiled(text), Compiled(error="ptxas: too many registers"), Compiled(text)]
-    monkeypatch.setattr(lowering, "compiled", lambda programs, config: answers)
+    monkeypatch.setattr(lowering, "compiled", lambda programs, target: answers)
     report = lowering_report(fn, *args)
     assert report.notes == ("Not estimated in float32: ptxas: too many registers",)
     assert {e.precision for e in report.estimates} == {"float16", "bfloat16"}
@@ -357,7 +387,7 @@ def test_two_meshes_are_an_error():
         for mesh in meshes
     ]
     with pytest.raises(ValueError, match="on different meshes"):
-        gpu_compiler.exported(lambda arrays: arrays[0], args)
+        exported(lambda arrays: arrays[0], args)
 
 
 @pytest.mark.parametrize(
@@ -394,20 +424,20 @@ def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch, installed
     monkeypatch.setattr(importlib.metadata, "version", version)
     command = rf"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} nvidia"
     with pytest.raises(LoweringUnavailableError, match=command):
-        gpu_compiler.compiled([], "")
+        xla_compiler.compiled([], GPUS["H100"])
 
 
 def test_the_compiler_dying_shows_its_last_lines(monkeypatch):
-    monkeypatch.setattr(gpu_compiler, "_check_installed", lambda: None)
+    monkeypatch.setattr(xla_compiler, "check_installed", lambda platform: None)
     ended = subprocess.CompletedProcess([], 134, "", "noise\nptxas fatal: Value 'sm_70' is not defined\n")
-    monkeypatch.setattr(gpu_compiler.subprocess, "run", lambda *args, **kwargs: ended)
+    monkeypatch.setattr(xla_compiler.subprocess, "run", lambda *args, **kwargs: ended)
     with pytest.raises(RuntimeError, match="status 134. Its last lines:\nnoise\nptxas fatal: Value 'sm_70'"):
-        gpu_compiler.compiled([gpu_compiler.Exported(b"", 1, (), ())], "")
+        xla_compiler.compiled([Exported(b"", 1, (), ())], GPUS["V100"])
 
 
 def test_the_compilers_process_knows_nothing_of_the_callers_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
-    environment = gpu_compiler._environment()
+    environment = xla_compiler._environment()
     assert environment["XLA_FLAGS"] == "--xla_dump_to=x"
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -425,6 +455,23 @@ def test_live_a_step_with_a_float32_head_on_the_a100():
     assert [e.precision for e in report.estimates] == ["float32", "tf32", "float16", "bfloat16"]
     assert not report.notes
     assert report.temp_bytes > 0
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.once
+def test_live_a_float8_product_with_its_scales_is_of_cublaslt(monkeypatch):
+    monkeypatch.setattr(type(GPUS["H100"]), "options", {})
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0")
+
+    def fn(a, b, scale):
+        a, b = (x.astype(jnp.bfloat16) * scale for x in (a, b))
+        return a @ b
+
+    a = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
+    report = lowering_report(fn, a, a, jax.ShapeDtypeStruct((), jnp.bfloat16))
+    (kernel,) = report.matrix_kernels
+    assert (kernel.kind, kernel.arithmetic) == ("cublaslt", "float8")
 
 
 @live

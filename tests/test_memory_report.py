@@ -11,9 +11,12 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import MLP, vectors
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy
-from jmp_policy._src.report.memory import buffers, memory
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.memory import buffers, memory, programs
 from jmp_policy._src.report.memory.memory import memory_report
 
 pytestmark = pytest.mark.usefixtures("names_of_operations")
@@ -344,3 +347,70 @@ def test_of_an_nnx_module():
     report = memory_report(model, vectors(256, 32)())
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert report.row("parameters").policy == report.row("parameters").float32 == stored
+
+
+def _half_loss(w, x):
+    return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean()
+
+
+@pytest.fixture
+def target_compiler(monkeypatch):
+    """Answers for whatever is compiled for a target: the program as it is, then the one in float32."""
+    asked = []
+
+    def compiled(exported, target):
+        asked.append((exported, target.name))
+        return [
+            Compiled("", 3000, 1000, 0, alias_bytes=500, peak_bytes=5500),
+            Compiled("", 3000, 1000, 6000, alias_bytes=500, peak_bytes=0),
+        ][: len(exported)]
+
+    monkeypatch.setattr(programs, "compiled", compiled)
+    return asked
+
+
+def test_a_target_is_compiled_for_without_a_device(target_compiler):
+    pytest.importorskip("flatbuffers")
+    w, x = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    step = jax.jit(lambda w, x: w - jax.grad(_half_loss)(w, x), donate_argnums=0)
+    report = memory.memory_report(step, w, x, target="V5E")
+    ((given, name),) = target_compiler
+    assert (name, report.backend, [p.donated for p in given]) == ("v5e", "v5e", [(0,), (0,)])
+    # A TPU says no temporary memory, but the peak.
+    assert (report.policy, report.float32) == (5500, 9500)
+    assert report.row("temporaries").policy == 5500 - (3000 + 1000 - 500)
+    assert report.row("parameters").policy == 16 * 16 * 4
+    assert not report.has_buffers
+    assert report.verdict == "bfloat16 takes 57.9 % of float32's memory."
+    assert "only its size is known" in str(report)
+    assert "float32 copies of their operands" not in str(report)
+
+
+def test_a_program_that_does_not_fit_a_target_is_an_error(monkeypatch):
+    pytest.importorskip("flatbuffers")
+    error = Compiled(error="RESOURCE_EXHAUSTED: 23.86G exceeds available HBM (15.75G)")
+    monkeypatch.setattr(programs, "compiled", lambda programs, target: [Compiled("", 1, 1, 1), error])
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(RuntimeError, match=r"in float32 does not compile for v5e:\nRESOURCE_EXHAUSTED"):
+        memory.memory_report(_half_loss, x, x, target="v5e")
+
+
+def test_without_an_accelerator_the_report_advises_a_target():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert "target='H100', 'v5e'" in str(memory.memory_report(_half_loss, x, x))
+    with pytest.raises(ValueError, match="Unknown target 'H10O'"):
+        memory.memory_report(_half_loss, x, x, target="H10O")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "target"), [("cuda", "H100"), ("tpu", "v5e")])
+def test_live_per_device_on_a_mesh(platform, target):
+    if not is_installed(platform):
+        pytest.skip(f"needs the compiler for {target}")
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
+    report = memory.memory_report(jax.value_and_grad(_half_loss), w, x, target=target)
+    assert report.row("parameters").policy == 256 * 256 * 4
+    assert report.row("inputs").policy == pytest.approx(1024 * 256 * 4, rel=0.01)
+    assert 0 < report.row("temporaries").policy <= report.row("temporaries").float32

@@ -59,9 +59,9 @@ from jmp_policy._src.report.audit.audit import audit as audit
 from jmp_policy._src.report.audit.findings import Audit as Audit
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
-from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
-from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport
-from jmp_policy._src.report.gpu.lowering import lowering_report as lowering_report
+from jmp_policy._src.report.lowering.installed import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
+from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report
 from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
 from jmp_policy._src.report.memory.memory import memory_report as memory_report
 from jmp_policy._src.report.module_summary import Summary as Summary

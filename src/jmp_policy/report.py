@@ -14,12 +14,12 @@ from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
 from jmp_policy._src.report.formats import Format as Format
 from jmp_policy._src.report.formats import Formats as Formats
 from jmp_policy._src.report.formats import formats as formats
-from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
-from jmp_policy._src.report.gpu.kernels import Kernel as Kernel
-from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport
-from jmp_policy._src.report.gpu.lowering import lowering_report as lowering_report
-from jmp_policy._src.report.gpu.roofline import Estimate as Estimate
 from jmp_policy._src.report.lost_constants import LostConstant as LostConstant
+from jmp_policy._src.report.lowering.installed import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy._src.report.lowering.kernels import Kernel as Kernel
+from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
+from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report
+from jmp_policy._src.report.lowering.roofline import Estimate as Estimate
 from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
 from jmp_policy._src.report.memory.memory import MemoryRow as MemoryRow
 from jmp_policy._src.report.memory.memory import memory_report as memory_report

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     audit = commands.add_parser(
         "audit", help="every product of a function: dtypes, sizes, FLOPs, what to pad"
     )
-    lowering = commands.add_parser("lowering", help="the kernels that XLA makes of a function for a GPU")
+    lowering = commands.add_parser("lowering", help="the kernels that XLA makes for a GPU or TPU")
     memory = commands.add_parser("memory", help="what takes the memory, compiled for the default backend")
     summary = commands.add_parser(
         "summary", help="which rule governs which module of a model, in which dtypes"
@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--grad", action="store_true", help="the gradients of a loss in its first argument too"
         )
-    lowering.add_argument("--target", default="H100", help="V100, T4, A100, L4, H100, H200 or B200")
+    known = "V100, T4, A100, L4, H100, H200 or B200; v4, v5e, v5p, v6e or v7x, or a slice as in v5e:2x4"
+    lowering.add_argument("--target", default="H100", help=known)
+    memory.add_argument("--target", help=f"{known}; without it, the default backend")
     audit.set_defaults(run=_audit)
     lowering.set_defaults(run=_lowering)
     memory.set_defaults(run=_memory)
@@ -103,7 +105,7 @@ def _audit(given: Any) -> Any:
 
 
 def _lowering(given: Any) -> Any:
-    from jmp_policy._src.report.gpu.lowering import lowering_report
+    from jmp_policy._src.report.lowering.lowering import lowering_report
 
     fn, args = _with_gradients(given)
     return lowering_report(fn, *args, target=given.target)
@@ -113,7 +115,7 @@ def _memory(given: Any) -> Any:
     from jmp_policy._src.report.memory.memory import memory_report
 
     fn, args = _with_gradients(given)
-    return memory_report(fn, *args)
+    return memory_report(fn, *args, target=given.target)
 
 
 def _summary(given: Any) -> Any:

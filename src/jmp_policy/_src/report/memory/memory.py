@@ -7,7 +7,6 @@ activation.
 
 import dataclasses
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +19,11 @@ from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent,
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.targets import find_target
 from jmp_policy._src.report.memory import buffers
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
+from jmp_policy._src.report.memory.programs import Traced, compiled_elsewhere, compiled_here, traced
 from jmp_policy._src.report.memory.roles import argument_roles
 
 
@@ -51,7 +53,7 @@ class MemoryReport(Report):
     Args:
       function: the name of the function.
       precision: the half types in the program; "float32" if there are none.
-      backend: what it was compiled for.
+      backend: what it was compiled for: the default backend, or the target.
       rows: one per kind of memory.
       float32, policy: XLA's totals: arguments, results that overwrite none of them, and temporary memory.
       parameters: number of parameters.
@@ -107,7 +109,7 @@ class MemoryReport(Report):
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
         found = f"{found}: {', '.join(changes)}." if changes else f"{found}."
         if self.backend == "cpu" and self.policy > self.float32:
-            return f"{found[:-1]}; for a CPU computes half products in float32, which a GPU or TPU does not."
+            return f"{found[:-1]}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
         return found
 
     def _tables(self) -> Sequence[Table]:
@@ -129,7 +131,7 @@ class MemoryReport(Report):
         if self.backend == "cpu" and self.precision != "float32":
             lines.append(
                 "Processors have no half products: XLA keeps float32 copies of their operands, which a GPU "
-                "or TPU doesn't. Ask on the device that will train; lowering_report shows a GPU's products."
+                "or TPU doesn't. Name the device that will train, if it is not here: target='H100', 'v5e'."
             )
         return [*lines, self.verdict]
 
@@ -187,11 +189,15 @@ def _shown(row: MemoryRow) -> list[str]:
     return [row.category, *found, bytes_text(row.expected_float32), bytes_text(row.expected_policy)]
 
 
-def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryReport:
+def memory_report(
+    fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+) -> MemoryReport:
     """Reports what takes how much memory in a training step, as it is and computed in float32.
 
     Both programs are compiled for the default backend, and nothing runs. XLA's buffer assignment says what is
-    in memory when most of it is in use; beside it stands an estimate from the jaxpr.
+    in memory when most of it is in use; beside it stands an estimate from the jaxpr. A CPU keeps float32
+    copies of half operands: on a machine without a GPU or TPU name a `target`, whose compiler needs no
+    device. It tells only the size of its temporary memory.
     Arguments and results that share memory (`donate_argnums` of a jitted `fn`) are counted once.
 
     Optimizer state is what an argument, field or key called `opt_state` or a state of optax holds. Parameters
@@ -200,13 +206,19 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
 
     Args:
       fn: a training step, a loss, or any function that `jax.jit` could trace, also one of NNX modules.
-      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. What is no array is static.
+      args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do. What is no array is static. With
+        `NamedSharding`s on a mesh, numbers are those of one of its devices.
+      target: a GPU or TPU to compile for, as `lowering_report` takes it: "H100", "v5e", "v5e:2x4"; None for
+        the default backend.
 
     Returns:
       A `MemoryReport`; `print` shows it, `.plot()` draws it, `.verdict` is its last line.
 
     Raises:
       TypeError: when `fn` is no function.
+      LoweringUnavailableError: when the compiler for the target is not installed.
+      ValueError: for an unknown target, or a slice of TPUs of another size than the mesh.
+      RuntimeError: when a program does not compile for the target; it may not fit, and the error says so.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -223,12 +235,15 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
     def as_given(*arrays: Any) -> Any:
         return function.call(arrays)
 
-    policy = _measured(as_given, types, roles)
-    halves = sorted(_half_types(policy.jaxpr))
-    float32 = policy
+    card = None if target is None else find_target(target)
+    programs = [traced(as_given, types)]
+    halves = sorted(_half_types(programs[0].jaxpr))
     if halves:
         float32_types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
-        float32 = _measured(replay_in_float32(as_given), float32_types, roles)
+        programs.append(traced(replay_in_float32(as_given), float32_types))
+    stats = compiled_here(programs) if card is None else compiled_elsewhere(programs, card, function.name)
+    found = [_measured(program, made, roles) for program, made in zip(programs, stats, strict=True)]
+    policy, float32 = found[0], found[-1]
     rows = [
         MemoryRow(
             name, float32.found[name], policy.found[name], float32.expected[name], policy.expected[name]
@@ -238,7 +253,7 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
     return MemoryReport(
         function=function.name,
         precision=", ".join(halves) or "float32",
-        backend=jax.default_backend(),
+        backend=jax.default_backend() if card is None else card.name,
         rows=tuple(rows),
         float32=float32.total,
         policy=policy.total,
@@ -270,33 +285,19 @@ class _Measured(NamedTuple):
     has_buffers: bool
 
 
-def _measured(call: Callable[..., Any], types: Sequence[Any], roles: Sequence[str]) -> _Measured:
-    jaxpr = jax.make_jaxpr(call)(*types)
-    donated = _donated(jaxpr)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jax.jit(call, donate_argnums=donated, keep_unused=True).lower(*types)
-    compiled = lowered.compile()
-    held, stats = buffers.allocations(compiled), compiled.memory_analysis()
-    assert stats is not None
+def _measured(
+    program: Traced, made: tuple[Compiled, list[buffers.Allocation]], roles: Sequence[str]
+) -> _Measured:
+    stats, held = made
+    types = program.types
     weights = [t for t, role in zip(types, roles, strict=True) if role == "parameters"]
     shapes = {axes(shape) for t in weights for shape in _shapes(t)}
     parts = [math.prod(t.shape) // max(math.prod(_shapes(t)[-1]), 1) or 1 for t in types]
-    expected = analytic_memory_model(jaxpr, roles, donated, parts)
+    expected = analytic_memory_model(program.jaxpr, roles, program.donated, parts)
     differentiated = expected["gradients"] > 0
     found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
-    total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    return _Measured(jaxpr, found, expected, total - stats.alias_size_in_bytes, bool(held))
-
-
-def _donated(jaxpr: Any) -> tuple[int, ...]:
-    """Returns which arguments a jitted function in a program may overwrite."""
-    opened = compat.open_jaxpr(jaxpr)
-    given = set()
-    for eqn in opened.eqns:
-        flags = eqn.params.get("donated_invars", ())
-        given |= {var for var, flag in zip(eqn.invars, flags, strict=False) if flag}
-    return tuple(i for i, var in enumerate(opened.invars) if var in given)
+    total = stats.argument_bytes + stats.output_bytes + stats.temp_bytes - stats.alias_bytes
+    return _Measured(program.jaxpr, found, expected, total, bool(held))
 
 
 def _shapes(array: Any) -> list[Any]:
@@ -336,12 +337,12 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
     return "activations" if differentiated and "jvp(" in buffer.op_name else "temporaries"
 
 
-def _found_of_types(stats: Any, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
+def _found_of_types(stats: Compiled, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
     """Returns the categories where only totals are known."""
     found: Counter[str] = Counter()
     for array, role in zip(types, roles, strict=True):
         found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize
-    found["inputs"] += stats.argument_size_in_bytes - found.total()
-    found["results"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    found["temporaries"] = stats.temp_size_in_bytes
+    found["inputs"] += stats.argument_bytes - found.total()
+    found["results"] = stats.output_bytes - stats.alias_bytes
+    found["temporaries"] = stats.temp_bytes
     return found

@@ -1,37 +1,30 @@
-"""Lists the kernels of an optimised GPU program: products, fusions, copies, collectives.
-
-Bytes are those of operands and results. Where a kernel takes a slice of an array or writes one in place, as
-in the body of a scan over stacked layers, the slice counts and not the array.
-"""
+"""Lists the kernels of an optimised program: products, fusions, copies, collectives."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from jmp_policy._src.policy.regions import is_marker
-from jmp_policy._src.report.gpu.hlo import (
+from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
     Computations,
     Instruction,
-    Runs,
     Sources,
     arrays,
-    executed,
     parse,
     shape_bytes,
 )
-from jmp_policy._src.report.gpu.hlo_products import Product, backend_config, dtype_name, products_of
-from jmp_policy._src.report.gpu.targets import Target
+from jmp_policy._src.report.lowering.products import Product, backend_config, dtype_name, products_of
+from jmp_policy._src.report.lowering.runs import Runs, executed
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.traffic import Traffic
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
-_SLICING = frozenset(["dynamic-slice", "slice", "gather"])
-_FORWARDING = frozenset(["bitcast", "reshape"])
-_FUSIONS = frozenset(["fusion", "fusion-start"])
 _TRANSFORM = re.compile(r"(\w+)\(([^()]*)\)")
 #: Parts of an operation's name that JAX adds, and not the user.
 _MACHINERY = frozenset(
@@ -45,7 +38,7 @@ _MACHINERY = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Kernel of a GPU program, or a collective.
+    """Kernel of a compiled program, or a collective; on a TPU, a fusion or an operation of its own.
 
     Args:
       name: name that the compiler gave it.
@@ -61,10 +54,11 @@ class Kernel:
       operands: dtypes of a product's operands, "float16 x float16", or of the arrays that a collective sends.
       result, accumulation: dtypes of a product's result and sums.
       arithmetic: a product's kind of arithmetic, which decides the rate: "float16", "tf32", "float32", ...
-      tensor_cores: whether Tensor Cores compute it.
+      tensor_cores: whether Tensor Cores compute it; the matrix units, in a TPU.
       size: a product's size, m x n x k: "512x256x1024"; "4*512x256x1024" for a batch of 4, or where the sum
         is split in four.
-      alignment: a product's alignment to 16 bytes: "aligned", "padded" by the compiler, or "unaligned".
+      alignment: a product's alignment to 16 bytes: "aligned", "padded" by the compiler, or "unaligned"; in a
+        TPU, of its columns and its sums to 128 elements.
       collective: "all-reduce", ... or "".
       group: number of devices in a collective's group.
     """
@@ -107,16 +101,17 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
 
     Args:
       text: text of the module.
-      target: the card that it was compiled for.
+      target: the device that it was compiled for.
     """
     computations, entry = parse(text)
     sources = Sources(text)
+    traffic = Traffic(computations, on_chip=target.platform != "tpu")
     found = []
     for name, runs in executed(computations, entry).items():
         scope = {i.name: i for i in computations[name]}
         for instruction in computations[name]:
             if instruction.opcode not in NO_KERNEL and instruction.opcode not in CONTAINERS:
-                found.append(_kernel(instruction, runs, computations, scope, sources, target))
+                found.append(_kernel(instruction, runs, computations, scope, sources, traffic, target))
     return tuple(found)
 
 
@@ -153,9 +148,11 @@ def _kernel(
     computations: Computations,
     scope: Mapping[str, Instruction],
     sources: Sources,
+    traffic: Traffic,
     target: Target,
 ) -> Kernel:
-    collective = _collective(instruction, computations)
+    inner = {i.name: i for name in instruction.called for i in computations.get(name, ())}
+    collective = _collective(instruction, inner)
     products = [] if collective else products_of(instruction, computations, scope, target)
     largest = max(products, key=lambda p: p.flops, default=None)
     path, backward = module_path((largest and largest.op_name) or instruction.op_name)
@@ -167,11 +164,11 @@ def _kernel(
         line=sources.line(instruction),
         times=runs.times,
         counted=runs.counted,
-        bytes_read=_read(instruction, computations, scope),
-        bytes_written=_written(instruction, computations),
+        bytes_read=traffic.read(instruction, scope),
+        bytes_written=traffic.written(instruction),
     )
     if collective:
-        return _as_collective(kernel, collective, instruction, scope)
+        return _as_collective(kernel, collective, scope if collective is instruction else inner)
     return kernel if largest is None else _as_product(kernel, largest, sum(p.flops for p in products))
 
 
@@ -190,10 +187,8 @@ def _as_product(kernel: Kernel, product: Product, flops: int) -> Kernel:
     )
 
 
-def _as_collective(
-    kernel: Kernel, collective: str, instruction: Instruction, scope: Mapping[str, Instruction]
-) -> Kernel:
-    sent = [scope[name].shape for name in instruction.operands if name in scope]
+def _as_collective(kernel: Kernel, collective: Instruction, scope: Mapping[str, Instruction]) -> Kernel:
+    sent = [scope[name].shape for name in collective.operands if name in scope]
     dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in arrays(shape))
     size = sum(map(shape_bytes, sent))
     return dataclasses.replace(
@@ -201,8 +196,8 @@ def _as_collective(
         bytes_read=size,
         bytes_written=size,
         operands=", ".join(dtypes),
-        collective=collective,
-        group=_group(instruction),
+        collective=_without_start(collective.opcode),
+        group=_group(collective),
     )
 
 
@@ -211,22 +206,42 @@ def _kind(instruction: Instruction) -> str:
     if instruction.opcode == "custom-call":
         words = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
         return next((kind for word, kind in words.items() if word in library), "custom call")
-    if instruction.opcode in _FUSIONS:
+    if instruction.opcode in ("fusion", "fusion-start"):
         kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
         for word in ("triton", "cudnn"):
             if word in kind:
                 return word
         return "reduction" if instruction.attribute("kind") == "kInput" else "fusion"
-    return {"copy-start": "copy", "reduce": "reduction"}.get(instruction.opcode, instruction.opcode)
+    return {"copy-start": "copy", "slice-start": "copy", "reduce": "reduction"}.get(
+        instruction.opcode, instruction.opcode
+    )
 
 
-def _collective(instruction: Instruction, computations: Computations) -> str:
-    opcode = instruction.opcode
-    if opcode == "async-start":
-        inner = [i for name in instruction.called for i in computations.get(name, ())]
-        opcode = next((i.opcode for i in inner if i.is_root), "")
-    opcode = opcode.removesuffix("-start")
-    return opcode if opcode in _COLLECTIVES else ""
+def _collective(instruction: Instruction, inner: Mapping[str, Instruction]) -> Instruction | None:
+    """Returns the collective that an instruction is or begins, if any.
+
+    A TPU begins one in a fusion, goes on with it in fusions that compute something else, and ends it in one.
+
+    Args:
+      instruction: any.
+      inner: instructions of the computation that it calls, by name.
+    """
+    if instruction.opcode not in ("fusion", "async-start"):
+        return instruction if _without_start(instruction.opcode) in _COLLECTIVES else None
+    found = next((i for i in inner.values() if _without_start(i.opcode) in _COLLECTIVES), None)
+    targets = [i.attribute("custom_call_target") for i in inner.values()]
+    parts = {target for target in targets if target.startswith("AsyncCollective")}
+    goes_on = any("async_collective_fusion" in name for name in instruction.called)
+    if goes_on or (parts and "AsyncCollectiveStart" not in parts):
+        return None
+    if found is not None and found.opcode == "all-reduce" and "all-reduce-scatter" in instruction.line:
+        # A sum of which each device keeps its part.
+        return dataclasses.replace(found, opcode="reduce-scatter")
+    return found
+
+
+def _without_start(opcode: str) -> str:
+    return opcode.removesuffix("-start")
 
 
 def _group(instruction: Instruction) -> int:
@@ -240,67 +255,3 @@ def _group(instruction: Instruction) -> int:
         return int(match.group(1))
     match = re.match(r"\{\{([\d,]+)\}", text)
     return len(match.group(1).split(",")) if match else 1
-
-
-def _read(instruction: Instruction, computations: Computations, scope: Mapping[str, Instruction]) -> int:
-    inner = _fused(instruction, computations)
-    total = 0
-    for position, name in enumerate(instruction.operands):
-        whole = shape_bytes(scope[name].shape) if name in scope else 0
-        users = _users(inner, position) if inner else [(instruction, position)]
-        total += min(whole, sum(_bytes_used(user, place, whole, inner or scope) for user, place in users))
-    return total
-
-
-def _bytes_used(user: Instruction, place: int, whole: int, scope: Mapping[str, Instruction]) -> int:
-    """Returns the bytes that an instruction reads of the operand in that place."""
-    if user.opcode in _SLICING and place == 0:
-        return shape_bytes(user.shape)
-    if user.opcode == "dynamic-update-slice" and place == 0:
-        # Written in place.
-        return 0
-    return whole
-
-
-def _written(instruction: Instruction, computations: Computations) -> int:
-    if instruction.opcode == "custom-call" and instruction.shape.startswith("("):
-        # The first array is the result; the others are scratch memory.
-        dtype, dims = arrays(instruction.shape)[0]
-        return shape_bytes(f"{dtype}[{','.join(map(str, dims))}]")
-    inner = _fused(instruction, computations)
-    root = next((i for i in inner.values() if i.is_root), None)
-    if root is None:
-        return shape_bytes(instruction.shape)
-    outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return sum(_output(output, inner) for output in outputs)
-
-
-def _output(output: Instruction, scope: Mapping[str, Instruction]) -> int:
-    source = output
-    while source.opcode in _FORWARDING and source.operands[0] in scope:
-        source = scope[source.operands[0]]
-    if source.opcode == "dynamic-update-slice" and source.operands[1] in scope:
-        return shape_bytes(scope[source.operands[1]].shape)
-    return shape_bytes(output.shape)
-
-
-def _fused(instruction: Instruction, computations: Computations) -> dict[str, Instruction]:
-    if instruction.opcode not in _FUSIONS:
-        return {}
-    return {i.name: i for name in instruction.called for i in computations.get(name, ())}
-
-
-def _users(inner: Mapping[str, Instruction], position: int) -> Iterator[tuple[Instruction, int]]:
-    """Yields the instructions of a fusion that use an operand of it, and their operand's place."""
-    waiting = [
-        i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line
-    ]
-    for name in waiting:
-        for user in inner.values():
-            for place, operand in enumerate(user.operands):
-                if operand != name:
-                    continue
-                if user.opcode in _FORWARDING:
-                    waiting.append(user.name)
-                else:
-                    yield user, place

@@ -1,4 +1,4 @@
-"""Compiles a program with XLA's GPU compiler and reports its kernels, their precision and estimated time."""
+"""Compiles a program for a GPU or TPU and reports its kernels, their precision and estimated time."""
 
 import dataclasses
 import functools
@@ -15,11 +15,16 @@ from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.report.function import Function, as_function
-from jmp_policy._src.report.gpu.gpu_compiler import Compiled, Exported, compile_here, compiled, exported
-from jmp_policy._src.report.gpu.kernels import kernels_of, partitions
-from jmp_policy._src.report.gpu.lowered import HALVES, RUNS, LoweringReport, verdict_of
-from jmp_policy._src.report.gpu.roofline import estimates
-from jmp_policy._src.report.gpu.targets import TARGETS, Target, find_target, target_of_device
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.compiler import compile_here, compiled
+from jmp_policy._src.report.lowering.export import Exported, exported
+from jmp_policy._src.report.lowering.gpus import GPUS
+from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
+from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, LoweringReport, verdict_of
+from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits
+from jmp_policy._src.report.lowering.roofline import estimates
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.targets import TARGETS, find_target, target_of_device
 
 Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
@@ -27,15 +32,20 @@ Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 def lowering_report(
     fn: Callable[..., Any], *args: Any, target: str | None = "H100", **kwargs: Any
 ) -> LoweringReport:
-    """Reports the kernels that XLA's GPU compiler makes of a function, with or without a GPU.
+    """Reports the kernels that XLA's compiler for a GPU or TPU makes of a function, with or without a device.
 
-    Compiles in a separate process, for a card that need not be there: the extra `gpu-lowering` installs the
-    compiler, and nothing runs. Use it before a job is sent to a cluster, and in tests: the table shows each
-    product with its module, its dtype and whether it is on Tensor Cores.
+    Compiles in a separate process, for a device that need not be there: the extras `gpu-lowering` and
+    `tpu-lowering` install the compilers, and nothing runs. Use it before a job is sent to a cluster, and in
+    tests: the table shows each product with its module, its dtype and whether it is on Tensor Cores.
 
     On a card XLA decides by timing which library computes a product; here it is the compiler's first choice.
-    The times are estimates: for each kernel the time of its arithmetic or of its memory traffic at the card's
-    peak rates, whichever is longer, and the launches.
+    The times are estimates: for each kernel the time of its arithmetic or of its memory traffic at the
+    device's peak rates, whichever is longer, and the launches.
+
+    TPUs multiply float32 at JAX's default precision as bfloat16, in one pass, so that half precision saves
+    them memory and its traffic, and no arithmetic. `peak_bytes` is the number for memory: `temp_bytes` is
+    often 0. What a TPU computes in a kernel of Pallas is not known, nor how well its copies overlap with
+    arithmetic.
 
     Args:
       fn: any function that `jax.jit` could trace, or one of NNX modules; a whole training step for the
@@ -43,16 +53,17 @@ def lowering_report(
       args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do for a named target. Those that are not
         arrays are static. With `NamedSharding`s on a mesh of several devices (virtual ones of the CPU will
         do) the program is that of one of these devices, with its collectives.
-      target: V100, T4, A100, L4, H100, H200 or B200; None for the GPU of this machine, where the program is
-        also run, on the given arrays, and timed.
+      target: V100, T4, A100, L4, H100, H200 or B200; v4, v5e, v5p, v6e or v7x, whose slices have as many
+        devices as the program, or the shape that is named: "v5e:2x4", "v5p:2x2x2". None for the device of
+        this machine, where the program is also run, on the given arrays, and timed.
 
     Returns:
       A `LoweringReport`; `print` shows it, `.plot()` draws the roofline.
 
     Raises:
       LoweringUnavailableError: when the compiler is not installed in the version of JAX.
-      ValueError: for an unknown target; for None on a machine without a GPU; for a program that calls back to
-        the host.
+      ValueError: for an unknown target; for a slice of TPUs of another size than the program's mesh; for None
+        on a machine without a GPU or TPU; for a program that calls back to the host.
       RuntimeError: when the program does not compile, with the compiler's last lines.
 
     Example:
@@ -86,10 +97,16 @@ def _report(
 ) -> LoweringReport:
     given = answers[""]
     if given.error:
-        raise RuntimeError(f"XLA's GPU compiler does not take {name} for {card.name}:\n{given.error}")
+        raise RuntimeError(f"XLA's compiler does not take {name} for {card.name}:\n{given.error}")
     kernels = kernels_of(given.text, card)
+    failed = [
+        f"Not estimated in {precision}: {answer.error.splitlines()[-1]:.200}"
+        for precision, answer in answers.items()
+        if answer.error
+    ]
     known = {p: (programs[p][0], kernels_of(a.text, card)) for p, a in answers.items() if p and not a.error}
     found = estimates(known, card)
+    wide = answers.get("float32", Compiled(error="not compiled"))
     return LoweringReport(
         function=name,
         target=card.name,
@@ -100,13 +117,36 @@ def _report(
         temp_bytes=given.temp_bytes,
         estimates=found,
         measured_seconds=measured,
-        notes=tuple(
-            f"Not estimated in {precision}: {answer.error.splitlines()[-1]:.200}"
-            for precision, answer in answers.items()
-            if answer.error
-        ),
+        notes=(*_unknown(kernels, card), *failed),
         verdict=verdict_of(kernels, found, card),
+        peak_bytes=given.peak_bytes,
+        float32_temp_bytes=None if wide.error else wide.temp_bytes,
+        float32_peak_bytes=None if wide.error else wide.peak_bytes,
+        layers=_layers(known, card),
     )
+
+
+def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[LayerProfit, ...]:
+    """Returns the gains of the half type that is given, or else of one that the device has."""
+    halves = [half for half in HALVES if half in known]
+    given = [half for half in halves if known[half][0] == "as given"]
+    chosen = given or [half for half in halves if half in card.on_tensor_cores]
+    if not chosen or "float32" not in known:
+        return ()
+    return layer_profits(known["float32"][1], known[chosen[0]][1], chosen[0], card)
+
+
+def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
+    """Returns what a report for a TPU cannot know."""
+    if card.platform != "tpu":
+        return []
+    notes = [
+        "A TPU multiplies float32 as bfloat16, in one pass, unless jax_default_matmul_precision says "
+        "otherwise. Not known: arithmetic of Pallas kernels, and how well copies hide behind arithmetic."
+    ]
+    if any("float16" in kernel.operands.split(" x ") for kernel in kernels):
+        notes.append("It multiplies float16 as bfloat16 too: 8 bits of the significand count, not 11.")
+    return notes
 
 
 def _programs(function: Function, jaxpr: Any) -> Programs:
@@ -167,12 +207,12 @@ def _make_or_error(make: Callable[[], Any]) -> Any:
 def _compile_elsewhere(
     programs: Programs, function: Function, card: Target, donated: Sequence[int]
 ) -> tuple[dict[str, Compiled], int]:
-    written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated)}
+    written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated, card.platform)}
     answers: dict[str, Compiled] = {}
     for precision, call in _variants(programs).items():
-        made = _make_or_error(functools.partial(exported, call, function.arrays, donated))
+        made = _make_or_error(functools.partial(exported, call, function.arrays, donated, card.platform))
         (answers if isinstance(made, Compiled) else written)[precision] = made
-    answers.update(zip(written, compiled(list(written.values()), card.config()), strict=True))
+    answers.update(zip(written, compiled(list(written.values()), card), strict=True))
     return _answers_by_precision(programs, answers), written[""].devices
 
 
@@ -205,19 +245,21 @@ def _measured(executable: Any, arrays: Sequence[Any]) -> float:
 
 
 def _device() -> Target:
-    """Returns the GPU of this machine as a target; one that is not in the table has no rates."""
+    """Returns the GPU or TPU of this machine as a target; one that is not in the table has no rates."""
     backend = jax.default_backend()
-    if backend != "gpu":
+    if backend not in ("gpu", "tpu"):
         raise ValueError(
-            "target=None reports on the GPU of this machine, and JAX has none here (its backend is "
-            f"{backend!r}). Name a card to compile for: {', '.join(TARGETS)}."
+            "target=None reports on the GPU or TPU of this machine, and JAX has none here (its backend is "
+            f"{backend!r}). Name a device to compile for: {', '.join(TARGETS)}."
         )
     device = jax.devices()[0]
     if (known := target_of_device(device.device_kind)) is not None:
         return dataclasses.replace(known, name=device.device_kind)
+    if backend == "tpu":
+        return dataclasses.replace(TARGETS["v6e"], name=device.device_kind, rates={})
     major, minor = map(int, str(device.compute_capability).split("."))
-    older = [t for t in TARGETS.values() if t.capability <= (major, minor)]
-    like = older[-1] if older else TARGETS["V100"]
+    older = [t for t in GPUS.values() if t.capability <= (major, minor)]
+    like = older[-1] if older else GPUS["V100"]
     return dataclasses.replace(like, name=device.device_kind, capability=(major, minor), rates={})
 
 

@@ -1,4 +1,4 @@
-"""Finds matrix products and convolutions in the HLO of a GPU program: size, precision, Tensor Cores."""
+"""Finds matrix products and convolutions in the HLO of a program: size, precision, matrix units."""
 
 import dataclasses
 import json
@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jmp_policy._src.report.gpu.hlo import Computations, Instruction, arrays
-from jmp_policy._src.report.gpu.targets import Target
+from jmp_policy._src.report.lowering.convolutions import product_sizes
+from jmp_policy._src.report.lowering.hlo import Computations, Instruction, arrays
+from jmp_policy._src.report.lowering.target import Target
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
@@ -16,6 +17,9 @@ _DTYPES = {
 
 #: Kinds of arithmetic, slower ones first; those not listed are slower still.
 _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8")
+
+#: Columns of a TPU's registers, and of the matrix units of most.
+_LANES = 128
 
 #: Instructions that a value may pass through between a pad and the product that it was padded for.
 _FORWARDING = frozenset(["bitcast", "copy", "convert", "transpose", "reshape"])
@@ -79,20 +83,22 @@ def products_of(
       instruction: the kernel.
       computations: computations of the module.
       scope: instructions of the kernel's computation by name.
-      target: the card.
+      target: the device.
     """
     library = instruction.attribute("custom_call_target")
     if "conv" in library and "cudnn" in library:
         return [_convolution(instruction, scope, target)]
     if "matmul" in library or library.startswith("__cublas$"):
         return [_library_product(instruction, computations, scope, target)]
+    if instruction.opcode == "convolution":
+        return [_window_product(instruction, scope, target)]
     if instruction.opcode == "dot":
-        return [_dot(instruction, computations, scope, None, target, on_cores=False)]
+        return [_dot(instruction, computations, scope, None, target, on_cores=target.platform == "tpu")]
     if instruction.opcode != "fusion":
         return []
     kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
     # The other fusions compute a product element by element, on the ordinary units.
-    on_cores = any(word in kind for word in ("triton", "cudnn", "cutlass", "gemm"))
+    on_cores = target.platform == "tpu" or any(w in kind for w in ("triton", "cudnn", "cutlass", "gemm"))
     found = []
     for name in instruction.called:
         inner = {i.name: i for i in computations.get(name, ())}
@@ -100,7 +106,7 @@ def products_of(
             outside = (instruction, scope)
             if part.opcode == "dot":
                 found.append(_dot(part, computations, inner, outside, target, on_cores))
-            elif part.opcode == "fusion":
+            elif part.opcode in ("fusion", "convolution"):
                 found += products_of(part, computations, inner, target)
     return found
 
@@ -120,9 +126,7 @@ def _dot(
     sizes = _sizes(_shapes(dot, scope), *axes.values())
     precision = dot.attribute("operand_precision").lower()
     padded = any(_was_padded(name, computations, scope, outside) for name in dot.operands[:2])
-    # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
-    exact = any(word.strip() not in ("", "default") for word in precision.split(","))
-    return _product(dot, scope, sizes, dot.attribute("algorithm"), exact, padded, target, on_cores)
+    return _product(dot, scope, sizes, dot.attribute("algorithm"), precision, padded, target, on_cores)
 
 
 def _library_product(
@@ -137,7 +141,8 @@ def _library_product(
     ]
     precision = config.get("precision_config", {})
     padded = any(_was_padded(name, computations, scope, None) for name in call.operands[:2])
-    exact = "HIGHEST" in precision.get("operand_precision", ())
+    # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
+    exact = "highest" if "HIGHEST" in precision.get("operand_precision", ()) else ""
     sizes = _sizes(_shapes(call, scope), *axes)
     return _product(call, scope, sizes, precision.get("algorithm", ""), exact, padded, target, True)
 
@@ -160,7 +165,7 @@ def _convolution(call: Instruction, scope: Mapping[str, Instruction], target: Ta
         m, n, k = positions, patch, channels
     elif "BackwardFilter" in library:
         m, n, k = patch, channels, positions
-    made = _product(call, scope, (1, m, n, k), "", False, False, target, True)
+    made = _product(call, scope, (1, m, n, k), "", "", False, target, True)
     inputs = (
         math.prod(kernel)
         // channels
@@ -170,19 +175,32 @@ def _convolution(call: Instruction, scope: Mapping[str, Instruction], target: Ta
     return dataclasses.replace(made, alignment="aligned" if aligned else "unaligned")
 
 
+def _window_product(convolution: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
+    (_, first), (_, second) = _shapes(convolution, scope)
+    sizes = product_sizes(convolution, (first, second), arrays(convolution.shape)[0][1])
+    precision = convolution.attribute("operand_precision").lower()
+    on_cores = target.platform == "tpu"
+    return _product(convolution, scope, sizes, "", precision, False, target, on_cores)
+
+
 def _product(
     instruction: Instruction,
     scope: Mapping[str, Instruction],
     sizes: tuple[int, int, int, int],
     algorithm: str,
-    exact: bool,
+    precision: str,
     padded: bool,
     target: Target,
     on_cores: bool,
 ) -> Product:
     first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
-    arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
-    aligned = _is_aligned(first, sizes[1:])
+    if target.platform == "tpu":
+        arithmetic = _tpu_arithmetic(first, second, precision, target)
+        aligned = all(size % _LANES == 0 for size in sizes[2:])
+    else:
+        exact = any(word.strip() not in ("", "default") for word in precision.split(","))
+        arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
+        aligned = _is_aligned(first, sizes[1:])
     return Product(
         operands=(first, second),
         result=dtype_name(arrays(instruction.shape)[0][0]),
@@ -225,6 +243,18 @@ def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Ta
         # JAX's default precision means TF32 on such cards.
         return "tf32"
     return slowest
+
+
+def _tpu_arithmetic(first: str, second: str, precision: str, target: Target) -> str:
+    """Returns the kind of arithmetic of a TPU: passes over bfloat16 operands, as the precision asks."""
+    kinds = {"float8" if dtype.startswith("float8") else dtype for dtype in (first, second)}
+    if len(kinds) == 1 and (kind := next(iter(kinds))) in ("int8", "float8") and kind in target.rates:
+        return kind
+    if not all(kind.startswith(("float", "bfloat")) for kind in kinds) or "float64" in kinds:
+        return min(kinds)
+    if kinds <= {"bfloat16", "float8"}:
+        return "bfloat16"
+    return "float32" if "highest" in precision else "bfloat16_x3" if "high" in precision else "bfloat16"
 
 
 def _accumulation(arithmetic: str, algorithm: str) -> str:

@@ -1,4 +1,4 @@
-"""Parses the text of an optimised HLO module: computations, instructions, shapes, and how often each runs.
+"""Parses the text of an optimised HLO module: computations, instructions, shapes, source lines.
 
 `kernels` turns the instructions into kernels.
 """
@@ -15,19 +15,20 @@ NO_KERNEL = frozenset(
     [
         "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
         "replica-id", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
-        "collective-permute-done", "fusion-done", "send-done", "recv-done", "opt-barrier",
+        "collective-permute-done", "fusion-done", "slice-done", "send-done", "recv-done", "opt-barrier",
     ]
 )  # fmt: skip
 CONTAINERS = frozenset(["while", "call", "conditional"])
 #: Bits per element by the names that HLO text uses, where the name itself does not say (f16, s32, f8e5m2).
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
+_LIBRARIES = ("__cublas$", "__cudnn$")
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_ON_CHIP = re.compile(_ARRAY.pattern + r"\{[^}]*S\(1\)[^}]*\}")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 _DIRECTORY = re.compile(r"^.*[/\\]")
@@ -57,7 +58,7 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """Returns the text of an attribute, without braces or quotes; "" if it is missing."""
-        match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([\w.\-]+))", self.line)
+        match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|%?([\w.\-]+))", self.line)
         return next((group for group in match.groups() if group), "") if match else ""
 
     @property
@@ -70,19 +71,6 @@ class Instruction:
 
 
 Computations = dict[str, list[Instruction]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """Number of runs of a computation.
-
-    Args:
-      times: runs in one run of the program; loops with an unknown number of trips count as one trip.
-      counted: whether no such loop is around it.
-    """
-
-    times: int
-    counted: bool
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -108,43 +96,31 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, dims in _ARRAY.findall(shape)]
 
 
-def shape_bytes(shape: str) -> int:
-    """Returns the bytes of the shape of an array or tuple, as HLO writes it."""
+def shape_bytes(shape: str, on_chip: bool = True) -> int:
+    """Returns the bytes of the shape of an array or tuple, as HLO writes it.
+
+    Args:
+      shape: the text.
+      on_chip: whether arrays in the memory of a TPU's chip, `S(1)`, count.
+    """
     total = 0
-    for name, dims in arrays(shape):
+    for name, dims in arrays(shape if on_chip else _ON_CHIP.sub("", shape)):
         digits = re.search(r"\d+", name)
         bits = _BITS.get(name, int(digits.group()) if digits else 0)
         total += math.prod(dims) * bits // 8
     return total
 
 
-def executed(computations: Computations, entry: str) -> dict[str, Runs]:
-    """Returns how often the entry runs each computation, through `while`, `call` and `conditional`."""
-    runs = {entry: Runs(1, True)}
-    for name, called, trips in _calls(computations, entry):
-        outer = runs[name]
-        times, counted = outer.times * (trips or 1), outer.counted and trips is not None
-        before = runs.get(called, Runs(0, True))
-        runs[called] = Runs(before.times + times, before.counted and counted)
-    return runs
+def result_bytes(instruction: Instruction) -> int:
+    """Returns the bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
 
-
-def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
-    """Yields (caller, called, trips) for every call, outer ones first."""
-    waiting = [entry]
-    for name in waiting:
-        for instruction in computations[name]:
-            if instruction.opcode not in CONTAINERS:
-                continue
-            trips: int | None = 1
-            if instruction.opcode == "while":
-                known = _TRIPS.search(instruction.line)
-                trips = int(known.group(1)) if known else None
-            for called in instruction.called:
-                if called in computations:
-                    yield name, called, trips
-                    if called not in waiting:
-                        waiting.append(called)
+    XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
+    """
+    found = _ARRAY.findall(instruction.shape)
+    library = instruction.attribute("custom_call_target")
+    has_scratch = library.startswith(_LIBRARIES) and len(found) > 1 and found[-1][0] in ("s8", "u8")
+    scratch = shape_bytes(f"{found[-1][0]}[{found[-1][1]}]") if has_scratch else 0
+    return shape_bytes(instruction.shape) - scratch
 
 
 class Sources:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jmp_policy._src.report.gpu.kernels import Kernel
-from jmp_policy._src.report.gpu.targets import LAUNCH_SECONDS, Target
+from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.target import Target
 
 #: Data that a ring collective sends over a link, as a multiple of its operand, by number of devices.
 _SENT = {
@@ -24,7 +24,7 @@ _SENT = {
 #: Colours that the colour-blind tell apart (M. Okabe, K. Ito, 2008).
 _COLOURS = {
     "float32": "#000000", "tf32": "#E69F00", "float16": "#0072B2", "bfloat16": "#009E73", "float8": "#CC79A7",
-    "int8": "#56B4E9", "float64": "#999999",
+    "int8": "#56B4E9", "float64": "#999999", "bfloat16_x3": "#D55E00",
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _parts(kernels: Iterable[Kernel], target: Target, exact: bool) -> Counter[st
     for kernel in kernels:
         seconds, bound = kernel_seconds(kernel, target, exact)
         parts[bound] += kernel.times * seconds
-        parts["launches"] += kernel.times * LAUNCH_SECONDS
+        parts["launches"] += kernel.times * target.launch_seconds
     return parts
 
 

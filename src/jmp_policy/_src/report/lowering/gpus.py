@@ -1,64 +1,62 @@
-"""Describes the cards that `lowering_report` compiles for: to XLA's compiler, and by their peak rates.
+"""Describes NVIDIA's cards: to XLA's compiler, and by their peak rates.
 
 Rates are those of NVIDIA's data sheets, for dense matrices: those "with sparsity" are twice as high. The
 descriptions are those that the cards give XLA themselves (openxla/xla, `target_config/specs`).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.report.lowering.target import Target
 
 #: Seconds between the end of one small kernel and the start of the next. Launches from a stream take 2 to 5
 #: microseconds; XLA records most of a step as a CUDA graph, where 1.5 to 2.5 are usual.
 LAUNCH_SECONDS = 2e-6
 
+#: Versions of the libraries of the cards' machines. Without them XLA takes the libraries for old ones, and
+#: computes no float8 product with cuBLASLt. Counts of float16 and bfloat16 steps are the same without.
+_CUDA, _CUDNN = "12.9.0", "9.10.0"
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Card to compile for.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu(Target):
+    """NVIDIA card to compile for.
 
     Args:
-      name: name that users give.
-      description: name that the card gives itself.
       capability: compute capability, major and minor.
       cores: number of streaming multiprocessors.
-      bandwidth: bandwidth of its memory, bytes per second.
-      link: bandwidth to the other cards of its machine, bytes per second in one direction.
-      memory, l2: sizes in bytes.
+      l2: size of the cache in bytes.
       clock_ghz: highest clock.
       shared_per_core, shared_per_block: bytes of shared memory of a multiprocessor, and the most that a block
         can use.
       threads_per_core: most threads at a time on a multiprocessor.
       units_per_core: number of float32 units of a multiprocessor.
-      rates: operations per second by arithmetic: "float64", "float32" on the ordinary units; "tf32",
-        "float16", "bfloat16", "float8", "int8" where they are faster.
-      on_tensor_cores: kinds of arithmetic that Tensor Cores do.
     """
 
-    name: str
-    description: str
     capability: tuple[int, int]
     cores: int
-    bandwidth: float
-    link: float
-    memory: int
     l2: int
     clock_ghz: float
     shared_per_core: int
     shared_per_block: int
     threads_per_core: int
     units_per_core: int
-    rates: Mapping[str, float]
-    on_tensor_cores: frozenset[str]
 
-    def rate(self, arithmetic: str) -> float:
-        """Returns operations per second; arithmetic without faster units runs at the rate of float32."""
-        return self.rates.get(arithmetic, self.rates["float32"])
+    platform: ClassVar[str] = "cuda"
+    matrix_units: ClassVar[str] = "Tensor Cores"
+    launch_seconds: ClassVar[float] = LAUNCH_SECONDS
+    #: Autotuning would time kernels on the card.
+    options: ClassVar[dict[str, Any]] = {"xla_gpu_autotune_level": 0}
+
+    def topology(self, devices: int) -> dict[str, Any]:
+        """Returns the arguments of JAX's `get_topology_desc` for so many cards in one machine."""
+        config, topology = self.config(), f"1x{devices}x1"
+        return {"platform": "cuda", "topology_name": "", "target_config": config, "topology": topology}
 
     def config(self) -> str:
         """Returns the card as XLA's `GpuTargetConfig`, in protobuf's text format."""
         major, minor = self.capability
+        dnn = _CUDNN.split(".")
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -69,8 +67,10 @@ gpu_device_info {{
   device_memory_size: {self.memory} shared_memory_per_block_optin: {self.shared_per_block}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "{_CUDA}" runtime_version: "{_CUDA}" compile_time_toolkit_version: "{_CUDA}"
+  dnn_version: "{_CUDNN}"
 }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 patch: 1 }}
+platform_name: "CUDA" dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}
 device_description_str: "{self.description}"
 """
 
@@ -91,49 +91,49 @@ _HOPPER_RATES = _rates(
 )
 
 #: The cards by name.
-TARGETS = {
+GPUS = {
     target.name: target
     for target in (
-        Target(
-            "V100", "Tesla V100-SXM2-16GB", (7, 0), cores=80, bandwidth=898.048e9, link=150e9,
+        Gpu(
+            "V100", "Tesla V100-SXM2-16GB", capability=(7, 0), cores=80, bandwidth=898.048e9, link=150e9,
             memory=16_935_682_048, l2=6_291_456, clock_ghz=1.53, shared_per_core=98_304,
             shared_per_block=98_304, threads_per_core=2048, units_per_core=64, on_tensor_cores=_VOLTA,
             rates=_rates(float64=7.8, float32=15.7, float16=125.0, int8=62.8),
         ),
-        Target(
-            "T4", "Tesla T4", (7, 5), cores=40, bandwidth=320.064e9, link=16e9,
+        Gpu(
+            "T4", "Tesla T4", capability=(7, 5), cores=40, bandwidth=320.064e9, link=16e9,
             memory=15_843_721_216, l2=4_194_304, clock_ghz=1.59, shared_per_core=65_536,
             shared_per_block=65_536, threads_per_core=1024, units_per_core=64, on_tensor_cores=_TURING,
             rates=_rates(float64=0.25, float32=8.1, float16=65.0, int8=130.0),
         ),
-        Target(
-            "A100", "NVIDIA A100-SXM4-80GB", (8, 0), cores=108, bandwidth=2039.04e9, link=300e9,
+        Gpu(
+            "A100", "NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, bandwidth=2039.04e9, link=300e9,
             memory=85_100_068_864, l2=41_943_040, clock_ghz=1.41, shared_per_core=167_936,
             shared_per_block=166_912, threads_per_core=2048, units_per_core=64, on_tensor_cores=_AMPERE,
             rates=_rates(float64=19.5, float32=19.5, tf32=156.0, float16=312.0, bfloat16=312.0, int8=624.0),
         ),
-        Target(
-            "L4", "NVIDIA L4", (8, 9), cores=58, bandwidth=300.096e9, link=32e9,
+        Gpu(
+            "L4", "NVIDIA L4", capability=(8, 9), cores=58, bandwidth=300.096e9, link=32e9,
             memory=23_669_309_440, l2=50_331_648, clock_ghz=2.04, shared_per_core=102_400,
             shared_per_block=101_376, threads_per_core=1536, units_per_core=128, on_tensor_cores=_ADA,
             rates=_rates(
                 float64=0.47, float32=30.3, tf32=60.0, float16=121.0, bfloat16=121.0, float8=242.0, int8=242.0
             ),
         ),
-        Target(
-            "H100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, bandwidth=3352e9, link=450e9,
+        Gpu(
+            "H100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, bandwidth=3352e9, link=450e9,
             memory=84_942_979_072, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
             shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
             rates=_HOPPER_RATES,
         ),
-        Target(
-            "H200", "NVIDIA H200 141GB HBM3e", (9, 0), cores=132, bandwidth=4800e9, link=450e9,
+        Gpu(
+            "H200", "NVIDIA H200 141GB HBM3e", capability=(9, 0), cores=132, bandwidth=4800e9, link=450e9,
             memory=151_397_597_184, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
             shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
             rates=_HOPPER_RATES,
         ),
-        Target(
-            "B200", "NVIDIA B200", (10, 0), cores=148, bandwidth=7672.32e9, link=900e9,
+        Gpu(
+            "B200", "NVIDIA B200", capability=(10, 0), cores=148, bandwidth=7672.32e9, link=900e9,
             memory=191_514_411_008, l2=132_644_864, clock_ghz=1.965, shared_per_core=233_472,
             shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
             rates=_rates(
@@ -143,24 +143,3 @@ TARGETS = {
         ),
     )
 }  # fmt: skip
-
-
-def find_target(name: str) -> Target:
-    """Finds a card by its name, in capitals or not.
-
-    Raises:
-      ValueError: when there is none.
-    """
-    known = {key.lower(): target for key, target in TARGETS.items()}
-    if isinstance(name, str) and name.lower() in known:
-        return known[name.lower()]
-    hint = did_you_mean(name.upper(), TARGETS) if isinstance(name, str) else ""
-    raise ValueError(
-        f"Unknown target {name!r}.{hint} Known: {', '.join(TARGETS)}; None for the GPU of this machine."
-    )
-
-
-def target_of_device(kind: str) -> Target | None:
-    """Finds the card that a device's kind ("NVIDIA H100 80GB HBM3") names; None if it is not known."""
-    words = kind.upper().replace("-", " ").split()
-    return next((target for name, target in TARGETS.items() if name in words), None)

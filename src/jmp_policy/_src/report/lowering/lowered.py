@@ -1,4 +1,4 @@
-"""Defines the report on a compiled GPU program: its tables, its plot and its verdict."""
+"""Defines the report on a program compiled for a GPU or TPU: its tables, its plot and its verdict."""
 
 import dataclasses
 import re
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
-from jmp_policy._src.report.gpu.kernels import Kernel
-from jmp_policy._src.report.gpu.roofline import Estimate, kernel_seconds, plot_roofline
-from jmp_policy._src.report.gpu.targets import TARGETS, Target, target_of_device
+from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.profit import LayerProfit
+from jmp_policy._src.report.lowering.roofline import Estimate, kernel_seconds, plot_roofline
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.targets import TARGETS, target_of_device
 
 HALVES = ("float16", "bfloat16")
 #: Number of runs whose median is the measured time.
@@ -22,18 +24,22 @@ _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 @dataclasses.dataclass(frozen=True)
 class LoweringReport(Report):
-    """Report on a program as XLA's GPU compiler makes it.
+    """Report on a program as XLA's compiler for a GPU or TPU makes it.
 
     Args:
       function: name of the function.
-      target: the card: "H100", or the name that the GPU of this machine gives itself.
+      target: the device: "H100", "v5e:2x4", or the name that the device of this machine gives itself.
       devices: number of devices that it runs on; everything else is per device.
       kernels: all kernels.
       argument_bytes, output_bytes, temp_bytes: bytes of memory.
       estimates: estimated time of one run, per precision; by the roofline model, not measured.
-      measured_seconds: time of one run, on a real GPU; None where nothing ran.
-      notes: precisions that could not be estimated, and why.
+      measured_seconds: time of one run, on a real device; None where nothing ran.
+      notes: what the report cannot know; precisions that could not be estimated, and why.
       verdict: the report in one line.
+      peak_bytes: the most memory in use at a time, arguments and results included; 0 where the compiler does
+        not say. On TPUs `temp_bytes` is often 0 although memory is used: compare this instead.
+      float32_temp_bytes, float32_peak_bytes: the same of the program in float32; None if it did not compile.
+      layers: estimated gain of each module from half precision, at these shapes on this device.
 
     Example:
       >>> from jmp_policy import lowering_report
@@ -53,6 +59,10 @@ class LoweringReport(Report):
     measured_seconds: float | None
     notes: tuple[str, ...]
     verdict: str
+    peak_bytes: int = 0
+    float32_temp_bytes: int | None = None
+    float32_peak_bytes: int | None = None
+    layers: tuple[LayerProfit, ...] = ()
 
     _rows = "kernels"
 
@@ -68,7 +78,7 @@ class LoweringReport(Report):
 
     @property
     def kernel_count(self) -> int:
-        """Returns the number of kernels that one run launches."""
+        """Returns the number of kernels that one run launches; on a TPU, of fusions, copies and the like."""
         return sum(kernel.times for kernel in self.kernels)
 
     @property
@@ -82,14 +92,14 @@ class LoweringReport(Report):
         return sum(kernel.times * kernel.bytes_written for kernel in self.kernels)
 
     def plot(self) -> Any:
-        """Plots the roofline of the card with the program's matrix kernels under it.
+        """Plots the roofline of the device with the program's matrix kernels under it.
 
         Returns:
           A matplotlib `Figure`.
 
         Raises:
           ImportError: when matplotlib is not installed.
-          ValueError: when the rates of the card are not known.
+          ValueError: when the rates of the device are not known.
         """
         target = target_of_device(self.target)
         if target is None:
@@ -103,6 +113,8 @@ class LoweringReport(Report):
             tables.append(_collectives_table(self.collectives))
         if self.estimates:
             tables.append(_estimates_table(self.estimates))
+        if self.layers:
+            tables.append(_layers_table(self.layers))
         return tables
 
     def _lines(self) -> list[str]:
@@ -113,14 +125,42 @@ class LoweringReport(Report):
         lines = [
             f"{count} kernel{'s' * (count != 1)}{per_device}{loops}: {bytes_text(self.bytes_read)} read, "
             f"{bytes_text(self.bytes_written)} written.",
-            f"Memory: arguments {bytes_text(self.argument_bytes)}, results {bytes_text(self.output_bytes)}, "
-            f"temporary {bytes_text(self.temp_bytes)}.",
+            _memory_line(self),
         ]
         if calls := dict.fromkeys(kernel.name for kernel in self.kernels if kernel.kind == "custom call"):
             lines.append(f"The estimates know the traffic but not the arithmetic of {joined(list(calls))}.")
         if self.measured_seconds is not None:
             lines.append(f"Measured: {_seconds_text(self.measured_seconds)} (median of {RUNS} runs).")
         return [*lines, *self.notes, self.verdict]
+
+
+def _memory_line(report: LoweringReport) -> str:
+    parts = [f"arguments {bytes_text(report.argument_bytes)}", f"results {bytes_text(report.output_bytes)}"]
+    for name, given, float32 in (
+        ("temporary", report.temp_bytes, report.float32_temp_bytes),
+        ("at most in use", report.peak_bytes, report.float32_peak_bytes),
+    ):
+        other = f" ({bytes_text(float32)} in float32)" if float32 not in (None, given) else ""
+        if given or other or name == "temporary":
+            parts.append(f"{name} {bytes_text(given)}{other}")
+    return f"Memory: {', '.join(parts)}."
+
+
+def _layers_table(layers: Sequence[LayerProfit]) -> Table:
+    """Makes the table of modules; where there are many, those whose names differ in numbers share a row."""
+    shared = len(layers) > _MOST_MODULES
+    before: Counter[str] = Counter()
+    after: Counter[str] = Counter()
+    for layer in layers:
+        name = _NUMBER.sub("*", layer.path) if shared else layer.path
+        before[name] += layer.float32_seconds  # type: ignore[assignment]
+        after[name] += layer.seconds  # type: ignore[assignment]
+    rows = [
+        [name, _seconds_text(before[name]), _seconds_text(after[name]), f"{before[name] / after[name]:.2f}x"]
+        for name, _ in before.most_common(_MOST_MODULES)
+    ]
+    title = "Estimated time by module, forward and backward (roofline; float32 at JAX's default precision)"
+    return Table(["module", "float32 ", f"{layers[0].precision} ", "gain "], rows, title)
 
 
 def _products_table(report: LoweringReport) -> Table:
@@ -151,7 +191,7 @@ def _products_table(report: LoweringReport) -> Table:
         "size ",
         "operands",
         "sums",
-        "Tensor Cores",
+        "Tensor Cores" if target is None or target.platform == "cuda" else "passes",
         "alignment",
         "runs ",
         "us ",
@@ -195,17 +235,18 @@ def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate], target: Tar
       found: estimates.
       target: the card; a half type that its Tensor Cores don't have is not recommended.
     """
+    units = target.matrix_units if target is not None else "Tensor Cores"
     products = [kernel for kernel in kernels if kernel.flops]
     if not products:
         return "No matrix kernels."
     on = Counter(kernel.arithmetic for kernel in products if kernel.tensor_cores)
     counts = ", ".join(f"{count} in {arithmetic}" for arithmetic, count in on.most_common())
     how = f" ({counts})" if len(on) > 1 else f" in {next(iter(on))}" if on else ""
-    parts = [f"{on.total()} of {len(products)} matrix kernels on Tensor Cores{how}"]
+    parts = [f"{on.total()} of {len(products)} matrix kernels on {units}{how}"]
     halves = any(half in on for half in HALVES)
     groups = {
-        "not on Tensor Cores": [kernel for kernel in products if not kernel.tensor_cores],
-        "left in float32": [k for k in products if halves and k.tensor_cores and k.arithmetic == "tf32"],
+        f"not on {units}": [kernel for kernel in products if not kernel.tensor_cores],
+        "left in float32": [k for k in products if halves and k.tensor_cores and _is_float32(k)],
         "unaligned": [k for k in products if k.alignment == "unaligned" and k.tensor_cores],
         "padded": [k for k in products if k.alignment == "padded"],
     }
@@ -214,9 +255,18 @@ def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate], target: Tar
             parts.append(f"{what}: {joined(list(dict.fromkeys(kernel.place for kernel in some)))}")
     known = [half for half in HALVES if target is None or half in target.on_tensor_cores]
     given = {e.precision for e in found if e.program == "as given"} | {k.arithmetic for k in products}
+    given |= {dtype for k in products for dtype in k.operands.split(" x ")}
     if target is not None and known and (missing := [h for h in HALVES if h in given and h not in known]):
-        parts.append(f"{target.name} has no Tensor Cores for {missing[0]}: use {known[0]}")
+        has = "has no Tensor Cores for" if target.platform == "cuda" else "has no arithmetic for"
+        parts.append(f"{target.name} {has} {missing[0]}: use {known[0]}")
     return "; ".join([*parts, *_estimated(found, known)]) + "."
+
+
+def _is_float32(kernel: Kernel) -> bool:
+    """Returns whether a product of float32 operands goes through matrix units, with whatever precision."""
+    return kernel.arithmetic == "tf32" or (
+        kernel.arithmetic in ("bfloat16", "bfloat16_x3", "float32") and kernel.operands == "float32 x float32"
+    )
 
 
 def _estimated(found: Sequence[Estimate], known: Sequence[str]) -> list[str]:

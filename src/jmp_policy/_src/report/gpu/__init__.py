@@ -1,1 +1,0 @@
-"""Reports what XLA's GPU compiler makes of a program."""

@@ -1,0 +1,1 @@
+"""Reports what XLA's compilers for GPUs and TPUs make of a program."""
