@@ -351,6 +351,44 @@ def test_the_loss_scale_saves_small_gradients():
     assert kept.is_normal
 
 
+def test_metrics_of_a_training_run():
+    found, loss_fn, params = report_of_mlp()
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(8.0))
+    opt_state, traces, written = tx.init(params), [], {}
+
+    @jax.jit
+    def probe(params, opt_state, x):
+        traces.append(None)
+        return jmpp.drift_metrics(loss_fn, params, x, scale=opt_state)
+
+    assert not jax.make_jaxpr(probe)(params, opt_state, X).effects
+    log = jmpp.MetricsLogger(written.__setitem__, every=2)
+    for step in range(4):
+        if step % 2 == 0:
+            log(step, opt_state, **probe(params, opt_state, X))
+    log.flush()
+    assert list(written) == [0, 2]
+    assert len(traces) == 1
+    assert written[0]["drift/gradient_error"] == pytest.approx(found.gradient_error, rel=0.1)
+    assert written[0]["drift/loss_error"] == pytest.approx(found.loss_error, rel=1e-3)
+    assert written[0]["drift/gradient_cosine"] == pytest.approx(1, abs=1e-5)
+    assert jmpp.drift_metrics(lambda x: (x.astype(HALF), 1), X)["drift/error"] > 1e-5
+    assert jmpp.drift_metrics(lambda x: x, X, prefix="")["error"] == 0
+
+
+def test_plot():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found = report_of_mlp()[0]
+    figure = found.plot()
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == list(dict.fromkeys(row.direction for row in found.rows))
+    drawn = {line.get_label(): line.get_ydata() for line in panels[0].lines}
+    rows = [row for row in found.rows if row.direction == "outputs"]
+    assert list(drawn["total error"]) == [max(row.total, 1e-9) for row in rows]
+    assert jmpp.drift(lambda x: x, X).plot().axes[0].get_title() == "<lambda>: no difference from float32."
+    pyplot.close("all")
+
+
 def test_empty_and_odd_arguments():
     assert jmpp.drift(lambda: ()).results == ()
     found = jmpp.drift(lambda x, n: (x.astype(HALF)[:, :0], x.astype(jnp.complex64) * n), X, 3)

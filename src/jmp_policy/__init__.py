@@ -61,6 +61,7 @@ from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
 from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
 from jmp_policy._src.report.drift.drift import drift as drift
+from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
 from jmp_policy._src.report.drift.findings import Drift as Drift
 from jmp_policy._src.report.gpu.gpu_compiler import LoweringUnavailableError as LoweringUnavailableError
 from jmp_policy._src.report.gpu.lowered import LoweringReport as LoweringReport

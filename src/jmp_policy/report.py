@@ -13,6 +13,7 @@ from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
 from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
 from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
 from jmp_policy._src.report.drift.drift import drift as drift
+from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
 from jmp_policy._src.report.drift.findings import Drift as Drift
 from jmp_policy._src.report.drift.findings import DriftRow as DriftRow
 from jmp_policy._src.report.drift.findings import ResultDrift as ResultDrift

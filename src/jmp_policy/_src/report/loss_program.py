@@ -36,7 +36,7 @@ def trained_arguments(function: Function, use: str) -> list[int]:
 
 
 def value_and_gradients(
-    function: Function, trained: Sequence[int], loss_scale: float, has_aux: bool
+    function: Function, trained: Sequence[int], loss_scale: Any, has_aux: bool
 ) -> Callable[..., Any]:
     """Returns a function to the loss, the loss times its scale, and the gradients of the latter."""
 
@@ -47,7 +47,8 @@ def value_and_gradients(
                 whole[i] = param
             loss, _ = split_loss(function.result(whole), has_aux)
             loss = jnp.asarray(loss)
-            product = loss.astype(promote_dtype(loss.dtype)) * jnp.float32(seed_of(loss.dtype, loss_scale))
+            seed = jnp.asarray(seed_of(loss.dtype, loss_scale), jnp.float32)
+            product = loss.astype(promote_dtype(loss.dtype)) * seed
             return product, loss
 
         (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
@@ -56,9 +57,9 @@ def value_and_gradients(
     return program
 
 
-def seed_of(dtype: Any, loss_scale: float) -> float:
+def seed_of(dtype: Any, loss_scale: Any) -> Any:
     """Returns what a loss of a dtype is multiplied by, as in training: float16 holds no larger seed."""
-    return min(loss_scale, _LARGEST_FLOAT16_SEED) if dtype == jnp.float16 else loss_scale
+    return jnp.minimum(loss_scale, _LARGEST_FLOAT16_SEED) if dtype == jnp.float16 else loss_scale
 
 
 def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:

@@ -36,15 +36,16 @@ class Comparison:
 
     Args:
       jaxpr: closed.
-      every_operation: whether everything is measured at each operation, or only where values leave modules.
+      detail: "operation" to measure everything at each operation, "module" where values leave modules,
+        "result" for nothing but the results.
 
     Attributes:
       nodes: values at which the runs may differ.
       results: for each result of the program its node, or None where the runs cannot differ.
     """
 
-    def __init__(self, jaxpr: Any, every_operation: bool):
-        self._jaxpr, self._every = jaxpr, every_operation
+    def __init__(self, jaxpr: Any, detail: str):
+        self._jaxpr, self._every = jaxpr, detail == "operation"
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
@@ -53,7 +54,7 @@ class Comparison:
             self._run(arrays, {})
 
         jax.eval_shape(trace, *types)
-        self._wanted = _wanted(self.nodes, self.results, every_operation)
+        self._wanted = {} if detail == "result" else _wanted(self.nodes, self.results, self._every)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """Returns what was measured: for each result, and by node. Can be traced."""
