@@ -124,6 +124,15 @@ def test_audit(capsys, arguments, products):
     assert [(p["lhs"], p["rhs"], p["backward"]) for p in found["products"]] == products
 
 
+def test_drift(capsys):
+    found = data(capsys, "drift", "jmp_example:loss", "f32[8,8]", "f32[4,8]", "--policy", "mixed_bfloat16")
+    assert 1e-4 < found["gradient_error"] < 2e-2
+    assert {row["direction"] for row in found["rows"]} >= {"outputs", "parameter gradients"}
+    status, out, err = run(capsys, "drift", "jmp_example:example", "--no-grad", "--detail", "operation")
+    assert (status, err) == (0, "")
+    assert "loss: no difference from float32." in out
+
+
 @pytest.mark.parametrize(
     ("text", "shape", "dtype"),
     [

@@ -133,6 +133,7 @@ OBJECTS = {
     "Summary of NNX": lambda: jmpp.summary(NNXNet(nnx.Rngs(0)), "mixed_float16", X),
     "Audit": lambda: jmpp.audit(jax.grad(loss_fn), PARAMS, X),
     "Diagnosis": lambda: jmpp.diagnose(overflowing, PARAMS, X),
+    "Drift": lambda: jmpp.drift(jmpp.autocast(loss_fn, "bfloat16"), PARAMS, X),
     "GradientSpectrum": lambda: jmpp.gradient_spectrum(loss_fn, PARAMS, X),
     "MemoryReport": lambda: jmpp.memory_report(jax.grad(loss_fn), PARAMS, X),
     "LoweringReport": lowering,

@@ -59,6 +59,10 @@ from jmp_policy._src.report.audit.audit import audit as audit
 from jmp_policy._src.report.audit.findings import Audit as Audit
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
+from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
+from jmp_policy._src.report.drift.drift import drift as drift
+from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
+from jmp_policy._src.report.drift.findings import Drift as Drift
 from jmp_policy._src.report.lowering.installed import LoweringUnavailableError as LoweringUnavailableError
 from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
 from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report

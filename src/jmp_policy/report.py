@@ -11,6 +11,12 @@ from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
 from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
 from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
+from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
+from jmp_policy._src.report.drift.drift import drift as drift
+from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
+from jmp_policy._src.report.drift.findings import Drift as Drift
+from jmp_policy._src.report.drift.findings import DriftRow as DriftRow
+from jmp_policy._src.report.drift.findings import ResultDrift as ResultDrift
 from jmp_policy._src.report.formats import Format as Format
 from jmp_policy._src.report.formats import Formats as Formats
 from jmp_policy._src.report.formats import formats as formats

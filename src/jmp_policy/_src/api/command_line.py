@@ -2,6 +2,7 @@
 
 python -m jmp_policy formats 1e-8 70000
 python -m jmp_policy audit my_model:train_step 'f32[64,784]' 'i32[64]'
+python -m jmp_policy drift my_model:example --detail operation
 python -m jmp_policy lowering my_model:example --target A100
 python -m jmp_policy memory my_model:train_step 'f32[64,784]' --policy bfloat16
 python -m jmp_policy summary my_model:model 'f32[64,784]' --policy mixed_float16
@@ -59,23 +60,30 @@ def _parser() -> argparse.ArgumentParser:
     audit = commands.add_parser(
         "audit", help="every product of a function: dtypes, sizes, FLOPs, what to pad"
     )
+    drift = commands.add_parser(
+        "drift", help="how far half precision is from float32, and where that is introduced"
+    )
     lowering = commands.add_parser("lowering", help="the kernels that XLA makes for a GPU or TPU")
     memory = commands.add_parser("memory", help="what takes the memory, compiled for the default backend")
     summary = commands.add_parser(
         "summary", help="which rule governs which module of a model, in which dtypes"
     )
-    for command in (audit, lowering, memory, summary):
+    for command in (audit, drift, lowering, memory, summary):
         is_model = command is summary
         command.add_argument(
             "function", help=f"{where} A model in place of the function." if is_model else where
         )
-        command.add_argument("arrays", nargs="*", help=arrays)
+        drawn = "; filled with normal random numbers" if command is drift else ""
+        command.add_argument("arrays", nargs="*", help=arrays + drawn)
         policy = "the model's policy" if is_model else "autocast the function under this policy first"
         command.add_argument("--policy", help=policy)
     for command in (audit, lowering, memory):
         command.add_argument(
             "--grad", action="store_true", help="the gradients of a loss in its first argument too"
         )
+    drift.add_argument("--no-grad", action="store_true", help="compare the results of the function alone")
+    drift.add_argument("--detail", default="module", help="module, or operation")
+    drift.set_defaults(run=_drift)
     known = "V100, T4, A100, L4, H100, H200 or B200; v4, v5e, v5p, v6e or v7x, or a slice as in v5e:2x4"
     lowering.add_argument("--target", default="H100", help=known)
     memory.add_argument("--target", help=f"{known}; without it, the default backend")
@@ -86,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     formats = commands.add_parser("formats", help="the number formats, and what a number becomes in each")
     formats.add_argument("numbers", nargs="*", type=float, help="any numbers; put -- before negative ones")
     formats.set_defaults(run=_formats)
-    for command in (audit, lowering, memory, summary, formats):
+    for command in (audit, drift, lowering, memory, summary, formats):
         command.add_argument("--json", action="store_true", help="as JSON instead of a table")
     return parser
 
@@ -102,6 +110,26 @@ def _audit(given: Any) -> Any:
 
     fn, args = _autocast(given)
     return audit(fn, *args, grad=given.grad)
+
+
+def _drift(given: Any) -> Any:
+    import jax
+
+    from jmp_policy._src.report.drift.drift import drift
+
+    fn, args = _autocast(given)
+    return drift(fn, *jax.tree.map(_filled, args), grad=not given.no_grad, detail=given.detail)
+
+
+def _filled(leaf: Any) -> Any:
+    """Returns an array of a type: normal random numbers, zeros for other than floating dtypes."""
+    import jax
+
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    return jax.random.normal(jax.random.key(0), leaf.shape).astype(leaf.dtype)
 
 
 def _lowering(given: Any) -> Any:

@@ -98,8 +98,8 @@ def replay_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
         if called is not None and not calls.is_bound(eqn):
             return evaluate_in_float32(called.jaxpr, values)
         params = {name: _param(value) for name, value in eqn.params.items()}
-        if _is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
-            return _as_traced(eqn, values)
+        if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
+            return as_traced(eqn, values)
         return compat.bind_primitive(eqn.primitive, values, params)
 
 
@@ -123,7 +123,8 @@ def _literal(atom: Any) -> Any:
     return np.asarray(atom.val, dtype).astype(np.float32) if is_half(dtype) else atom.val
 
 
-def _is_foreign(name: str) -> bool:
+def is_foreign(name: str) -> bool:
+    """Returns whether an operation runs as it was traced, between casts, also in float32."""
     return name in _AS_TRACED or name.endswith(_FOREIGN)
 
 
@@ -149,7 +150,7 @@ def _is_jaxpr(value: Any) -> bool:
 def _retraced(jaxpr: Any) -> Any:
     """Returns a jaxpr of the same kind, closed or open, whose values are float32 where they were half."""
     opened = compat.open_jaxpr(jaxpr)
-    if not _has_half(opened):
+    if not has_half(opened):
         return jaxpr
     closed = jax.make_jaxpr(lambda *values: evaluate_in_float32(jaxpr, values))(
         *map(_float32_type, opened.invars)
@@ -170,12 +171,12 @@ def _float32_type(var: Any) -> Any:
     return aval.update(inner_aval=ir.retyped(aval.inner_aval, np.float32))
 
 
-def _has_half(jaxpr: Any) -> bool:
+def has_half(jaxpr: Any) -> bool:
     """Returns whether a value in a jaxpr, or one in a program inside it, is half."""
     for eqn in jaxpr.eqns:
         if any(is_half(ir.dtype_of(atom)) for atom in (*eqn.invars, *eqn.outvars)):
             return True
-        if any(_has_half(compat.open_jaxpr(inner)) for inner in ir.subjaxprs(eqn)):
+        if any(has_half(compat.open_jaxpr(inner)) for inner in ir.subjaxprs(eqn)):
             return True
     return any(is_half(ir.dtype_of(atom)) for atom in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars))
 
@@ -187,8 +188,12 @@ def _mentions_half(value: Any) -> bool:
     return is_half(value if isinstance(value, np.dtype) else getattr(value, "dtype", None))
 
 
-def _as_traced(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Does the operation itself, on operands cast to the dtypes that it was traced with."""
+def as_traced(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Does the operation itself, on operands cast to the dtypes that it was traced with.
+
+    Returns:
+      Its results; half ones are converted to float32.
+    """
     values = [
         jax.lax.convert_element_type(value, ir.dtype_of(atom)) if is_half(ir.dtype_of(atom)) else value
         for value, atom in zip(values, eqn.invars, strict=True)

@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.dtypes import is_half, promote_dtype
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.walk import walk
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
 from jmp_policy._src.report.diagnose.eager_replay import EagerReplay
 from jmp_policy._src.report.diagnose.fault import Fault, of_step
 from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.loss_program import (
+    named_results,
+    returns_scalar,
+    trained_arguments,
+    value_and_gradients,
+)
 from jmp_policy._src.report.loss_scale import as_loss_scale
 from jmp_policy._src.report.lost_constants import LostConstant, LostConstants, without_overflow_warnings
 
@@ -69,17 +72,15 @@ def diagnose(
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     with without_overflow_warnings():
-        if has_aux or not _is_one(scale) or _returns_scalar(function):
+        if has_aux or not _is_one(scale) or returns_scalar(function):
             return _of_loss(function, float(as_loss_scale(scale).loss_scale), has_aux)
         return _of_program(function, (params, args, kwargs))
 
 
 def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     """Diagnoses a loss and its gradients."""
-    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
-    if not trained:
-        raise ValueError(f"diagnose found no floating arrays in the parameters of {function.name}.")
-    jaxpr = jax.make_jaxpr(_value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
+    trained = trained_arguments(function, "diagnose")
+    jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
     replay = EagerReplay(jaxpr, function.arrays)
     loss = float(np.asarray(replay.values[replay.results[0]]).astype(np.float64))
     names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
@@ -89,16 +90,7 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
 
 def _of_program(function: Function, given: Any) -> Diagnosis:
     """Diagnoses a function whose result is no loss, such as a whole training step."""
-    names: list[str] = []
-
-    def program(arrays: Sequence[Any]) -> list[Any]:
-        paths = jax.tree_util.tree_leaves_with_path(function.call(arrays))
-        kept = [(path, leaf) for path, leaf in paths if is_array(leaf)]
-        names[:] = [
-            "/".join(["result", *(jax.tree_util.keystr((k,), simple=True) for k in p)]) for p, _ in kept
-        ]
-        return [leaf for _, leaf in kept]
-
+    program, names = named_results(function)
     jaxpr = jax.make_jaxpr(program)(function.arrays)
     replay = EagerReplay(jaxpr, function.arrays)
     try:
@@ -111,18 +103,6 @@ def _of_program(function: Function, given: Any) -> Diagnosis:
 
 def _is_one(scale: Any) -> bool:
     return isinstance(scale, int | float) and scale == 1
-
-
-def _returns_scalar(function: Function) -> bool:
-    """Returns whether a function's result is one number, as a loss is."""
-    result: list[Any] = []
-
-    def run(arrays: Sequence[Any]) -> None:
-        result.append(function.result(arrays))
-
-    jax.eval_shape(run, function.arrays)
-    is_one = jax.tree.structure(result[0]) == jax.tree.structure(0)
-    return is_one and jnp.shape(result[0]) == ()
 
 
 def _constants(jaxpr: Any) -> tuple[LostConstant, ...]:
@@ -166,29 +146,6 @@ def _diagnosed(
         return _of_argument(found, replay, -2 - first, function)
     arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
     return of_step(found, Fault(replay, first, arguments, replay.feeding(forward), {}))
-
-
-def _value_and_gradients(
-    function: Function, trained: Sequence[int], loss_scale: float, has_aux: bool
-) -> Callable[..., Any]:
-    """Returns the loss, the loss times its scale, and the gradients of the latter."""
-
-    def program(arrays: Sequence[Any]) -> Any:
-        def scaled(params: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss, _ = split_loss(function.result(whole), has_aux)
-            loss = jnp.asarray(loss)
-            # As in training: float16 holds no larger seed.
-            factor = min(loss_scale, 2.0**15) if loss.dtype == jnp.float16 else loss_scale
-            product = loss.astype(promote_dtype(loss.dtype)) * jnp.float32(factor)
-            return product, loss
-
-        (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
-        return [loss, product, *grads]
-
-    return program
 
 
 def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Function) -> Diagnosis:

@@ -1,0 +1,1 @@
+"""Where a half-precision program departs from its float32 replay."""

@@ -1,0 +1,235 @@
+"""What a drift report says: how far half precision is from float32, and where that comes from."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_policy._src.core.report_base import Report, Table, joined, percent, plotting
+from jmp_policy._src.jaxpr.walk import Placed
+
+#: Parts of a program that a row is about.
+OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
+    "outputs",
+    "activation gradients",
+    "parameter gradients",
+)
+DIRECTIONS = (OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS)
+
+#: Random errors of one rounding each are normal up to so many standard deviations.
+_NORMAL = 2.0
+
+#: Shares below this are not named in a verdict.
+_NAMED = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftRow(Placed):
+    """Error of what a module, or one operation, computes.
+
+    Errors are relative: the root of the sum of the squared errors, divided by that of the squared float32
+    values. `introduced` and `inherited` are parts of the same sum.
+
+    Args:
+      module: names of the scopes around it, joined by slashes.
+      operation: name of the primitive; of a module, of the one that introduces most.
+      line: where the user wrote that.
+      direction: "outputs", "activation gradients" or "parameter gradients".
+      introduced: what half precision here adds, for the values that arrive here.
+      inherited: what came with those, passed on in float32.
+      total: error of the values themselves.
+      largest: largest absolute error of one element.
+      share: part of the error of the gradient, or of all results, that is introduced here.
+      loss_share: part of the error of the loss that is introduced here.
+      dtype: half dtype of the operation.
+      terms: how many terms a sum in half has; 1 for other operations.
+      trips: of a row inside `lax.scan`, `total` in each trip.
+    """
+
+    module: str
+    operation: str
+    line: str
+    direction: str
+    introduced: float
+    inherited: float
+    total: float
+    largest: float
+    share: float
+    loss_share: float
+    dtype: str
+    terms: int = 1
+    trips: tuple[float, ...] = ()
+
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        """Returns the module, by the name that other reports have for it."""
+        return self.module
+
+    @property
+    def description(self) -> str:
+        """Describes the operation: "a sum of 50,257 float16 terms"."""
+        if self.terms > 1:
+            return f"a sum of {self.terms:,} {self.dtype} terms"
+        known = {
+            "convert_element_type": f"a cast to {self.dtype}",
+            "dot_general": f"a matrix product in {self.dtype}",
+            "conv_general_dilated": f"a convolution in {self.dtype}",
+        }
+        return known.get(self.operation, f"{self.operation} in {self.dtype}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultDrift:
+    """Error of one result: the loss, the gradient of one parameter, or part of a new state.
+
+    Args:
+      name: "the loss", the path of a parameter, or that of a result.
+      error: relative L2 error.
+      largest: largest absolute error of one element.
+      norm: L2 norm in float32.
+      cosine: of the angle between both runs; nan for zeros.
+    """
+
+    name: str
+    error: float
+    largest: float
+    norm: float
+    cosine: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift(Report):
+    """Error of a half-precision program against its float32 replay; `str` shows where it is introduced.
+
+    Args:
+      function: name of the function.
+      rows: one per module and direction, or per operation, in order of the program.
+      results: of each result: the loss, the gradients; or the parts of what a function returns.
+      loss: the loss in float32; nan for a function that is no loss.
+      loss_error: its relative error.
+      gradient_error: relative L2 error of the whole gradient.
+      cosine: of the angle between both gradients.
+      gradient_norm: norm of the float32 gradient, scale taken off.
+      error: what `share` in rows refers to: `gradient_error`; of a function that is no loss the root of the
+        mean of the squared relative errors of its results.
+      expected: what `error` would be if every operation in half precision rounded once, at random.
+      loss_scale: what the loss was multiplied by.
+    """
+
+    function: str
+    rows: tuple[DriftRow, ...]
+    results: tuple[ResultDrift, ...]
+    loss: float
+    loss_error: float
+    gradient_error: float
+    cosine: float
+    gradient_norm: float
+    error: float
+    expected: float
+    loss_scale: float = 1.0
+
+    _rows = "rows"
+    _computed = ("verdict", "is_normal")
+
+    @property
+    def is_loss(self) -> bool:
+        """Returns whether the function is a loss, whose gradient was looked at."""
+        return not math.isnan(self.gradient_error)
+
+    @property
+    def is_normal(self) -> bool:
+        """Returns whether the error is no more than one random rounding per operation explains."""
+        return self.error <= _NORMAL * self.expected
+
+    @property
+    def contributions(self) -> tuple[DriftRow, ...]:
+        """Returns the rows that introduce an error, largest share first."""
+        return tuple(sorted((row for row in self.rows if row.share > 0), key=lambda row: -row.share))
+
+    @property
+    def verdict(self) -> str:
+        """Returns how large the error is, whether that is normal, and where it is introduced."""
+        if not any(result.error for result in self.results):
+            return f"{self.function}: no difference from float32."
+        what = "the gradient is" if self.is_loss else "the results are"
+        cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
+        parts = [f"{self.function}: {what} off by {_error_text(self.error)}{cosine}{self._compared()}"]
+        named = [row for row in self.contributions if row.share >= _NAMED][:3]
+        if named:
+            first, *rest = named
+            text = f"{percent(first.share)} of that error is introduced in {first.place}, {first.description}"
+            parts.append(text + "".join(f"; {percent(r.share)} in {r.place}, {r.description}" for r in rest))
+        if self.is_loss:
+            parts.append(self._of_loss())
+        return ". ".join(parts) + "."
+
+    def _compared(self) -> str:
+        if not math.isfinite(self.error):
+            return ", which is not finite: `diagnose` finds the first such value"
+        if self.is_normal:
+            return ", no more than rounding each operation once explains"
+        if not self.expected:
+            return ""
+        return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
+
+    def _of_loss(self) -> str:
+        text = f"The loss is off by {_error_text(self.loss_error)}"
+        row = max(self.rows, key=lambda row: row.loss_share, default=None)
+        if row is None or row.loss_share < _NAMED or not self.loss_error:
+            return text
+        return f"{text}, {percent(row.loss_share)} of it introduced in {row.place}, {row.description}"
+
+    def _tables(self) -> Sequence[Table]:
+        columns = ["module", "line", "operation", "introduced ", "inherited ", "total ", "largest ", "share "]
+        tables = []
+        for direction in DIRECTIONS:
+            rows = [row for row in self.rows if row.direction == direction]
+            if rows:
+                tables.append(Table(columns, list(map(_cells, rows)), f"{self.function}: {direction}"))
+        worst = sorted((r for r in self.results if r.error), key=lambda r: -r.error)[:8]
+        if worst:
+            cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
+            names = ["result", "error ", "largest ", "norm "]
+            tables.append(Table(names, cells, "results that are furthest off"))
+        return tables
+
+    def _lines(self) -> Sequence[str]:
+        return (self.verdict,)
+
+    def plot(self) -> Any:
+        """Draws the error along the depth of the program, forward and backward; returns the figure.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+        """
+        from jmp_policy._src.report.drift.drift_plot import plot
+
+        return plot(self, plotting("Drift.plot"))
+
+    def exceeding(self, rtol: float) -> tuple[ResultDrift, ...]:
+        """Returns the results whose relative error is larger than a bound, or not a number."""
+        return tuple(r for r in self.results if not r.error <= rtol)
+
+
+def exceeding_text(found: Drift, rtol: float) -> str:
+    """Describes what is further off than a bound; "" if nothing is."""
+    parts = []
+    if found.is_loss:
+        if not found.gradient_error <= rtol:
+            parts.append(f"the gradient is off by {found.gradient_error:.3g}")
+        if not found.loss_error <= rtol:
+            parts.append(f"the loss is off by {found.loss_error:.3g}")
+    else:
+        parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.exceeding(rtol)])]
+    return "; ".join(filter(None, parts))
+
+
+def _cells(row: DriftRow) -> Sequence[str]:
+    numbers = (f"{value:.2g}" for value in (row.introduced, row.inherited, row.total, row.largest))
+    return row.module, row.line.partition(" ")[0], row.operation, *numbers, percent(row.share)
+
+
+def _error_text(error: float) -> str:
+    if not math.isfinite(error):
+        return "more than any number"
+    return f"{100 * error:.3g} %" if error >= 1e-4 else f"{error:.2g}"

@@ -1,0 +1,45 @@
+"""Rounds float32 arrays to the values of a narrower dtype, and keeps them in float32.
+
+The compiler may drop a cast to float16 and back (XLA's "excess precision"), and then nothing is rounded;
+arithmetic it has to do. `lax.reduce_precision` alone would flush the subnormal numbers of float16 to zero.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_FLOAT32_EXPONENT_BITS = 8
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """Rounds a float32 array to the nearest values of a half or float8 dtype.
+
+    Args:
+      x: float32 array of any shape.
+      dtype: dtype of 16 bits or fewer.
+
+    Returns:
+      A float32 array, equal to `x.astype(dtype).astype(float32)`: ties go to even, what is too large becomes
+      infinite, or NaN in formats without infinity.
+
+    Example:
+      >>> [float(rounded(jnp.float32(value), "float16")) for value in (0.1, 1e-7, 65520.0)]
+      [0.0999755859375, 1.1920928955078125e-07, inf]
+    """
+    info = jnp.finfo(dtype)
+    y = lax.reduce_precision(x, _FLOAT32_EXPONENT_BITS, info.nmant)
+    if info.nexp < _FLOAT32_EXPONENT_BITS:
+        step = np.float32(info.smallest_subnormal)
+        subnormal = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+        y = jnp.where(jnp.abs(x) < np.float32(info.smallest_normal), subnormal, y)
+        y = jnp.where(jnp.abs(y) > np.float32(info.max), _beyond(dtype) * jnp.sign(y), y)
+    return y
+
+
+def _beyond(dtype: Any) -> np.float32:
+    """Returns what a number beyond the largest one becomes: infinite, or NaN."""
+    with jax.ensure_compile_time_eval():
+        return np.float32(np.asarray(jnp.asarray(np.float32(np.inf)).astype(dtype)).astype(np.float32))

@@ -1,0 +1,219 @@
+"""Makes rows of a report from what was measured at the nodes of a program."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.report.drift.comparison import Comparison, group_of
+from jmp_policy._src.report.drift.error_budget import ErrorBudget
+from jmp_policy._src.report.drift.findings import (
+    ACTIVATION_GRADIENTS,
+    OUTPUTS,
+    PARAMETER_GRADIENTS,
+    DriftRow,
+)
+from jmp_policy._src.report.drift.recorder import Measured, totals, unit_of
+
+#: What may stand between a product of the backward pass and the gradient of a parameter.
+_PASSES_ON = frozenset({
+    "convert_element_type", "add_any", "mul", "div", "neg", "transpose", "reshape", "squeeze",
+    "broadcast_in_dim", "concatenate", "select_n", "dynamic_update_slice", "carry", "pad",
+})  # fmt: skip
+
+
+class Rows:
+    """Rows of a report.
+
+    Args:
+      comparison: that was run.
+      measured: what it gave by node, as arrays of the host.
+      gradients: nodes of the gradients of the parameters.
+      weights: by node, its share in the error that the report is about.
+      loss_weights: the same of the loss.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        measured: Mapping[int, Measured],
+        gradients: Sequence[int],
+        weights: Mapping[int, float],
+        loss_weights: Mapping[int, float],
+    ):
+        self._nodes, self._raw = comparison.nodes, measured
+        self._measured = totals(measured)
+        self._budget = ErrorBudget(self._nodes, self._measured)
+        self.shares = self._budget.shares(weights)
+        self._loss_shares = self._budget.shares(loss_weights)
+        self._results = {number for number in comparison.results if number is not None}
+        self._consumers: dict[int, list[int]] = defaultdict(list)
+        for number, node in enumerate(self._nodes):
+            for source in node.sources:
+                self._consumers[source].append(number)
+        self._is_gradient: dict[int, bool] = dict.fromkeys(gradients, True)
+        for number in reversed(range(len(self._nodes))):
+            self._is_gradient.setdefault(number, self._leads_to_gradients(number))
+
+    def of_operations(self) -> tuple[DriftRow, ...]:
+        """Returns one row per operation, line and direction."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, node in enumerate(self._nodes):
+            if number in self._measured and node.operation != "carry":
+                direction = self._direction(number)
+                groups[(node.site.path, node.site.line, node.operation, direction)].append(number)
+        return tuple(
+            self._row(key[0], key[3], numbers, [], numbers, self._sum(numbers, "introduced"))
+            for key, numbers in groups.items()
+        )
+
+    def of_modules(self) -> tuple[DriftRow, ...]:
+        """Returns one row per module and direction."""
+        within = self._budget.introduced_within(list(map(group_of, self._nodes)))
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, node in enumerate(self._nodes):
+            if number in self._measured:
+                groups[(node.site.path, self._direction(number))].append(number)
+        rows = []
+        for (module, direction), numbers in groups.items():
+            leaving = self._leaving(numbers)
+            if leaving:
+                introduced = sum(within[n] * self._squared(n) for n in leaving if within[n])
+                rows.append(self._row(module, direction, leaving, numbers, numbers, introduced))
+        return tuple(rows)
+
+    def expected(self, error: float) -> float:
+        """Returns what an error would be if every operation rounded its result once, at random.
+
+        The error of rounding to nearest is uniform in (-u, u) times the value, for unit roundoff u: its
+        variance is at most u^2 / 3 times the square. How much an operation's error matters in the end is
+        known from its share.
+        """
+        found = 0.0
+        for number in map(int, np.flatnonzero(self.shares)):
+            at, dtype = self._measured[number], self._nodes[number].dtype
+            if at.introduced and math.isfinite(at.introduced) and is_half(dtype):
+                unit_roundoff = float(jnp.finfo(dtype).eps) / 2
+                found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / at.introduced
+        return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
+
+    def _leads_to_gradients(self, number: int) -> bool:
+        """Returns whether a value of the backward pass is a parameter's gradient on its way out."""
+        consumers = self._consumers[number]
+        return (
+            bool(consumers)
+            and number not in self._results
+            and self._nodes[number].site.backward
+            and all(self._is_gradient.get(c, False) and self._passes_on(c) for c in consumers)
+        )
+
+    def _passes_on(self, number: int) -> bool:
+        return self._nodes[number].operation in _PASSES_ON
+
+    def _direction(self, number: int) -> str:
+        if self._is_gradient[number]:
+            return PARAMETER_GRADIENTS
+        return ACTIVATION_GRADIENTS if self._nodes[number].site.backward else OUTPUTS
+
+    def _leaving(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the values that other modules read, of the same pass if any does; results too."""
+        floating = [n for n in numbers if jnp.issubdtype(self._nodes[n].dtype, jnp.inexact)]
+        by_pass, by_module = [], []
+        for number in floating:
+            here = self._nodes[number]
+            consumers = [self._nodes[c] for c in self._consumers[number]]
+            others = [c for c in consumers if group_of(c) != group_of(here)]
+            if number in self._results or any(c.site.backward == here.site.backward for c in others):
+                by_pass.append(number)
+            elif others:
+                by_module.append(number)
+        # What nobody else reads is what the module's own gradients are computed from.
+        return by_pass or by_module or floating
+
+    def _squared(self, number: int) -> float:
+        return self._budget.error(number) / unit_of(self._nodes, number) ** 2
+
+    def _sum(self, numbers: Sequence[int], field: str) -> float:
+        return sum(getattr(self._measured[n], field) / unit_of(self._nodes, n) ** 2 for n in numbers)
+
+    def _row(
+        self,
+        module: str,
+        direction: str,
+        shown: Sequence[int],
+        inside: Sequence[int],
+        counted: Sequence[int],
+        introduced: float,
+    ) -> DriftRow:
+        """Makes a row.
+
+        Args:
+          module, direction: what it is about.
+          shown: nodes whose errors it shows.
+          inside: nodes of a module, for which `inherited` is what is not introduced; none for operations.
+          counted: nodes whose shares it has.
+          introduced: sum of the squared errors introduced.
+        """
+        total, exact = sum(map(self._squared, shown)), self._sum(shown, "exact")
+        rest = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
+        inherited = rest if inside else self._inherited(shown)
+        main = max(counted, key=lambda n: (self.shares[n], self._relative(n)))
+        node = self._nodes[main]
+        largest = max(self._measured[n].largest / unit_of(self._nodes, n) for n in shown)
+        return DriftRow(
+            module=module,
+            operation=node.operation,
+            line=node.site.line,
+            direction=direction,
+            introduced=_root(introduced, exact),
+            inherited=_root(inherited, exact),
+            total=_root(total, exact),
+            largest=float(largest),
+            share=_share(self.shares, counted),
+            loss_share=_share(self._loss_shares, counted),
+            dtype=str(node.dtype),
+            terms=node.terms,
+            trips=self._trips(shown),
+        )
+
+    def _inherited(self, numbers: Sequence[int]) -> float:
+        """Returns the sum of the squared errors that operations inherit; all where nothing is rounded."""
+        return sum(
+            (self._measured[n].inherited if self._nodes[n].rounds else self._budget.error(n))
+            / unit_of(self._nodes, n) ** 2
+            for n in numbers
+        )
+
+    def _relative(self, number: int) -> float:
+        at = self._measured[number]
+        return _root(at.introduced, at.exact)
+
+    def _trips(self, numbers: Sequence[int]) -> tuple[float, ...]:
+        """Returns the relative error in each trip of the scan that values are in; none outside of scans."""
+        shapes = {np.shape(self._raw[n].exact) for n in numbers}
+        if len(shapes) != 1 or shapes == {()}:
+            return ()
+        units = {n: unit_of(self._nodes, n) ** 2 for n in numbers}
+        error = sum(_total(self._raw[n]) / units[n] for n in numbers)
+        exact = sum(np.asarray(self._raw[n].exact, np.float64) / units[n] for n in numbers)
+        return tuple(_root(e, x) for e, x in zip(np.ravel(error), np.ravel(exact), strict=True))
+
+
+def _share(shares: np.ndarray, numbers: Sequence[int]) -> float:
+    """Returns the sum of the shares of nodes, to as many digits as shares have."""
+    return round(float(sum(shares[n] for n in numbers)), 6)
+
+
+def _total(at: Measured) -> np.ndarray:
+    total, parts = (np.asarray(x, np.float64) for x in (at.total, np.add(at.introduced, at.inherited)))
+    return np.where(total == 0, parts, total)
+
+
+def _root(error: float, exact: float) -> float:
+    if not error:
+        return 0.0
+    return float(np.sqrt(error / exact)) if exact else math.inf

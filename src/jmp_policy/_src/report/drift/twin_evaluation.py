@@ -1,0 +1,334 @@
+"""Evaluates a program twice at once: as it was written, and in float32.
+
+Every value is a twin: what the program computes in half precision, kept in float32, and what it would be if
+every operation were float32. An operation in half is done in float32 for the operands of either run, and of
+the first the result is rounded::
+
+    wide  = op(x.half, y.half)           # float32
+    half  = rounded(wide)                # what the operation introduces is half - wide
+    exact = op(x.exact, y.exact)         # what it inherits is wide - exact
+
+So the two parts add up to the whole error, element by element. Rounding once is what hardware does: products
+accumulate in float32, and elementwise operations are computed there. Sums in half, which round each partial
+sum, run as they were traced. Where nothing was rounded yet both runs are one.
+
+What one line of the source does with few operations that are cheap is a region, measured as one: inside it
+`wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import calls, compat, ir, walk
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
+from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
+from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.report.drift.recorder import Node, Recorder
+from jmp_policy._src.report.drift.rounding import rounded
+
+
+class Twin(NamedTuple):
+    """A value in both runs.
+
+    Args:
+      half: as the program computes it; float32 where it was traced in half.
+      exact: in float32; the very same object where the two cannot differ.
+      node: number of the node that it is; None where the two cannot differ.
+      wide: what float32 gives for the half values that enter its region; None where it is in none.
+      region: module, line and direction of the operations that are measured as one.
+    """
+
+    half: Any
+    exact: Any
+    node: int | None = None
+    wide: Any = None
+    region: Any = None
+
+
+def same(value: Any) -> Twin:
+    """Returns the twin of a value that both runs share; float32 where it is half."""
+    value = to_float32(value)
+    return Twin(value, value)
+
+
+class TwinEvaluation:
+    """Evaluates jaxprs on twins.
+
+    Args:
+      recorder: takes note of the values that differ.
+      every_operation: whether every operation is measured for itself, and there are no regions.
+    """
+
+    def __init__(self, recorder: Recorder, every_operation: bool):
+        self._recorder = recorder
+        self._every_operation = every_operation
+
+    def run(self, jaxpr: Any, arguments: Sequence[Twin], outer: walk.Site) -> list[Twin]:
+        """Returns the results of a jaxpr, closed or not, that is called at a site."""
+        return evaluate(
+            jaxpr,
+            list(arguments),
+            lambda eqn, twins: self._equation(eqn, twins, walk.site_of(eqn, outer)),
+            constant=lambda _, value: same(value),
+            literal=lambda atom: same(jnp.asarray(atom.val, ir.dtype_of(atom))),
+            last_uses=last_uses(jaxpr),
+        )
+
+    def _equation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        if all(twin.node is None for twin in twins) and not _involves_half(eqn):
+            return list(map(same, replay_equation(eqn, [twin.exact for twin in twins])))
+        kind, called = calls.kind_of(eqn), calls.called(eqn)
+        if kind is Kind.SCAN:
+            return self._scan(eqn, twins, site)
+        if called is not None and kind is not Kind.SHARD_MAP:
+            if kind is Kind.CHECKPOINT:
+                twins = _kept_apart(twins)
+            return self.run(called.jaxpr, twins[called.skipped :], site)
+        return self._operation(eqn, twins, site)
+
+    def _operation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        exact = replay_equation(eqn, [twin.exact for twin in twins])
+        differs = any(twin.node is not None for twin in twins)
+        computed = replay_equation(eqn, [twin.half for twin in twins]) if differs else exact
+        if _runs_as_traced(eqn):
+            half, rounds = _traced(eqn, twins), [True] * len(computed)
+        else:
+            dtypes = map(ir.dtype_of, eqn.outvars)
+            rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
+            half = [
+                rounded(value, ir.dtype_of(var)) if rounding else value
+                for value, var, rounding in zip(computed, eqn.outvars, rounds, strict=True)
+            ]
+        if not differs and not any(rounds):
+            return list(map(same, exact))
+        region = None if self._every_operation else (site.path, site.line, site.backward)
+        within = [t.region is not None and t.region == region for t in twins]
+        wide = computed
+        if eqn.primitive.name in _COSTLY:
+            within = [False] * len(twins)
+        if any(within):
+            values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
+            wide = replay_equation(eqn, values)
+        return [
+            self._result(eqn, site, twins, within, i, Twin(half[i], exact[i], None, wide[i], region), one)
+            for i, one in enumerate(rounds)
+        ]
+
+    def _result(
+        self, eqn: Any, site: walk.Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
+        rounds: bool,
+    ) -> Twin:  # fmt: skip
+        """Returns one result of an operation with its node; `made` is what it has become."""
+        passed = _passed_on(eqn, twins, i)
+        if passed is not None and not rounds:
+            # A view of what is in another region begins none: its node has the sources of that one.
+            return made._replace(node=passed) if any(within) else Twin(made.half, made.exact, passed)
+        nodes, sources = self._recorder.nodes, dict[int, None]()
+        operands = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
+        for number, inside in operands:
+            sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
+        before = [nodes[number] for number, inside in operands if inside]
+        var = eqn.outvars[i]
+        name, dtype = eqn.primitive.name, ir.dtype_of(var)
+        terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _SUMS and is_half(dtype) else 1
+        # A region is called by what rounds most in it.
+        named = max(before, key=_weight, default=None)
+        if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
+            name, dtype, terms = named.operation, named.dtype, named.terms
+        rounds = rounds or any(node.rounds for node in before)
+        adds = eqn.primitive.name in _ADDS and all(node.adds for node in before)
+        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds)
+        number = self._recorder.add(node)
+        self._recorder.measure(number, made.half, made.wide, made.exact)
+        return made._replace(node=number)
+
+    def _scan(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        params = eqn.params
+        consts, carries = compat.scan_sizes(params)
+        fixed, start, xs = twins[:consts], twins[consts : consts + carries], twins[consts + carries :]
+        loop = _Loop(eqn, dataclasses.replace(site, times=site.times * params["length"]), fixed, start, xs)
+        while True:
+            with self._recorder.forgetting():
+                jax.eval_shape(lambda: self._run_scan(loop))
+            differs = [a or b.node is not None for a, b in zip(loop.differs, loop.results, strict=False)]
+            if differs == loop.differs:
+                break
+            loop.differs = differs
+        (last, ys), measured = self._run_scan(loop)
+        self._recorder.measured.update(measured)
+        nodes = self._recorder.nodes
+        for number, begun, result in zip(loop.carried, start, loop.results, strict=False):
+            if number is not None:
+                # Its place is that of what makes it in every trip, so that it is in the same module.
+                made = nodes[number if result.node is None else result.node]
+                sources = tuple(n for n in (begun.node, result.node) if n is not None)
+                nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
+        results = loop.results
+        final = _unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
+        return final + _unpacked(ys, *_nodes(results[carries:]))
+
+    def _run_scan(self, loop: "_Loop") -> Any:
+        """Evaluates a scan; gives its last carry and outputs, and what was measured in each trip."""
+        params, begin = loop.eqn.params, len(self._recorder.nodes)
+
+        def trip(carry: Any, arrays: Any) -> Any:
+            # A scan may trace its body more than once; what was recorded before is void.
+            del self._recorder.nodes[begin:]
+            with self._recorder.inside() as measured:
+                carried = [self._carry(loop, i, twin) for i, twin in enumerate(loop.carries(carry))]
+                loop.carried = [twin.node for twin in carried]
+                xs = _unpacked(arrays, *_nodes(loop.xs))
+                loop.results = self.run(params["jaxpr"], [*loop.fixed, *carried, *xs], loop.site)
+            after, ys = loop.results[: len(loop.start)], loop.results[len(loop.start) :]
+            return _packed(after, loop.differs), (_packed(ys, _nodes(ys)[0]), measured)
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        xs = _packed(loop.xs, _nodes(loop.xs)[0])
+        last, (ys, measured) = lax.scan(trip, _packed(loop.start, loop.differs), xs, **options)
+        return (last, ys), measured
+
+    def _carry(self, loop: "_Loop", i: int, twin: Twin) -> Twin:
+        """Returns a carry at the start of a trip, as a node of its own if it may differ."""
+        if not loop.differs[i]:
+            return twin
+        node = Node(loop.site, "carry", ir.dtype_of(loop.eqn.outvars[i]), 1, (), rounds=False, adds=True)
+        number = self._recorder.add(node)
+        self._recorder.measure(number, twin.half, twin.exact, twin.exact)
+        return Twin(twin.half, twin.exact, number)
+
+
+@dataclasses.dataclass
+class _Loop:
+    """A scan that is being evaluated.
+
+    Args:
+      eqn, site: its equation, and where it is.
+      fixed, start, xs: its constants, first carries, and inputs.
+
+    Attributes:
+      differs: for each carry, whether the two runs may differ in it.
+      carried: for each carry, its node at the start of a trip.
+      results: of its body.
+    """
+
+    eqn: Any
+    site: walk.Site
+    fixed: Sequence[Twin]
+    start: Sequence[Twin]
+    xs: Sequence[Twin]
+
+    def __post_init__(self) -> None:
+        self.differs = [twin.node is not None for twin in self.start]
+        self.carried: list[int | None] = []
+        self.results: list[Twin] = []
+
+    def carries(self, arrays: Any) -> list[Twin]:
+        """Returns the carries at the start of a trip, still without nodes."""
+        return _unpacked(arrays, self.differs, [None] * len(self.differs))
+
+
+def _weight(node: Node) -> tuple[int, bool]:
+    return node.terms if node.rounds else 0, node.operation in _PRODUCTS
+
+
+def _nodes(twins: Sequence[Twin]) -> tuple[list[bool], list[int | None]]:
+    """Returns which twins may differ, and their nodes."""
+    return [twin.node is not None for twin in twins], [twin.node for twin in twins]
+
+
+def _packed(twins: Sequence[Twin], differs: Sequence[bool]) -> list[Any]:
+    """Returns the arrays of twins: one of each, or two where they may differ."""
+    return [(t.half, t.exact) if two else t.exact for t, two in zip(twins, differs, strict=True)]
+
+
+def _unpacked(arrays: Sequence[Any], differs: Sequence[bool], nodes: Sequence[int | None]) -> list[Twin]:
+    return [
+        Twin(pair[0], pair[1], node) if two else same(pair)
+        for pair, two, node in zip(arrays, differs, nodes, strict=True)
+    ]
+
+
+def _involves_half(eqn: Any) -> bool:
+    atoms = (*eqn.invars, *eqn.outvars)
+    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(map(has_half, ir.subjaxprs(eqn)))
+
+
+def _runs_as_traced(eqn: Any) -> bool:
+    """Returns whether only the operation itself knows how it rounds."""
+    name = eqn.primitive.name
+    if name in _SUMS_IN_STEPS:
+        return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
+    is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
+    return name == "reduce_precision" or (is_opaque and _involves_half(eqn))
+
+
+def _traced(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
+    with compat.eqn_context(eqn):
+        return as_traced(eqn, [twin.half for twin in twins])
+
+
+def _is_exact(eqn: Any, dtype: Any) -> bool:
+    """Returns whether an operation gives numbers that its half operands already were."""
+    if eqn.primitive.name == "convert_element_type":
+        return ir.dtype_of(eqn.invars[0]) == dtype
+    if eqn.primitive.name not in _EXACT:
+        return False
+    floating = [d for d in map(ir.dtype_of, eqn.invars) if d is not None and jnp.issubdtype(d, jnp.floating)]
+    return all(d == dtype for d in floating)
+
+
+def _passed_on(eqn: Any, twins: Sequence[Twin], i: int) -> int | None:
+    """Returns the node of the operand that a result is, its shape aside."""
+    if eqn.primitive.name not in _VIEWS:
+        return None
+    place = i if len(eqn.invars) == len(eqn.outvars) else 0
+    var, out = eqn.invars[place], eqn.outvars[i]
+    is_number = all(jnp.issubdtype(ir.dtype_of(v), jnp.inexact) for v in (var, out))
+    return twins[place].node if is_number and walk.size(var) == walk.size(out) else None
+
+
+def _kept_apart(twins: list[Twin]) -> list[Twin]:
+    """Keeps the compiler from merging what a jax.checkpoint computes again with the first time."""
+    arrays = [(t.half, t.exact) if t.node is not None else (t.exact,) for t in twins]
+    apart = lax.optimization_barrier(arrays)
+    return [Twin(pair[0], pair[-1], twin.node) for pair, twin in zip(apart, twins, strict=True)]
+
+
+#: Of operands in one half dtype, their results are exact in it.
+_EXACT = (
+    having(Trait.MOVES) | having(Trait.KEEPS_WEIGHT) | having(Trait.VIEW)
+    | {
+        "neg", "sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "select_n", "cummax", "cummin",
+        "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "concatenate", "stack",
+        "dynamic_update_slice", "sort", "top_k", "pad", "scatter", "all_to_all", "ppermute", "pmax",
+    }
+) - {"reduce_precision"}  # fmt: skip
+
+_PRODUCTS = having(Trait.PRODUCT)
+
+_VIEWS = having(Trait.VIEW) - {"reduce_precision"}
+
+#: Round after each of many steps, in an order that only the compiler knows.
+_SUMS_IN_STEPS = frozenset({
+    "reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "reduce_window",
+    "reduce", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "select_and_scatter_add", "psum",
+    "psum_invariant", "reduce_scatter", "unreduced_psum",
+})  # fmt: skip
+
+_SUMS = frozenset({"reduce_sum", "reduce", "reduce_window_sum"})
+
+#: Not done again for the sake of a region.
+_COSTLY = having(Trait.COSTLY) | _PRODUCTS | having(Trait.KERNEL) | _SUMS_IN_STEPS
+
+#: Linear in each operand: absolute errors add up.
+_ADDS = frozenset({
+    "add", "sub", "add_any", "select_n", "concatenate", "stack", "dynamic_update_slice", "max", "min",
+    "clamp", "pad", "scatter", "scatter-add", "scatter_add", "carry",
+})  # fmt: skip

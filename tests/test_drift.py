@@ -1,0 +1,465 @@
+"""Half-precision programs against their float32 replay: errors planted at known places are found there."""
+
+import functools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmp_policy as jmpp
+from jmp_policy._src.report.drift.rounding import rounded
+
+HALF = jnp.float16
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(64, 8)), jnp.float32)
+
+
+def relative(value, exact):
+    value, exact = np.asarray(value, np.float64), np.asarray(exact, np.float64)
+    return np.linalg.norm(value - exact) / np.linalg.norm(exact)
+
+
+def introducing(found):
+    """The rows that introduce an error, as (module, direction)."""
+    return {(row.module, row.direction) for row in found.rows if row.introduced}
+
+
+def add_up(found):
+    """Norms of two parts of a sum: none of them is larger than the other two together."""
+    for row in found.rows:
+        parts = sorted((row.introduced, row.inherited, row.total))
+        assert parts[2] <= (parts[0] + parts[1]) * (1 + 1e-3) + 1e-12, row
+    assert sum(row.share for row in found.rows) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_numbers_are_rounded_as_by_a_cast(dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=4000) * 10.0 ** rng.uniform(-10, 6, 4000)).astype(np.float32)
+    edges = [
+        0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        65504,
+        65519.9,
+        65520,
+        2**-14,
+        2**-24,
+        2**-25,
+        2**-25 * 1.01,
+        464,
+        465,
+    ]
+    x = np.concatenate([x, np.float32(edges)])
+    with np.errstate(over="ignore"):
+        wanted = x.astype(jnp.dtype(dtype)).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(functools.partial(rounded, dtype=dtype))(x), wanted)
+
+
+def planted(w, x, *, forward=False, backward=False):
+    """A float32 program of three parts, with a cast to half in the second one."""
+
+    @jax.custom_vjp
+    def cast(x):
+        return x.astype(HALF).astype(jnp.float32) if forward else x
+
+    cast.defvjp(
+        lambda x: (cast(x), None), lambda _, g: (g.astype(HALF).astype(jnp.float32) if backward else g,)
+    )
+    with jax.named_scope("first"):
+        h = x @ w
+    with jax.named_scope("second"):
+        h = cast(h * 3)
+    with jax.named_scope("third"):
+        return jnp.sum(jnp.sin(h * 2))
+
+
+def test_an_error_of_the_forward_pass_is_introduced_at_its_place_and_inherited_behind_it():
+    found = jmpp.drift(functools.partial(planted, forward=True), W, X, detail="operation")
+    assert introducing(found) == {("second", "outputs")}
+    (row,) = (row for row in found.rows if row.introduced)
+    exact = (X @ W) * 3
+    assert row.introduced == pytest.approx(relative(exact.astype(HALF), exact), rel=1e-4)
+    assert (row.operation, row.inherited, row.total) == ("convert_element_type", 0, row.introduced)
+    assert row.largest == pytest.approx(float(jnp.abs(exact.astype(HALF) - exact).max()), rel=1e-5)
+    assert (row.share, row.loss_share) == pytest.approx((1, 1), abs=1e-3)
+    behind = [r for r in found.rows if r.module == "third" and r.operation == "sin"]
+    assert behind
+    assert all(r.inherited == r.total > 0 == r.introduced for r in behind)
+    assert not [r for r in found.rows if r.module == "first" and r.direction == "outputs"]
+    assert "100 % of that error is introduced in second (test_drift.py" in found.verdict
+    assert "a cast to float16" in found.verdict
+    add_up(found)
+
+
+def test_an_error_of_the_backward_pass_leaves_the_loss_alone():
+    found = jmpp.drift(functools.partial(planted, backward=True), W, X)
+    assert found.loss_error == 0 < found.gradient_error
+    assert introducing(found) == {("second", "activation gradients")}
+    ct = jax.grad(lambda h: jnp.sum(jnp.sin(h * 2)))((X @ W) * 3)
+    (row,) = (row for row in found.rows if row.introduced)
+    assert row.introduced == pytest.approx(relative(ct.astype(HALF), ct), rel=1e-3)
+    assert found.gradient_error == pytest.approx(
+        relative(X.T @ ct.astype(HALF).astype(jnp.float32), X.T @ ct), rel=1e-3
+    )
+    first = [r for r in found.rows if r.module == "first"]
+    assert first
+    assert all(r.inherited == r.total > 0 == r.share for r in first)
+    add_up(found)
+
+
+def test_what_is_exact_in_half_only_inherits():
+    def program(x):
+        with jax.named_scope("rounds"):
+            h = x.astype(HALF)
+        with jax.named_scope("exact"):
+            return -jnp.concatenate([h.T * HALF(2), h.T]), jnp.abs(h)[::2], jnp.where(h > 0, h, HALF(0))
+
+    found = jmpp.drift(program, X, detail="operation")
+    assert introducing(found) == {("rounds", "outputs")}
+    assert {r.inherited for r in found.rows if r.module == "exact"} - {0}
+    assert found.error == pytest.approx(relative(X.astype(HALF), X), rel=0.05)
+    assert jnp.isnan(found.gradient_error)
+    assert not found.is_loss
+
+
+def test_a_long_sum_in_half_is_named_and_not_normal():
+    def loss_fn(w, x):
+        h = (x @ w).astype(HALF)
+        with jax.named_scope("decoder/head"):
+            bias = jnp.broadcast_to(h[:1], (50_257, 4))
+        return jnp.square(bias.astype(jnp.float32)).mean() + jnp.square(h.astype(jnp.float32)).mean()
+
+    found = jmpp.drift(loss_fn, W, X)
+    row = found.contributions[0]
+    assert (row.module, row.direction, row.terms) == ("decoder/head", "activation gradients", 50_257)
+    assert row.share > 0.7
+    assert not found.is_normal
+    assert "decoder/head (test_drift.py" in found.verdict
+    assert "a sum of 50,257 float16 terms" in found.verdict
+    assert "times what rounding each operation once would give" in found.verdict
+
+
+def test_the_expected_error_is_that_of_one_rounding():
+    found = jmpp.drift(lambda x: x.astype(HALF), X)
+    assert found.is_normal
+    # Uniform within half a step, which is u to 2 u times the value.
+    assert found.expected == pytest.approx(2**-11 / 3**0.5, rel=1e-6)
+    assert found.expected / 2 < found.error < found.expected
+
+
+def mlp(policy):
+    model = jmpp.wrap(nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(4)]), policy)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply({"params": params}, x)).mean()
+
+    return loss_fn, model.init(jax.random.key(0), X)["params"]
+
+
+@functools.cache
+def report_of_mlp():
+    loss_fn, params = mlp("mixed_float16")
+    return jmpp.drift(loss_fn, params, X), loss_fn, params
+
+
+def test_errors_are_those_of_the_two_programs():
+    found, loss_fn, params = report_of_mlp()
+    flat = [
+        np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.grad(f)(params, X))])
+        for f in (loss_fn, mlp("float32")[0])
+    ]
+    # Float16 operations one by one, as they were traced.
+    assert found.gradient_error == pytest.approx(relative(*flat), rel=0.02)
+    assert found.gradient_norm == pytest.approx(np.linalg.norm(flat[1]), rel=1e-5)
+    assert found.loss == pytest.approx(float(mlp("float32")[0](params, X)), rel=1e-5)
+    assert found.cosine == pytest.approx(1, abs=1e-5)
+    assert [r.name for r in found.results][:2] == ["the loss", "params/layers_0/bias"]
+    directions = {(r.module.rpartition("/")[2], r.direction) for r in found.rows}
+    assert directions >= {(f"layers_{i}", d) for i in (0, 2) for d in ("outputs", "parameter gradients")}
+    assert found.is_normal
+    add_up(found)
+
+
+def test_float32_against_itself_is_exactly_zero():
+    found = jmpp.drift(*mlp("float32"), X)
+    assert (found.gradient_error, found.loss_error, found.error) == (0, 0, 0)
+    assert found.rows == ()
+    assert found.verdict == "loss_fn: no difference from float32."
+    assert all(result.error == result.largest == 0 for result in found.results)
+    jmpp.assert_drift(*mlp("float32"), X, rtol=0.0)
+
+
+def test_assert_drift_says_where():
+    _, loss_fn, params = report_of_mlp()
+    jmpp.assert_drift(loss_fn, params, X, rtol=2e-3)
+    with pytest.raises(
+        AssertionError, match="gradient is off by .*and may be by 1e-05.*introduced in Sequential"
+    ):
+        jmpp.assert_drift(loss_fn, params, X, rtol=1e-5)
+    with pytest.raises(AssertionError, match="result/1 is off by inf"):
+        jmpp.assert_drift(lambda x: (x, x.astype(HALF) * HALF(6e4) * HALF(2)), X[0] + 3, rtol=1e-2)
+
+
+def test_an_overflow_is_an_infinite_error():
+    found = jmpp.drift(
+        lambda w, x: jnp.square((w * x).astype(HALF)).astype(jnp.float32).sum(), jnp.float32([300.0]), 1.0
+    )
+    assert (found.loss_error, found.loss) == (np.inf, pytest.approx(9e4))
+    assert "The loss is off by more than any number" in found.verdict
+    json.dumps(found.to_dict())
+
+
+def test_masks_that_are_infinite_in_both_runs_are_no_error():
+    def loss_fn(w, x):
+        scores = jnp.where(jnp.arange(4) < 3, (x @ w).astype(HALF), -jnp.inf)
+        return jax.nn.softmax(scores).astype(jnp.float32)[:, 0].sum()
+
+    found = jmpp.drift(loss_fn, W, X)
+    assert 0 < found.gradient_error < 1e-2
+    assert found.loss_error < 1e-3
+
+
+def test_train_steps_show_which_part_of_the_new_state_is_off():
+    loss_fn, params = mlp("mixed_float16")
+    tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
+
+    @jax.jit
+    def train_step(state, x):
+        params, opt_state = state
+        loss, grads = jmpp.scaled_value_and_grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    found = jmpp.drift(train_step, (params, tx.init(params)), X, grad=False)
+    errors = {r.name: r.error for r in found.results}
+    assert errors["result/0/1/inner_state/0/mu/layers_0/kernel"] > 1e-4
+    assert errors["result/0/1/inner_state/0/count"] == errors["result/0/1/loss_scale/loss_scale"] == 0
+    assert found.error > 0
+    assert np.isnan(found.gradient_error)
+    add_up(found)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scans_show_each_trip(remat):
+    def body(h, w):
+        with jax.named_scope("block"):
+            return jnp.tanh((h.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)), None
+
+    def loss_fn(ws, x):
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, ws)[0].sum()
+
+    ws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 8)) / 3, jnp.float32)
+    found = jmpp.drift(loss_fn, ws, X)
+    (row,) = (r for r in found.rows if r.module == "block" and r.direction == "outputs")
+    exact = half = X
+    errors = []
+    for w in ws:
+        exact = jnp.tanh(exact @ w)
+        half = jnp.tanh((half.astype(HALF) @ w.astype(HALF)).astype(jnp.float32))
+        errors.append(relative(half, exact))
+    if not remat:
+        assert row.trips == pytest.approx(errors, rel=0.02)
+    assert len(row.trips) == 3
+    assert row.total > row.introduced
+    add_up(found)
+
+
+def test_random_numbers_are_equal_in_both_runs():
+    def loss_fn(w, x, key):
+        kept = jax.random.bernoulli(key, 0.5, (64, 4))
+        return jnp.where(kept, (x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32), 0).sum()
+
+    found = jmpp.drift(loss_fn, W, X, jax.random.key(0))
+    assert 0 < found.gradient_error < 1e-3
+
+
+def test_loops_and_branches_are_compared_as_a_whole_where_they_depend_on_half_values():
+    def program(x):
+        h = x.astype(HALF)
+        with jax.named_scope("loop"):
+            h = jax.lax.fori_loop(0, jnp.int32(h[0, 0] * 0 + 3), lambda _, h: jnp.sin(h), h)
+        with jax.named_scope("branch"):
+            return jax.lax.cond(h[0, 0] > 5, jnp.cos, lambda h: h * HALF(1.1), h)
+
+    found = jmpp.drift(program, X)
+    assert {"loop", "branch"} <= {module for module, _ in introducing(found)}
+    h = X.astype(HALF)
+    half, exact = ((jnp.sin(jnp.sin(jnp.sin(v))) * HALF(1.1).astype(v.dtype)) for v in (h, X))
+    assert found.error == pytest.approx(relative(half, exact), rel=0.05)
+
+
+def test_nnx_models_and_autocast():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 4, rngs=rngs)
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.dense(x)
+
+    def loss_fn(model, x):
+        return jnp.square(model(x).astype(jnp.float32)).mean()
+
+    found = jmpp.drift(loss_fn, jmpp.wrap(Net(nnx.Rngs(0)), "mixed_bfloat16"), X)
+    assert 1e-4 < found.gradient_error < 2e-2
+    assert found.is_normal
+    assert {r.name for r in found.results} == {"the loss", "model/dense/bias", "model/dense/kernel"}
+    found = jmpp.drift(jmpp.autocast(lambda w, x: jnp.square(x @ w).mean(), "bfloat16"), W, X)
+    assert 1e-4 < found.gradient_error < 2e-2
+
+
+def test_eight_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+
+    def loss_fn(w, x):
+        return jnp.square((x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).mean()
+
+    def mapped(w, x):
+        part = jax.shard_map(
+            lambda x: jax.lax.pmean(loss_fn(w, x), "data"),
+            mesh=mesh,
+            in_specs=jax.P("data"),
+            out_specs=jax.P(),
+        )
+        return part(x)
+
+    one, eight = jmpp.drift(loss_fn, W, X), jmpp.drift(loss_fn, W, sharded)
+    assert eight.gradient_error == pytest.approx(one.gradient_error, rel=1e-3)
+    assert [(r.module, r.direction) for r in eight.rows] == [(r.module, r.direction) for r in one.rows]
+    assert jmpp.drift(mapped, W, sharded).gradient_error == pytest.approx(one.gradient_error, rel=0.5)
+
+
+def test_the_loss_scale_saves_small_gradients():
+    def loss_fn(w, x):
+        return 2.0**-22 * jnp.square((x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).mean()
+
+    lost, kept = (jmpp.drift(loss_fn, W, X, scale=scale) for scale in (1.0, 2.0**16))
+    assert lost.gradient_error > 0.1 > 1e-3 > kept.gradient_error
+    assert kept.gradient_norm == pytest.approx(lost.gradient_norm, rel=1e-5)
+    assert not lost.is_normal
+    assert kept.is_normal
+
+
+def test_metrics_of_a_training_run():
+    found, loss_fn, params = report_of_mlp()
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(8.0))
+    opt_state, traces, written = tx.init(params), [], {}
+
+    @jax.jit
+    def probe(params, opt_state, x):
+        traces.append(None)
+        return jmpp.drift_metrics(loss_fn, params, x, scale=opt_state)
+
+    assert not jax.make_jaxpr(probe)(params, opt_state, X).effects
+    log = jmpp.MetricsLogger(written.__setitem__, every=2)
+    for step in range(4):
+        if step % 2 == 0:
+            log(step, opt_state, **probe(params, opt_state, X))
+    log.flush()
+    assert list(written) == [0, 2]
+    assert len(traces) == 1
+    assert written[0]["drift/gradient_error"] == pytest.approx(found.gradient_error, rel=0.1)
+    assert written[0]["drift/loss_error"] == pytest.approx(found.loss_error, rel=1e-3)
+    assert written[0]["drift/gradient_cosine"] == pytest.approx(1, abs=1e-5)
+    assert jmpp.drift_metrics(lambda x: (x.astype(HALF), 1), X)["drift/error"] > 1e-5
+    assert jmpp.drift_metrics(lambda x: x, X, prefix="")["error"] == 0
+
+
+def test_plot():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found = report_of_mlp()[0]
+    figure = found.plot()
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == list(dict.fromkeys(row.direction for row in found.rows))
+    drawn = {line.get_label(): line.get_ydata() for line in panels[0].lines}
+    rows = [row for row in found.rows if row.direction == "outputs"]
+    assert list(drawn["total error"]) == [max(row.total, 1e-9) for row in rows]
+    assert jmpp.drift(lambda x: x, X).plot().axes[0].get_title() == "<lambda>: no difference from float32."
+    pyplot.close("all")
+
+
+def test_empty_and_odd_arguments():
+    assert jmpp.drift(lambda: ()).results == ()
+    found = jmpp.drift(lambda x, n: (x.astype(HALF)[:, :0], x.astype(jnp.complex64) * n), X, 3)
+    assert found.error == 0
+    found = jmpp.drift(lambda x: (x.astype(jnp.float8_e4m3fn), x.astype(HALF).astype(jnp.complex64)), X)
+    assert found.results[0].error > 100 * found.results[1].error > 0
+
+
+def test_messages():
+    with pytest.raises(ValueError, match="per 'module' or per 'operation'; got detail='line'"):
+        jmpp.drift(planted, W, X, detail="line")
+    with pytest.raises(TypeError, match="drift runs the function: it needs arrays"):
+        jmpp.drift(planted, jax.ShapeDtypeStruct((8, 4), "float32"), X)
+    with pytest.raises(TypeError, match="drift takes a function and its arguments"):
+        jmpp.drift(3.0)
+    with pytest.raises(ValueError, match="drift found no floating arrays in the parameters of <lambda>"):
+        jmpp.drift(lambda n: jnp.float32(n), jnp.int32(1))
+
+
+def test_faces():
+    found = report_of_mlp()[0]
+    text = str(found)
+    assert "activation gradients" in text
+    assert "introduced" in text
+    assert text.endswith(".")
+    assert repr(found).startswith("<Drift: loss_fn: the gradient is off by")
+    assert "\n" not in repr(found)
+    assert found._repr_html_().count("<table>") == 4
+    fields = json.loads(json.dumps(found.to_dict()))
+    assert fields["verdict"] == found.verdict
+    assert fields["rows"][0]["direction"] == "outputs"
+
+
+def test_rows_are_a_table_of_pandas():
+    pytest.importorskip("pandas")
+    found = report_of_mlp()[0]
+    frame = found.to_pandas()
+    assert len(frame) == len(found.rows)
+    assert {"module", "introduced", "inherited", "total"} <= set(frame)
+
+
+@st.composite
+def programs(draw):
+    """A chain of operations in float32 and half, as names."""
+    names = ["tanh", "matmul", "square", "to half", "to bfloat16", "to float32", "sum", "residual"]
+    return draw(st.lists(st.sampled_from(names), min_size=1, max_size=6))
+
+
+def run(names, w, x):
+    steps = {
+        "tanh": lambda h: jnp.tanh(h), "matmul": lambda h: h @ w[:, :4].repeat(2, 1).astype(h.dtype),
+        "square": lambda h: jnp.square(h), "to half": lambda h: h.astype(HALF),
+        "to bfloat16": lambda h: h.astype(jnp.bfloat16), "to float32": lambda h: h.astype(jnp.float32),
+        "sum": lambda h: h / (1 + jnp.abs(h).sum(0)), "residual": lambda h: x.astype(h.dtype) + h,
+    }  # fmt: skip
+    h = x
+    for name in names:
+        with jax.named_scope(name.replace(" ", "_")):
+            h = steps[name](h)
+    return jnp.mean(h.astype(jnp.float32))
+
+
+@settings(max_examples=6, deadline=None)
+@given(programs())
+def test_random_programs(names):
+    x = X[:4]
+    found = jmpp.drift(functools.partial(run, names), W, x, detail="operation")
+    half = any(name in ("to half", "to bfloat16") for name in names)
+    assert half or found.rows == ()
+    if found.error and np.isfinite(found.error):
+        add_up(found)
+    if np.isfinite(found.error):
+        exact = run([name for name in names if name not in ("to half", "to bfloat16")], W, x)
+        assert found.loss == pytest.approx(float(exact), rel=1e-4)
