@@ -36,14 +36,14 @@ def test_gpt_goes_on_bit_for_bit_after_it_was_interrupted(load, tmp_path, monkey
 
         def add_scalar(self, name, value, step):
             if step == 21:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("stop")
 
         def close(self):
             raise AssertionError("the run was to be interrupted")
 
     with monkeypatch.context() as patch:
         patch.setattr(gpt, "tensorboard", lambda options: Stops())
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="stop"):
             gpt.main([*GPT, "--out", str(parts)])
     assert 0 < len(log(parts)) < 40
     restored = []
