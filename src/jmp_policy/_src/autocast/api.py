@@ -19,6 +19,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
+from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
 from jmp_policy._src.products import binding
@@ -55,16 +56,18 @@ class Settings:
 
     def __init__(
         self,
-        policy: "PolicyMap | PolicyLike | DTypeLike",
+        policy: "PolicyMap | PolicyLike | DTypeLike | None" = None,
         rules: Any = (),
         ops: Mapping[str, op_lists.OpList] | None = None,
         lower: Iterable[str] = (),
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
     ):
-        self.policy_map = autocast_policy(policy)
+        recipe, lower = taken_recipe(lower)
+        self.policy_map = autocast_policy(policy, recipe)
         check_grad_dtypes(self.policy_map)
-        self.half = compute_dtype(self.policy_map.default.compute_dtype, policy)
+        default = self.policy_map.default
+        self.half, self.recipe = compute_dtype(default.compute_dtype, policy), default.recipe
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
         self.table = op_lists.changed_table(ops, lower=lower, full=full, follow=follow)
         given = [*(ops or {}), *lower, *full, *follow]
@@ -92,7 +95,7 @@ class Settings:
             )
         with self._marked() as seen:
             flat = flattened(fn, args, kwargs)
-        regions = Regions(self.half, self.rules, self.map_rules)
+        regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
         planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED)
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
@@ -136,16 +139,31 @@ class Settings:
                 warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
 
 
-def autocast_policy(policy: Any) -> PolicyMap:
-    """Returns the `PolicyMap` of what `autocast` takes: a dtype too.
+def taken_recipe(lower: Any) -> tuple[str | None, tuple[Any, ...]]:
+    """Returns the float8 recipe among what is to be lowered, None without one, and the rest."""
+    names = (lower,) if isinstance(lower, str) else tuple(lower)
+    recipes = [name for name in names if name in RECIPES]
+    if len(recipes) > 1:
+        raise ValueError(f"autocast follows one recipe, and lower={lower!r} names {len(recipes)} of them.")
+    return (recipes or [None])[0], tuple(name for name in names if name not in RECIPES)
+
+
+def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
+    """Returns the `PolicyMap` of what `autocast` takes: a dtype too, and none with a recipe.
 
     Raises:
-      TypeError, ValueError: for what is neither a policy nor a dtype.
+      TypeError, ValueError: for what is neither a policy nor a dtype, and where neither is given.
     """
-    if isinstance(policy, PolicyMap | Policy | str):
-        return as_policy_map(policy)
-    dtype = parse_dtype(policy, "of autocast").name
-    return PolicyMap(f"params=float32,compute={dtype},output=float32")
+    if policy is None and recipe is None:
+        raise TypeError(
+            "autocast needs a policy or a half dtype, such as 'bfloat16', or lower='fp8_current'."
+        )
+    if policy is None:
+        policy = "mixed_bfloat16"
+    if not isinstance(policy, PolicyMap | Policy | str):
+        policy = f"params=float32,compute={parse_dtype(policy, 'of autocast').name},output=float32"
+    policy_map = as_policy_map(policy)
+    return policy_map if recipe is None else policy_map.with_recipe(recipe)
 
 
 def _is_nnx_node(value: Any) -> bool:
@@ -154,7 +172,7 @@ def _is_nnx_node(value: Any) -> bool:
 
 def autocast(
     fn: F,
-    policy: "PolicyMap | PolicyLike | DTypeLike",
+    policy: "PolicyMap | PolicyLike | DTypeLike | None" = None,
     *,
     rules: Any = (),
     lower: Iterable[str] = (),
@@ -173,12 +191,13 @@ def autocast(
       fn: a function of pytrees that `jax.jit` could trace. Arguments that are no arrays are static.
       policy: a half dtype ("float16"), a policy or its text, of which the compute dtype counts; or a
         `PolicyMap`, whose rules hold for Flax modules as they do in `wrap`, and for named scopes
-        elsewhere.
+        elsewhere. It may be left out with a recipe in `lower`: then "mixed_bfloat16".
       rules: pairs of a path glob and `"off"`, `"lower"`, a half dtype or a policy. A glob such as
         `"*head*"` or `"decoder/layer_*"` is matched against the names of the scopes around an operation
         (Flax's and Haiku's modules are such scopes), and governs what is inside.
       lower, full, follow: names of primitives to put on that list: operands to half; float32; the widest
-        operand's dtype. Others of `jmp_policy.explain`'s table stay.
+        operand's dtype. Others of `jmp_policy.explain`'s table stay. `lower="fp8_current"`, the name of a
+        float8 recipe, computes products of weights in float8, as the same recipe in a policy does.
       ops: the same as a mapping from names to lists; also "inside": in float32, returned in half.
 
     Returns:

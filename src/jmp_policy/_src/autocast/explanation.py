@@ -79,7 +79,7 @@ class Explanation(Report, Sequence[Operation]):
 
 
 def explain(
-    fn: Callable[..., Any], policy: "PolicyMap | PolicyLike | DTypeLike", **options: Any
+    fn: Callable[..., Any], policy: "PolicyMap | PolicyLike | DTypeLike | None" = None, **options: Any
 ) -> Callable[..., Explanation]:
     """Returns a function that shows what `autocast` would do with another one, and runs nothing.
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_policy._src.autocast import float8_products
 from jmp_policy._src.autocast.float32_outputs import dot_with_float32_output, product
 from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Rule, float32_reads, traced
 from jmp_policy._src.autocast.runtime import rebound
@@ -113,7 +114,9 @@ class Lower(_Bound):
         if _wanted_full(eqn, outs) and not region.lower:
             why = f"lower: {reason}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why)
-        return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, half), f"lower: {reason}")
+        rule, why = float8_products.choose(eqn, ins, region) if region.recipe else (None, "")
+        why = f"lower: {reason}{why}"
+        return EqnPlan(eqn, rule or self, _reads(eqn, half), _results(eqn, half), why)
 
     def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
         """Plans a primitive that the caller has put on the list: what it makes of half it must say."""

@@ -107,7 +107,8 @@ def is_half(dtype: Any) -> bool:
 NO_SCALES = (
     "Eight bits hold so few numbers that every tensor needs a scale of its own, and a policy's casts have "
     "none: gradients would be wrong by tens of percent. Ask for bfloat16, and for products that have scales: "
-    "in Flax layers dot_general_cls=nn.Fp8DirectDotGeneralOp, in any model the library qwix."
+    "the recipe of a policy ('mixed_bfloat16,recipe=fp8_current'), Flax's "
+    "dot_general_cls=nn.Fp8DirectDotGeneralOp, or the library qwix."
 )
 
 

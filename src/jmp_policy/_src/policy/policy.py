@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, parse_dtype
+from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, is_half, parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.policy.recipes import RECIPES, check_recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,12 @@ class Policy:
         none.
       grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in
         `compute_dtype` until the transpose of the parameter's cast.
+      recipe: how layers compute their products from scaled 8-bit operands: "fp8_current" or "fp8_rowwise".
+        None for products in compute dtype. Heads, routers, first layers and all else stay as without it.
 
     Raises:
-      ValueError: when a dtype is unknown or not floating.
+      ValueError: when a dtype is unknown or not floating, when a recipe is unknown or the compute dtype has
+        not 16 bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,6 +54,7 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
     grad_dtype: np.dtype | None = None
+    recipe: str | None = None
 
     if TYPE_CHECKING:  # Anything that names a dtype goes in, and a dtype comes out.
 
@@ -59,15 +64,18 @@ class Policy:
             compute_dtype: DTypeLike,
             output_dtype: DTypeLike,
             grad_dtype: DTypeLike | None = None,
+            recipe: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            if field.name == "grad_dtype" and given is None:
+        for name in _WORD_TO_FIELD.values():
+            given = getattr(self, name)
+            if name == "grad_dtype" and given is None:
                 continue
-            dtype = parse_dtype(given, f"for {field.name} of a Policy")
-            object.__setattr__(self, field.name, dtype)
+            dtype = parse_dtype(given, f"for {name} of a Policy")
+            object.__setattr__(self, name, dtype)
+        if self.recipe is not None:
+            check_recipe(self.recipe, self.compute_dtype, ",".join(self._dtype_parts()))
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `param_dtype`, and returns all others as the same objects."""
@@ -85,8 +93,14 @@ class Policy:
         """Returns the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
+    def with_compute_dtype(self, compute_dtype: DTypeLike) -> "Policy":
+        """Returns the same policy with another compute dtype; without a recipe, if that has not 16 bits."""
+        dtype = parse_dtype(compute_dtype, "for compute_dtype of a Policy")
+        recipe = self.recipe if is_half(dtype) else None
+        return dataclasses.replace(self, compute_dtype=dtype, recipe=recipe)
+
     def to_dict(self) -> dict[str, str]:
-        """Returns the dtypes as `{"params": "float32", "compute": "float16", "output": "float32"}`."""
+        """Returns the parts of the text: `{"params": "float32", "compute": "float16", ...}`."""
         return dict(part.split("=") for part in str(self).split(","))
 
     @classmethod
@@ -99,8 +113,12 @@ class Policy:
         return get_policy(",".join(f"{key}={value}" for key, value in settings.items()))
 
     def __str__(self) -> str:
+        recipe = [] if self.recipe is None else [f"{_RECIPE}={self.recipe}"]
+        return ",".join([*self._dtype_parts(), *recipe])
+
+    def _dtype_parts(self) -> list[str]:
         names = {word: getattr(self, field) for word, field in _WORD_TO_FIELD.items()}
-        return ",".join(f"{w}={np.dtype(d).name}" for w, d in names.items() if d is not None)
+        return [f"{w}={np.dtype(d).name}" for w, d in names.items() if d is not None]
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
@@ -115,9 +133,10 @@ _WORD_TO_FIELD = {
     "output": "output_dtype",
     "grad": "grad_dtype",
 }
-_SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad"}
-#: Words for the dtypes of a policy, in its text and as a dict.
-POLICY_KEYS = (*_WORD_TO_FIELD, *_SHORT_KEYS)
+_RECIPE = "recipe"
+_SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad", "r": _RECIPE}
+#: Words for the dtypes and the recipe of a policy, in its text and as a dict.
+POLICY_KEYS = (*_WORD_TO_FIELD, _RECIPE, *_SHORT_KEYS)
 _PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
 _MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
 
@@ -132,7 +151,8 @@ def get_policy(text: PolicyLike) -> Policy:
           `"mixed_half"` with the half type that suits the default backend;
         - `"float32"` (or `"full"`), `"float16"`, `"bfloat16"`, `"float64"`, `"half"`: all of one type;
         - `"params=float32,compute=float16,output=float32"`, or short `"p=f32, c=f16, o=f32"`, and `g`
-          for `grad`: params default to float32, compute to params, output to compute.
+          for `grad`, `r` for `recipe`: params default to float32, compute to params, output to compute;
+        - a name and assignments that change it: `"mixed_bfloat16, r=fp8_current"`.
 
         A `Policy` is returned unchanged.
 
@@ -160,6 +180,10 @@ def get_policy(text: PolicyLike) -> Policy:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
+    if name in RECIPES:
+        raise ValueError(
+            f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
+        )
     hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
     if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
         full = np.dtype(DTYPE_WORDS[name]).name
@@ -171,19 +195,24 @@ def get_policy(text: PolicyLike) -> Policy:
 
 
 def _parse_assignments(text: str) -> Policy:
-    dtypes: dict[str, Any] = {}
-    for part in text.split(","):
+    first, comma, rest = text.partition(",")
+    named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE)
+    given: dict[str, Any] = {}
+    for part in (rest if named else text).split(","):
         key, equals, word = (piece.strip().lower() for piece in part.partition("="))
         key = _SHORT_KEYS.get(key, key)
-        if not equals or key not in _WORD_TO_FIELD:
+        if not equals or key not in (*_WORD_TO_FIELD, _RECIPE):
             hint = did_you_mean(key, POLICY_KEYS)
             raise ValueError(
                 f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
                 f"the keys {', '.join(POLICY_KEYS)}."
             )
-        if key in dtypes:
+        if key in given:
             raise ValueError(f"Policy {text!r} sets {key!r} twice.")
-        dtypes[key] = parse_dtype(word, f"in policy {text!r}")
-    params = dtypes.get("params", np.dtype(DTYPE_WORDS["float32"]))
-    compute = dtypes.get("compute", params)
-    return Policy(params, compute, dtypes.get("output", compute), dtypes.get("grad"))
+        given[key] = word if key == _RECIPE else parse_dtype(word, f"in policy {text!r}")
+    fields = {_WORD_TO_FIELD.get(key, key): value for key, value in given.items()}
+    if named:
+        return dataclasses.replace(get_policy(first), **fields)
+    params = given.get("params", np.dtype(DTYPE_WORDS["float32"]))
+    compute = given.get("compute", params)
+    return Policy(**{"param_dtype": params, "compute_dtype": compute, "output_dtype": compute, **fields})

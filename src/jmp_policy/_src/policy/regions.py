@@ -22,7 +22,7 @@ from jmp_policy._src.policy.rules import PolicyMap, matches
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARKER = re.compile(r"autocast\[(\w+)\]")
+_MARKER = re.compile(r"autocast\[([\w:]+)\]")
 
 
 class Region(NamedTuple):
@@ -33,12 +33,14 @@ class Region(NamedTuple):
       lower: whether operations of all lists run in half.
       path: names of the scopes around it.
       why: the marker or rule that decided, as reports show it.
+      recipe: float8 recipe of its products, None for those in half.
     """
 
     half: Any
     lower: bool = False
     path: tuple[str, ...] = ()
     why: str = ""
+    recipe: str | None = None
 
 
 def compute_dtype(dtype: np.dtype, given: object) -> np.dtype | None:
@@ -127,7 +129,8 @@ def _region_word(given: "str | Policy | DTypeLike") -> str:
     half = compute_dtype(
         parse_dtype(word, f"of region({precision!r}), which is neither 'off' nor 'lower'"), precision
     )
-    return "off" if half is None else half.name
+    recipe = given.recipe if isinstance(given, Policy) else None
+    return "off" if half is None else half.name if recipe is None else f"{half.name}:{recipe}"
 
 
 class Regions:
@@ -135,6 +138,7 @@ class Regions:
 
     Args:
       half: half dtype outside of markers and rules.
+      recipe: float8 recipe outside of markers and rules.
       rules: `(path glob, word for region)`. A glob matches a scope with any scopes around it, and governs
         everything inside, unless something inside is matched or marked itself.
       anchored: rules whose globs are matched against the whole path.
@@ -145,8 +149,9 @@ class Regions:
         half: np.dtype | None,
         rules: Sequence[tuple[str, str]] = (),
         anchored: Sequence[tuple[str, str]] = (),
+        recipe: str | None = None,
     ):
-        self.outermost = Region(half)
+        self.outermost = Region(half, recipe=recipe)
         self._rules = [(f"**/{glob.strip('/')}", word, glob) for glob, word in rules]
         self._rules += [(glob, word, glob) for glob, word in anchored]
         self._known: dict[Any, Region] = {}
@@ -185,7 +190,9 @@ class Regions:
             return region._replace(half=None, lower=False, why=why)
         if word == "lower":
             return region._replace(lower=region.half is not None, why=why)
-        return region._replace(half=np.dtype(parse_dtype(word, "of a region")), lower=False, why=why)
+        dtype, _, recipe = word.partition(":")
+        half = np.dtype(parse_dtype(dtype, "of a region"))
+        return region._replace(half=half, lower=False, why=why, recipe=recipe or None)
 
 
 def as_rules(rules: Any) -> list[tuple[str, str]]:

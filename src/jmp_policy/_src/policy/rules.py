@@ -216,6 +216,10 @@ class PolicyMap:
 
         return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
 
+    def with_recipe(self, recipe: str) -> "PolicyMap":
+        """Returns the same rules with a recipe in the default policy."""
+        return self._with(dataclasses.replace(self.default, recipe=recipe), [*self.overrides])
+
     def _with(self, default: Policy, overrides: list[tuple[Pattern, Policy]]) -> "PolicyMap":
         return PolicyMap(default, overrides, **self._flags())
 

@@ -40,16 +40,17 @@ def stand_in(function: Any, dtype: Any) -> Any:
     Any other function comes back as it is: a user's own wins. So does JAX's while another library has
     replaced it, as those that quantise do.
     """
-    try:
-        ours = _OURS.get(function, function)
-    except TypeError:  # One that cannot be hashed.
-        return function
-    return ours if ours is not function and _is_jaxs_own(function) and are_chosen(dtype) else function
+    return _OURS[function] if is_jaxs_own(function) and are_chosen(dtype) else function
 
 
 _OURS = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
 _CODE = {function: function.__code__ for function in _OURS}
 
 
-def _is_jaxs_own(function: Any) -> bool:
-    return function.__code__ is _CODE[function] and getattr(lax, function.__name__) is function
+def is_jaxs_own(function: Any) -> bool:
+    """Returns whether a function is one of JAX's products, and nobody has replaced it."""
+    try:
+        code = _CODE.get(function)
+    except TypeError:  # One that cannot be hashed.
+        return False
+    return code is not None and function.__code__ is code and getattr(lax, function.__name__) is function

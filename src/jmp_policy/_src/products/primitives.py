@@ -73,7 +73,7 @@ def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
 
     mlir.register_lowering(primitive, mlir.lower_fun(like.bind, multiple_results=False))
     mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
-    compat.set_checkpoint_rule(primitive, functools.partial(_checkpointed, like))
+    compat.set_checkpoint_rule(primitive, functools.partial(checkpointed, like))
     return primitive
 
 
@@ -108,7 +108,7 @@ def _evaluated(closed: Any, *values: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
 
 
-def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
     """Says what `jax.checkpoint` does with a product: policies that save JAX's save ours as well."""
     needed = [
         var
@@ -117,7 +117,8 @@ def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn
     ]
     if any(unknown):
         return None, eqn, [True], [True], needed
-    if compat.is_saved(saveable(like, *(var.aval for var in eqn.invars), **eqn.params)):
+    operands = (var.aval for var in eqn.invars[:2])
+    if compat.is_saved(saveable(like, *operands, **eqn.params)):
         return eqn, None, [False], [False], []
     return eqn, eqn, [False], [True], needed
 

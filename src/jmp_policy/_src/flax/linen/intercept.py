@@ -163,7 +163,8 @@ def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args
     precision, place = governed_place(scope, module)
     policy = precision.policy
     with entered(dataclasses.replace(scope, caller=policy, place=place)):
-        if policy.compute_dtype == (scope.caller or scope.rules.default).compute_dtype:
+        outer = scope.caller or scope.rules.default
+        if (policy.compute_dtype, policy.recipe) == (outer.compute_dtype, outer.recipe):
             return call(*args, **kwargs)
         with region(policy):
             return call(*args, **kwargs)

@@ -8,8 +8,10 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
+from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.products.functions import stand_in
+from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
+from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
 NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
@@ -61,18 +63,26 @@ def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str
     return new
 
 
-def product_overrides(module: nn.Module, dtype: Any) -> dict[str, Any]:
-    """Returns the products of a layer of Flax's that computes in a dtype, where they differ from JAX's.
+def product_overrides(module: nn.Module, precision: ModulePrecision, path: str) -> dict[str, Any]:
+    """Returns the products of a layer of Flax's, where they differ from JAX's.
 
     A layer that was given a function or class for them keeps it.
+
+    Args:
+      module: the layer.
+      precision: what the rules mean for it.
+      path: where it is, as rules count paths.
     """
-    new = {}
+    new, recipe = {}, precision.recipe_at(path)
     for field, function in _PRODUCTS.items():
-        now = getattr(module, field, None)
+        given = getattr(module, field, None)
+        now = without_recipe(given)  # Of the module above, which hands its own on.
         is_default = isinstance(module, _HAS_PRODUCTS) and now is None
         if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
-            ours = stand_in(function, dtype)
-            if ours is not function:
+            ours = stand_in(function, precision.compute_dtype)
+            if recipe and function is lax.dot_general and is_jaxs_own(function):
+                ours = Float8DotGeneral(recipe, precision.recipe_is_asked_for, now)
+            if ours is not function or given is not now:
                 new[field] = ours
     fields = {field.name for field in dataclasses.fields(module)}
     return {field: ours for field, ours in new.items() if field in fields}

@@ -8,7 +8,7 @@ import flax.linen as nn
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.places import Place, place_of
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import (
     matches,
@@ -30,11 +30,11 @@ def governed_place(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Pl
     own = getattr(module, "dtype", None)
     keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in original_fields(module)
     if keeps_own and is_dtype_or_none(own):
-        policy = dataclasses.replace(policy, compute_dtype=own)
+        policy = policy.with_compute_dtype(own)
     island = (
         rules.float32_islands and not named and is_half(policy.compute_dtype) and layers.is_island(module)
     )
-    precision = ModulePrecision(policy, island, rules.keep_small_inputs)
+    precision = make_precision(rules, policy, island=island, named=named, index=index)
     return precision, dataclasses.replace(place, rule=index)
 
 

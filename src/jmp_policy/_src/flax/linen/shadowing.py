@@ -48,7 +48,8 @@ def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision, inputs
         new["dtype"] = own_field(module, "dtype")
     if is_real and scope.rules.float32_islands and is_half(precision.compute_dtype):
         new.update(layers.attention_overrides(module))
-    new.update(layers.product_overrides(module, precision.compute_dtype))
+    path = scope.relative(place_of(module, scope.place).path)
+    new.update(layers.product_overrides(module, precision, path))
     if is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = _under_rules(scope, module, precision)
     state = module.__dict__

@@ -40,7 +40,9 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
         scope = current()
         assert scope is not None
         precision, place = governed_place(scope, module)
-        return precision, place, _overruled(rules, module, precision)
+        path = scope.relative(place.path)
+        recipe = precision.recipe_note(path) if isinstance(module, nn.Dense | nn.DenseGeneral) else ""
+        return precision, place, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
 
     calls = tapping.Calls(note)
 

@@ -16,7 +16,7 @@ from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def autocast(fn: F, policy: PolicyMapLike, **options: Any) -> F:
+def autocast(fn: F, policy: PolicyMapLike | None = None, **options: Any) -> F:
     """Returns `jmp_policy.autocast` of a function that takes NNX modules.
 
     Stands where the function stands, under `nnx.jit` and inside `nnx.value_and_grad` or
@@ -44,12 +44,13 @@ def autocast(fn: F, policy: PolicyMapLike, **options: Any) -> F:
       >>> loss.dtype, grads.layers[0].kernel.dtype
       (dtype('float32'), dtype('float32'))
     """
-    named_fn, default = _checked(fn, policy, "autocast")
+    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
+    named_fn, default = _checked(fn, policy, recipe, "autocast")
     return transformed(named_fn, lambda pure: api.autocast(pure, default, **options))  # type: ignore[return-value]
 
 
 def explain(
-    fn: Callable[..., Any], policy: PolicyMapLike, **options: Any
+    fn: Callable[..., Any], policy: PolicyMapLike | None = None, **options: Any
 ) -> Callable[..., explanation.Explanation]:
     """Shows what `autocast` would do with a function of NNX modules.
 
@@ -70,7 +71,8 @@ def explain(
       >>> found.of("dot_general")[0].operands
       'float16'
     """
-    named_fn, default = _checked(fn, policy, "explain")
+    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
+    named_fn, default = _checked(fn, policy, recipe, "explain")
     pure = Pure(named_fn)
     explained = explanation.explain(pure, default, **options)
 
@@ -82,14 +84,14 @@ def explain(
     return of_arguments
 
 
-def _checked(fn: F, policy: Any, name: str) -> tuple[F, PolicyMap]:
+def _checked(fn: F, policy: Any, recipe: str | None, name: str) -> tuple[F, PolicyMap]:
     """Returns the function with modules that name scopes and mark their policy, and the default policy."""
     if isinstance(fn, nnx.Module) or not callable(fn):
         raise TypeError(
             f"nnx.{name} takes a function of modules, got {type(fn).__name__}. For a module give it "
             "`lambda model, x: model(x)`."
         )
-    rules = api.autocast_policy(policy)
+    rules = api.autocast_policy(policy, recipe)
 
     @functools.wraps(fn)
     def named_fn(*args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jmp_policy._src.core.cast import has_complex
 from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
+from jmp_policy._src.products.functions import is_jaxs_own
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
@@ -150,6 +153,7 @@ def settings(
     module: nnx.Module,
     precision: ModulePrecision,
     *,
+    path: str,
     float32_islands: bool,
     keeps_dtype: bool,
 ) -> dict[str, Any]:
@@ -158,6 +162,7 @@ def settings(
     Args:
       module: the layer.
       precision: what the rules mean for it.
+      path: where it is, as rules have it.
       float32_islands: whether the softmax of attention is to be float32.
       keeps_dtype: whether the layer's own `dtype` wins over the policy.
     """
@@ -176,6 +181,11 @@ def settings(
     half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
     if half and "attention_fn" in attributes:
         new["attention_fn"] = with_float32_softmax(attributes["attention_fn"])
+    recipe, given = precision.recipe_at(path), attributes.get("dot_general", False)
+    is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
+    has_cls = attributes.get("dot_general_cls") is not None
+    if recipe and not has_cls and (is_default or given is lax.dot_general) and is_jaxs_own(lax.dot_general):
+        new["dot_general"] = Float8DotGeneral(recipe, precision.recipe_is_asked_for, given)
     return new
 
 
@@ -186,6 +196,8 @@ def without_settings(module: nnx.Module) -> dict[str, Any]:
         old["dtype"] = own_dtype(module)
     if isinstance(attributes.get("promote_dtype"), InFloat32 | WithComplex):
         old["promote_dtype"] = attributes["promote_dtype"].promote
+    if isinstance(attributes.get("dot_general"), Float8DotGeneral):
+        old["dot_general"] = without_recipe(attributes["dot_general"])
     if "attention_fn" in attributes:
         old["attention_fn"] = as_in_flax(attributes["attention_fn"])
     return old

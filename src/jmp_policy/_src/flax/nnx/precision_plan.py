@@ -16,7 +16,7 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.governed import bare_class, governed_methods, own_methods
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import (
     PolicyMap,
@@ -311,10 +311,10 @@ class _Walk:
         asked_dtype = layers.asked_dtype(module, holder) if rules.keep_module_dtypes else None
         if asked_dtype is not None:
             # A asked_dtype of its own; those below have theirs.
-            policy = dataclasses.replace(governing, compute_dtype=asked_dtype)
+            policy = governing.with_compute_dtype(asked_dtype)
         half = is_half(policy.compute_dtype)
         island = rules.float32_islands and not named and half and layers.is_island(module)
-        precision = ModulePrecision(policy, island, rules.keep_small_inputs)
+        precision = make_precision(rules, policy, island=island, named=named, index=index)
         return Place(path, module, precision, policy != outside, asked_dtype is not None), governing
 
     def _note(self, place: Place) -> None:

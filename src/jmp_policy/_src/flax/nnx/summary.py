@@ -50,7 +50,9 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     index = next((i for i in matches if i is not None), None)
     rule = module_summary.rule_text(rules, index, place.precision)
     holder = modules[above[1]] if len(above) > 1 else None
-    notes = _overruled(place, holder), _uncalled(place, calls)
+    has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
+    recipe = place.precision.recipe_note(path_text(place.path)) if has_recipe else ""
+    notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
     return module_summary.make_row(
         path_text(place.path), type(module), rule, place.precision, _own(module), calls, note

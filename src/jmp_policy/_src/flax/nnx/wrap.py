@@ -14,7 +14,7 @@ import flax.nnx as nnx
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.policy.frameworks import framework_of
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -132,6 +132,7 @@ def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
     new = layers.settings(
         module,
         precision,
+        path=path_text(place.path),
         float32_islands=rules.float32_islands,
         keeps_dtype=place.keeps_dtype,
     )

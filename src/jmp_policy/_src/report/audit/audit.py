@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr import compat, ir, matrix_products, op_lists, source_lines
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
-from jmp_policy._src.report.audit import matrix_products
+from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.audit.half_sums import HalfSums, sum_terms
 from jmp_policy._src.report.function import as_function
@@ -139,6 +139,7 @@ class AuditVisitor:
             )
             causes = frozenset([self._id(eqn)])
         size = matrix_products.size_of(eqn)
+        lhs, rhs = fp8.formats_of(eqn) or (str(ir.dtype_of(atom)) for atom in eqn.invars[:2])
         self._uncounted |= not site.counted
         self._products.append(
             {
@@ -146,13 +147,15 @@ class AuditVisitor:
                 "path": site.path,
                 "line": site.line,
                 "backward": site.backward,
-                "lhs": str(ir.dtype_of(eqn.invars[0])),
-                "rhs": str(ir.dtype_of(eqn.invars[1])),
+                "lhs": lhs,
+                "rhs": rhs,
                 "result": str(ir.dtype_of(eqn.outvars[0])),
                 **size._asdict(),
                 "times": site.times,
                 "flops": size.flops * site.times,
                 "pad": matrix_products.padding(eqn, size),
+                "scales": eqn.params["recipe"] if fp8.formats_of(eqn) else "",
+                "stays": fp8.why_not(eqn, site.path),
                 # Named at the end: in a loop the cause may come after the product that it reaches.
                 "cause": causes,
             }
@@ -203,8 +206,12 @@ class AuditVisitor:
     def audit(self, function: str) -> Audit:
         """Returns the audit of everything visited so far."""
         total = sum(p["flops"] for p in self._products)
+        is_float8 = any(p["scales"] for p in self._products)
         products = tuple(
-            Product(**{**p, "cause": self._places(p["cause"])}, share=p["flops"] / total if total else 0.0)
+            Product(
+                **{**p, "cause": self._places(p["cause"]), "stays": p["stays"] if is_float8 else ""},
+                share=p["flops"] / total if total else 0.0,
+            )
             for p in self._products
         )
         upcasts = tuple(

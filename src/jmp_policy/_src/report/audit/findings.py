@@ -34,6 +34,8 @@ class Product(Placed):
       share: its share of the whole function's `flops`.
       pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing.
       cause: places where half precision met float32, if it is not computed in half for that; else "".
+      scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
+      stays: why it is not in float8, in a program that has such products; else "".
     """
 
     operation: str
@@ -52,6 +54,8 @@ class Product(Placed):
     share: float
     pad: str
     cause: str = ""
+    scales: str = ""
+    stays: str = ""
 
     @property
     def is_half(self) -> bool:
@@ -232,10 +236,12 @@ class Audit(Report):
 
     def _tables(self) -> Sequence[Table]:
         columns = ("operation", "module", "line", "pass", "operands", "result", "size", "share ", "pad")
+        is_float8 = any(p.scales for p in self.products)
+        columns += ("scales, or why not float8",) * is_float8
         rows = [
             (
                 *(p.operation, p.path, p.line, _pass(p), f"{p.lhs} x {p.rhs}", p.result),
-                *(_size(p), percent(p.share), p.pad),
+                *(_size(p), percent(p.share), p.pad, *(p.scales or p.stays,) * is_float8),
             )
             for p in self.products
         ]

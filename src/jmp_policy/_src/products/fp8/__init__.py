@@ -1,0 +1,1 @@
+"""How products of float8 operands are computed, scaled and differentiated."""

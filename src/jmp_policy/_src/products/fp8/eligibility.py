@@ -1,0 +1,59 @@
+"""Says which products are computed in float8, which of a program are, and why the others are not."""
+
+from typing import Any
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr.matrix_products import size_of
+from jmp_policy._src.policy.recipes import role_by_name
+
+#: Tensor Cores take float8 products whose sizes are multiples of this.
+MULTIPLE = 16
+
+#: What has so many times as many outputs as inputs makes logits of a vocabulary, or looks it up backwards.
+_VOCABULARY = 8
+
+
+def formats_of(eqn: Any) -> tuple[str, str] | None:
+    """Returns the float8 dtypes of the operands of a product; None for one of other dtypes."""
+    formats = eqn.params.get("formats")
+    return None if formats is None or None in formats else formats
+
+
+def stays_because(eqn: Any, is_asked_for: bool = False) -> str:
+    """Returns why a half product is not computed in float8, or "".
+
+    Args:
+      eqn: a `dot_general` of a jaxpr.
+      is_asked_for: whether somebody asked for this very product, so that only the hardware's limits count.
+    """
+    size, dtype = size_of(eqn), ir.dtype_of(eqn.invars[0])
+    if eqn.params["preferred_element_type"] not in (None, dtype):
+        return f"its result is asked for in {eqn.params['preferred_element_type']}"
+    if ir.asks_for_precision(eqn):
+        return f"it asks for precision={eqn.params['precision']}"
+    # A size that is known only when an exported program is called is that of a batch.
+    sizes = {name: n for name in "mnk" if isinstance(n := getattr(size, name), int)}
+    refused = [f"{name}={n}" for name, n in sizes.items() if n % MULTIPLE or not n]
+    if refused:
+        return f"{', '.join(refused)} is no multiple of {MULTIPLE}"
+    n, k = sizes.get("n", 1), sizes.get("k", 1)
+    if not is_asked_for and max(n, k) > _VOCABULARY * min(n, k):
+        return "a vocabulary's size: " + (f"n={n} of k={k}" if n > k else f"k={k} to n={n}")
+    return ""
+
+
+def why_not(eqn: Any, path: str) -> str:
+    """Returns why a half product of a program with a recipe is not in float8, as far as the program tells.
+
+    Args:
+      eqn: a product of a jaxpr.
+      path: names of the scopes around it.
+    """
+    if formats_of(eqn) or not all(is_half(ir.dtype_of(atom)) for atom in eqn.invars[:2]):
+        return ""
+    if eqn.primitive.name != "dot_general":
+        return f"recipes are for matrix products, not for {eqn.primitive.name}"
+    if any(eqn.params["dimension_numbers"][1]):
+        return "one of batches, as in attention"
+    return role_by_name(path) or stays_because(eqn) or "no recipe reaches it"

@@ -1,0 +1,220 @@
+"""The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
+
+It has two more operands, the scales. As it is bilinear in the first two, its derivatives are products of the
+same kind, of a cotangent in e5m2 with the other operand, in any order of differentiation, and `vmap` makes
+one product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap`
+over examples one weight gradient per example, and could not be differentiated twice.
+
+Operands are kept as they came and rounded again in the backward pass: XLA computes the same once, so that
+what waits for it has 8 bits. Tangents are not rounded: forward-mode derivatives are exact to compute dtype.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive, primitives
+from jax.interpreters import ad, batching, mlir
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
+from jmp_policy._src.products.primitives import checkpointed, primitive_for
+
+_JAXS = primitives.dot_general_p
+
+#: Has JAX's name and parameters, and two of its own: `recipe`, and `formats`, the float8 dtype of each
+#: operand; None for one that is a tangent.
+FLOAT8_DOT_GENERAL = Primitive("dot_general")
+
+_OWN = ("recipe", "formats")
+
+
+def bind_float8(
+    operands: Sequence[Any],
+    recipe: str,
+    params: dict[str, Any],
+    formats: Sequence[str] = (VALUE, VALUE),
+    scales: Sequence[Any] = (None, None),
+    unmarked: Sequence[Any] | None = None,
+) -> Any:
+    """Binds the product of two half operands.
+
+    Args:
+      operands: two float16 or bfloat16 arrays.
+      recipe: "fp8_current" or "fp8_rowwise".
+      params: those of JAX's primitive.
+      formats: float8 dtype of each operand.
+      scales: of each operand; None for the one that the recipe gives it.
+      unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
+        is the same everywhere nobody communicates the largest value.
+    """
+    contracted = params["dimension_numbers"][0] if recipe == "fp8_rowwise" else (None, None)
+    scales = [
+        scale_of(x, format, axes) if scale is None else scale
+        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, scales, strict=True)
+    ]
+    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, recipe=recipe, formats=tuple(formats), **params)
+
+
+def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name not in _OWN}
+
+
+def _compute(
+    lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, *, as_type: Any = None, **params: Any
+) -> Any:
+    """Computes the product.
+
+    Args:
+      lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
+      lhs_scale, rhs_scale: their scales.
+      as_type: dtype in which the rounded operands are multiplied, where a platform has no float8 products.
+      params: of the primitive.
+    """
+    given, jaxs = params["formats"], _jaxs_params(params)
+    result = jaxs["preferred_element_type"] or lhs.dtype
+    if None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
+        return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
+    operands = [quantised(*x) for x in zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)]
+    if as_type is not None:
+        operands = [x.astype(as_type) for x in operands]
+    jaxs["preferred_element_type"] = jnp.dtype(jnp.float32)
+    out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
+    for place, scale in enumerate((lhs_scale, rhs_scale)):
+        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"])
+    return out.astype(result)
+
+
+def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
+    """Returns the scales of an operand's rows with the axes of the result: batches, left rows, right rows."""
+    if scale.ndim == 0:
+        return scale
+    contracted, batch = (axes[place] for axes in dimension_numbers)
+    free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
+    ordered = lax.transpose(scale, (*batch, *free, *contracted))
+    ordered = lax.squeeze(ordered, range(len(batch) + len(free), scale.ndim))
+    others = rank - ordered.ndim
+    start = len(batch) if place == 1 else ordered.ndim
+    return lax.expand_dims(ordered, range(start, start + others))
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """Differentiates by the operands; scales count as constants, as everywhere in quantised training."""
+    out = FLOAT8_DOT_GENERAL.bind(*primals, **params)
+    terms = []
+    for place, tangent in enumerate(tangents[:2]):
+        if not isinstance(tangent, ad.Zero):
+            operands, formats = [*primals], [*params["formats"]]
+            operands[place], formats[place] = tangent, None
+            terms.append(FLOAT8_DOT_GENERAL.bind(*operands, **{**params, "formats": tuple(formats)}))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, functools.reduce(ad.add_tangents, terms)
+
+
+def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+    found: list[Any] = [None] * len(operands)
+    place = next(i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand))
+    if isinstance(cotangent, ad.Zero) or place > 1:
+        found[place] = ad.Zero(operands[place].aval)
+        return found
+    other, recipe, known = operands[1 - place], params["recipe"], params["formats"][1 - place]
+    types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
+    jaxs = tuple(_jaxs_params(params).items())
+    jaxpr = _transposed_jaxpr(place, types, jaxs, jax.sharding.get_abstract_mesh())
+    # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative.
+    format = VALUE if known == GRADIENT else GRADIENT
+    keeps_scale = known is not None and recipe == "fp8_current"
+
+    def product(eqn: Any, values: Sequence[Any]) -> Any:
+        if not all(is_half(value.dtype) for value in values):
+            return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
+        formats = [(known or VALUE) if value is other else format for value in values]
+        scales = [operands[3 - place] if value is other and keeps_scale else None for value in values]
+        return bind_float8(values, recipe, eqn.params, formats, scales)
+
+    found[place] = _evaluated(jaxpr, (cotangent, other), product)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed_jaxpr(place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
+    """Returns the jaxpr of JAX's transpose of a product by one operand."""
+    cotangent, other, linear = types
+
+    def call(cotangent: Any, other: Any) -> Any:
+        operands = [other, other]
+        operands[place] = ad.UndefinedPrimal(linear)
+        return ad.primitive_transposes[_JAXS](cotangent, *operands, **dict(params))[place]
+
+    return jax.make_jaxpr(call)(cotangent, other)
+
+
+def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequence[Any]], Any]) -> Any:
+    """Evaluates a jaxpr with a product of ours in place of JAX's; returns its first result."""
+
+    def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is _JAXS:
+            return [product(eqn, operands)]
+        return compat.bind_primitive(eqn.primitive, operands, eqn.params)
+
+    return evaluate(jaxpr, values, step)[0]
+
+
+def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """Batches the product as JAX does; a scale per tensor is that of the whole batch."""
+    arrays, scales, jaxs, out_dim = operands[:2], operands[2:], _jaxs_params(params), None
+
+    def call(*arrays: Any) -> Any:
+        nonlocal out_dim
+        out, out_dim = batching.fancy_primitive_batchers[_JAXS](axis, arrays, dims[:2], **jaxs)
+        return out
+
+    jaxpr = jax.make_jaxpr(call)(*map(jax.typeof, arrays))
+    recipe, formats = params["recipe"], params["formats"]
+    is_batched = [dim is not None for dim in dims[2:]]
+
+    def product(eqn: Any, values: Sequence[Any]) -> Any:
+        if recipe == "fp8_current":
+            shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
+            return bind_float8(values, recipe, eqn.params, formats, shared)
+        if None in formats:  # Of a tangent; the other operand's scale is not used.
+            return FLOAT8_DOT_GENERAL.bind(*values, *scales, recipe=recipe, formats=formats, **eqn.params)
+        return bind_float8(values, recipe, eqn.params, formats)
+
+    return _evaluated(jaxpr, arrays, product), out_dim
+
+
+def _abstract(lhs: Any, rhs: Any, *_: Any, **params: Any) -> Any:
+    return _JAXS.abstract_eval(lhs, rhs, **_jaxs_params(params))
+
+
+def _run(*operands: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # Or it would call itself.
+        return _jitted(tuple(params.items()))(*operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(params: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(lambda *operands: FLOAT8_DOT_GENERAL.bind(*operands, **dict(params)))
+
+
+def _lower(as_type: Any) -> Callable[..., Any]:
+    return mlir.lower_fun(functools.partial(_compute, as_type=as_type), multiple_results=False)
+
+
+FLOAT8_DOT_GENERAL.def_impl(_run)
+FLOAT8_DOT_GENERAL.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[FLOAT8_DOT_GENERAL] = _differentiate
+ad.primitive_transposes[FLOAT8_DOT_GENERAL] = _transpose
+batching.fancy_primitive_batchers[FLOAT8_DOT_GENERAL] = _batch
+mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower(None))
+# XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
+mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower(jnp.bfloat16), platform="cpu")
+compat.set_checkpoint_rule(FLOAT8_DOT_GENERAL, functools.partial(checkpointed, _JAXS))

@@ -1,0 +1,74 @@
+"""Computes the scales by which operands are divided before they are rounded to float8.
+
+A scale is a power of two, so that dividing by it and multiplying the product with it are exact.
+TransformerEngine divides by the largest value itself by default, and rounds twice; a power of two costs at
+most one binary digit of range, of the 17 to 32 that float8 has.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.jaxpr import compat
+
+#: Types of values, with three binary digits after the point and a range of 2**17, and of gradients, with two
+#: and 2**32.
+VALUE, GRADIENT = "float8_e4m3fn", "float8_e5m2"
+
+_FRACTION = np.uint32(2**23 - 1)
+
+
+def scale_of(x: Any, format: str, axes: Sequence[int] | None = None) -> jax.Array:
+    """Computes the scale of an array from its largest absolute value; it has no gradient.
+
+    Args:
+      x: a floating array. Inside `shard_map` it is one device's part, and the largest value is that of the
+        whole array.
+      format: name of the float8 dtype.
+      axes: axes that share a scale; None for all.
+
+    Returns:
+      float32 powers of two, of the shape of `x` with 1 for `axes`, or a scalar. 1 where all values are 0; NaN
+      where one is infinite or NaN, so that the product is NaN too.
+    """
+    x = lax.stop_gradient(x)
+    return float8_scale(x, format, None if axes is None else tuple(axes), _split_over(x))
+
+
+def _split_over(x: Any) -> tuple[str, ...]:
+    """Returns the axes of the mesh over which the parts of an array may differ, inside `shard_map`.
+
+    Without `check_vma` JAX does not know them: then it is all axes. The maximum over equal parts is theirs.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual:
+        return ()
+    varying = compat.varying(jax.typeof(x))
+    is_known = compat.varying(jax.eval_shape(lambda: lax.axis_index(manual[0])))
+    return tuple(axis for axis in manual if axis in varying or not is_known)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def float8_scale(x: Any, format: str, axes: tuple[int, ...] | None, over: tuple[str, ...]) -> jax.Array:
+    """Computes a scale; a `jit`, so that jaxprs and profiles show one operation of this name."""
+    is_empty = any(isinstance(size, int) and size == 0 for size in x.shape)  # Sizes may be symbolic.
+    x = jnp.zeros((1,) * x.ndim, x.dtype) if is_empty else x
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None)
+    if over:
+        largest = lax.pmax(largest, over)
+    largest = largest.astype(jnp.float32)
+    # The next power of two: any digit after the point carries into the exponent.
+    bits = lax.bitcast_convert_type(largest / float(jnp.finfo(format).max), jnp.uint32)
+    power = lax.bitcast_convert_type((bits + _FRACTION) & ~_FRACTION, jnp.float32)
+    scale = lax.select(largest == 0, jnp.ones_like(power), lax.max(power, np.finfo(np.float32).tiny))
+    return lax.select(lax.is_finite(largest), scale, jnp.full_like(scale, jnp.nan))
+
+
+def quantised(x: Any, scale: Any, format: str) -> jax.Array:
+    """Returns an array, divided by its scale, in float8."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(format)

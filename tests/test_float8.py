@@ -1,0 +1,368 @@
+"""Float8 recipes of policies: products of scaled 8-bit operands, where layers and functions have them."""
+
+import collections
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+from jmp_policy._src.products.fp8.scales import scale_of
+
+CURRENT, HALF = "mixed_bfloat16, r=fp8_current", "mixed_bfloat16"
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FORWARD, BACKWARD = (E4M3, E4M3), (E5M2, E4M3)
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(32, 64)), jnp.bfloat16)
+W = jnp.asarray(RNG.normal(size=(64, 48)) / 8, jnp.bfloat16)
+DIMS = (((1,), (0,)), ((), ()))
+PER_TENSOR, PER_ROW = Float8DotGeneral("fp8_current"), Float8DotGeneral("fp8_rowwise")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+
+
+class Net(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(64, 32)(ids)
+        x = (nn.remat(Block) if self.remat else Block)(name="block")(x)
+        return nn.Dense(64, name="lm_head")(x)
+
+
+IDS = jnp.asarray(RNG.integers(0, 64, (2, 16)))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.LinearGeneral(64, 32, rngs=rngs)
+        self.own = nnx.Linear(32, 32, rngs=rngs, dot_general=of_the_user)
+        self.head = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.own(self.down(nnx.gelu(self.up(x)))))
+
+
+def of_the_user(*args, **kwargs):
+    return lax.dot_general(*args, **kwargs)
+
+
+def formats(fn, *args):
+    """Numbers of the products of a program, by the float8 dtypes of their operands and the result's dtype."""
+    eqns = [e for e in ir.equations(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "dot_general"]
+    return collections.Counter((e.params.get("formats"), e.outvars[0].aval.dtype.name) for e in eqns)
+
+
+def float8_count(fn, *args):
+    return sum(n for (found, _), n in formats(fn, *args).items() if found is not None and None not in found)
+
+
+def rounded(x, format, axis=None):
+    """What is left of values when they are scaled by a power of two and rounded, by numpy alone."""
+    x = np.asarray(x, np.float32)
+    largest = np.abs(x).max(axis, keepdims=True)
+    scale = 2.0 ** np.ceil(np.log2(largest / float(jnp.finfo(format).max)))
+    return (x / scale).astype(jnp.dtype(format)).astype(np.float32) * scale
+
+
+def error(found, exact):
+    found, exact = (np.asarray(x, np.float32) for x in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(("product", "axes"), [(PER_TENSOR, (None, None)), (PER_ROW, (1, 0))])
+def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axes):
+    out, vjp = jax.vjp(lambda x, w: product(x, w, DIMS), X, W)
+    assert out.dtype == jnp.bfloat16
+    # What is left is the rounding of the result to bfloat16.
+    assert error(out, rounded(X, E4M3, axes[0]) @ rounded(W, E4M3, axes[1])) < 2**-8
+    ct = jnp.asarray(RNG.normal(size=out.shape) * 1e-6, jnp.bfloat16)
+    by_x, by_w = vjp(ct)
+    # Scales of rows are those of what is summed over, which is another axis here.
+    assert error(by_x, rounded(ct, E5M2, axes[0]) @ rounded(W, E4M3, axes[0]).T) < 2**-8
+    assert error(by_w, rounded(X, E4M3, axes[1]).T @ rounded(ct, E5M2, axes[1])) < 2**-8
+
+
+def test_compiled_and_eager_products_are_equal():
+    assert np.array_equal(PER_TENSOR(X, W, DIMS), jax.jit(lambda x, w: PER_TENSOR(x, w, DIMS))(X, W))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_values_that_are_not_finite_show(bad):
+    assert np.isnan(np.asarray(PER_TENSOR(X.at[3, 3].set(bad), W, DIMS), np.float32)).all()
+    rows = np.isnan(np.asarray(PER_ROW(X.at[3, 3].set(bad), W, DIMS), np.float32)).all(1)
+    assert rows.nonzero()[0].tolist() == [3]
+    by_w = jax.grad(lambda w: jnp.sum(PER_TENSOR(X, w, DIMS)).astype(jnp.float32) * bad)(W)
+    assert not np.isfinite(np.asarray(by_w, np.float32)).any()
+
+
+def test_scales_are_powers_of_two_that_use_the_range():
+    largest = np.array([448, 449, 3e38, 2e-38, 0, 57344], np.float32)
+    scales = [float(scale_of(jnp.full((2, 2), value), E4M3)) for value in largest]
+    assert scales == [1, 2, 2.0**120, 2.0**-126, 1, 128]
+    assert float(scale_of(jnp.float32([57344]), E5M2)) == 1
+    assert float(scale_of(jnp.zeros((0, 16), jnp.bfloat16), E4M3)) == 1
+    assert np.array_equal(PER_TENSOR(0 * X, W, DIMS), np.zeros((32, 48)))
+    assert scale_of(X, E4M3, (1,)).shape == (32, 1)
+
+
+def test_vmap_makes_one_product_of_many():
+    xs = jnp.stack([X, 2 * X, X])
+
+    def loss(product):
+        return lambda w: jnp.sum(jax.vmap(lambda x: product(x, w, DIMS))(xs).astype(jnp.float32))
+
+    eqns = jax.make_jaxpr(jax.grad(lambda w: loss(PER_TENSOR)(w) ** 2))(W).eqns
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    # No weight gradient per example: both products have the batch among the rows that they sum over.
+    assert [eqn.outvars[0].aval.shape for eqn in products] == [(3, 32, 48), (48, 64)]
+    assert error(jax.grad(loss(PER_TENSOR))(W), jax.grad(loss(lax.dot_general))(W)) < 0.05
+    by_rows = jax.vmap(lambda x: PER_ROW(x, W, DIMS))(xs)
+    assert np.array_equal(by_rows[1], PER_ROW(2 * X, W, DIMS))
+
+
+def test_further_derivatives_are_right():
+    def second(product):
+        def inner(x, w):
+            return jnp.sum(jnp.tanh(product(x, w, DIMS)).astype(jnp.float32))
+
+        return jax.grad(lambda w: jnp.sum(jax.grad(inner)(X, w).astype(jnp.float32) ** 2))(W)
+
+    assert error(second(PER_TENSOR), second(lax.dot_general)) < 0.1
+    out, tangent = jax.jvp(lambda x: PER_TENSOR(x, W, DIMS), (X,), (X,))
+    # A tangent is not rounded to 8 bits.
+    assert np.array_equal(tangent, lax.dot_general(X, W, DIMS))
+    assert not np.array_equal(out, tangent)
+
+
+def test_loops_and_remat_differentiate_float8_products():
+    ws = jnp.asarray(RNG.normal(size=(3, 64, 64)) / 8, jnp.bfloat16)
+
+    def loss(product, policy=None):
+        def body(x, w):
+            return jnp.tanh(product(x, w, DIMS)), None
+
+        return lambda ws: jnp.sum(lax.scan(jax.checkpoint(body, policy=policy), X, ws)[0] ** 2).astype("f4")
+
+    # Forward, again for the backward pass, and two gradients.
+    assert float8_count(jax.grad(loss(PER_TENSOR)), ws) == 4
+    saves = jax.checkpoint_policies.dots_saveable
+    assert float8_count(jax.grad(loss(PER_TENSOR, saves)), ws) == 3
+    assert error(jax.grad(loss(PER_TENSOR))(ws), jax.grad(loss(lax.dot_general))(ws)) < 0.15
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("grad", ["", ", g=f32"])
+def test_linen_layers_follow_but_for_heads_and_attention(remat, grad):
+    model = jmpp.wrap(Net(remat), CURRENT + grad)
+    params = jax.eval_shape(model.init, jax.random.key(0), IDS)
+    found = formats(jax.grad(lambda p: jnp.mean(model.apply(p, IDS) ** 2)), params)
+    # Four projections of attention and two of the MLP; weight gradients are float32 where that is asked for.
+    weights = "float32" if grad else "bfloat16"
+    assert found[BACKWARD, weights] == (6 if grad else 12)
+    assert found[FORWARD, "bfloat16"] == (11 if remat else 6)
+    # The head's three and attention's own products, two forward and four backward.
+    assert sum(n for (f, _), n in found.items() if f is None) == (11 if remat else 9)
+
+
+def test_rules_choose_layers_and_overrule_names():
+    x = jnp.ones((2, 16, 32))
+    for rules, count in (
+        ({}, 6),
+        ({"**/Dense_*": HALF}, 4),
+        ({"lm_head": CURRENT}, 7),
+        ({nn.Dense: CURRENT, nn.MultiHeadDotProductAttention: HALF}, 2),
+    ):
+        model = jmpp.wrap(Net(), jmpp.PolicyMap(CURRENT, rules))
+        params = jax.eval_shape(model.init, jax.random.key(0), IDS)
+        assert float8_count(model.apply, params, IDS) == count
+    model = jmpp.wrap(Block(), jmpp.PolicyMap(HALF, {"Dense_0": CURRENT}))
+    assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == 1
+
+
+def test_shapes_that_the_hardware_refuses_stay():
+    for features, rows, float8 in ((48, 16, 1), (40, 16, 0), (48, 8, 0), (1024, 16, 0)):
+        model = jmpp.wrap(nn.Dense(features), CURRENT)
+        x = jnp.ones((rows, 64))
+        assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == float8
+    precise = jmpp.wrap(nn.Dense(48, precision="highest"), CURRENT)
+    x = jnp.ones((16, 64))
+    assert float8_count(precise.apply, jax.eval_shape(precise.init, jax.random.key(0), x), x) == 0
+
+
+def test_nnx_layers_follow_and_come_back():
+    bare, x = NNXNet(nnx.Rngs(0)), jnp.ones((16, 32))
+    model = jmpp.wrap(bare, CURRENT)
+    assert float8_count(lambda state: nnx.merge(nnx.graphdef(model), state)(x), nnx.state(model)) == 2
+    assert nnx.graphdef(model) == nnx.graphdef(jmpp.wrap(bare, CURRENT))
+    assert hash(nnx.graphdef(model)) == hash(pickle.loads(pickle.dumps(nnx.graphdef(model))))
+    assert nnx.graphdef(jmpp.wrap(model, HALF)) == nnx.graphdef(jmpp.wrap(bare, HALF))
+    assert model.own.dot_general is of_the_user
+    notes = {row.path: row.note for row in jmpp.summary(bare, CURRENT, x).modules}
+    assert (notes["up"], notes["head"]) == ("fp8_current", "not in float8: a head")
+
+
+def test_autocast_tells_heads_and_attention_by_the_program():
+    def loss(ws, x, labels):
+        hidden = jax.nn.gelu(x @ ws[0])
+        hidden = hidden + jax.nn.gelu(hidden @ ws[1])
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ ws[2], labels).mean()
+
+    ws, x = [jnp.ones((32, 32))] * 3, jnp.ones((16, 32))
+    labels = jnp.zeros(16, jnp.int32)
+    rows = jmpp.explain(loss, lower="fp8_current")(ws, x, labels).of("dot_general")
+    assert [("in float8 by" in row.why, row.chosen) for row in rows] == [
+        (False, "bfloat16"),  # Of two arguments: a first layer.
+        (True, "bfloat16"),
+        (False, "float32"),  # Only the loss uses it: a head.
+    ]
+    half = jmpp.autocast(loss, lower="fp8_current")
+    assert float8_count(jax.grad(half), ws, x, labels) == 3
+    policy = jmpp.autocast(loss, "p=f32,c=bf16,o=f32,g=f32,r=fp8_current")
+    assert formats(jax.grad(policy), ws, x, labels)[BACKWARD, "float32"] == 1
+    model, params = Net(), Net().init(jax.random.key(0), IDS)
+    by_rule = jmpp.autocast(model.apply, jmpp.PolicyMap(CURRENT, {"block/Dense_0": HALF}))
+    assert float8_count(by_rule, params, IDS) == 5
+    with pytest.raises(TypeError, match=r"a policy or a half dtype, .* or lower='fp8_current'"):
+        jmpp.autocast(loss)
+    with pytest.raises(ValueError, match="compute=float32.*recipe=fp8_current"):
+        jmpp.autocast(loss, "float32", lower="fp8_current")
+
+
+def test_audit_names_float8_products_their_scales_and_the_others_reasons():
+    model = jmpp.wrap(Net(), CURRENT)
+    params = jax.eval_shape(model.init, jax.random.key(0), IDS)
+    found = jmpp.audit(lambda p: jnp.mean(model.apply(p, IDS) ** 2), params, grad=True)
+    eight = [p for p in found.products if p.scales]
+    assert {(p.lhs, p.rhs, p.backward) for p in eight} == {(*FORWARD, False), (*BACKWARD, True)}
+    assert {p.scales for p in eight} == {"fp8_current"}
+    stays = {p.stays for p in found.products if not p.scales}
+    assert stays == {"a head", "one of batches, as in attention"}
+    assert not found.constants
+    assert "scales, or" in str(found)
+    assert all(not p.stays for p in jmpp.audit(lambda a: a @ a, X[:32, :32]).products)
+
+
+def test_a_replay_in_float32_has_no_float8():
+    exact = replay_in_float32(lambda x, w: PER_TENSOR(x, w, DIMS))(X, W)
+    assert error(exact, np.asarray(X, np.float32) @ np.asarray(W, np.float32)) < 1e-6
+
+
+def test_training_steps_with_loss_scale_and_skips():
+    model = jmpp.wrap(Net(), "p=f32,c=f16,o=f32,r=fp8_current")
+    params = model.init(jax.random.key(0), IDS)
+    tx = jmpp.loss_scaled(optax.adam(1e-2), jmpp.DynamicLossScale(2.0**10))
+    state = tx.init(params)
+
+    def loss_fn(params, factor):
+        logits = model.apply(params, IDS)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, IDS).mean() * factor
+
+    @jax.jit
+    def step(params, state, factor):
+        loss, grads = jmpp.scaled_value_and_grad(loss_fn)(state, params, factor)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(8):
+        params, state, loss = step(params, state, 1.0)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1
+    before = params
+    params, state, _ = step(params, state, jnp.inf)
+    assert not jmpp.grads_finite(state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, before))
+
+
+def test_policies_keep_their_recipe():
+    policy = jmpp.get_policy(CURRENT)
+    assert (
+        jmpp.get_policy(str(policy))
+        == policy
+        == jmpp.Policy("float32", "bfloat16", "float32", recipe="fp8_current")
+    )
+    assert jmpp.Policy.from_dict(policy.to_dict()) == policy != jmpp.get_policy(HALF)
+    assert policy.to_dict()["recipe"] == "fp8_current"
+    precision = jmpp.from_config({"policy": "mixed_bfloat16, r=fp8_rowwise", "rules": [["head", "bf16"]]})
+    assert precision.policy.default.recipe == "fp8_rowwise"
+    assert jmpp.from_config(precision.to_dict()) == precision
+    assert jmpp.from_config({"compute": "bfloat16", "recipe": "fp8_current"}).policy.recipe == "fp8_current"
+    kept = jmpp.wrap(nn.Dense(32, dtype=jnp.float32), jmpp.PolicyMap(CURRENT, keep_module_dtypes=True))
+    x = jnp.ones((16, 32))
+    assert float8_count(kept.apply, jax.eval_shape(kept.init, jax.random.key(0), x), x) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mixed_bfloat16, r=fp8_curent", "Unknown recipe 'fp8_curent'.*Did you mean 'fp8_current'.*Known: "),
+        ("r=fp8_current", "compute=float32.*is for products in 16 bits.*compute=bfloat16 or float16"),
+        ("float64, recipe=fp8_current", "compute=float64.*is for products in 16 bits"),
+        ("fp8_current", "is a recipe, which goes with the dtypes.*'mixed_bfloat16,recipe=fp8_current'"),
+        ("mixed_bfloat16, r=fp8_current, r=fp8_rowwise", "sets 'recipe' twice"),
+    ],
+)
+def test_wrong_recipes_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        jmpp.get_policy(text)
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()), "d")
+SHARDED, WHOLE = (NamedSharding(MESH, spec) for spec in (P("d"), P()))
+#: Rows of very different size: a scale of its own for each device would show.
+ROWS = jnp.asarray(RNG.normal(size=(128, 64)) * 2.0 ** np.linspace(-16, 16, 128)[:, None], jnp.bfloat16)
+
+
+def squares(x, w):
+    return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type):
+    mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(ROWS, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+        found = jax.jit(jax.value_and_grad(squares, (0, 1)))(x, w)
+    exact = jax.jit(jax.value_and_grad(squares, (0, 1)))(ROWS, W)
+    assert np.array_equal(found[1][0], exact[1][0])
+    assert error(found[1][1], exact[1][1]) < 2**-8
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scales_in_shard_map_are_those_of_the_whole(check_vma):
+    def body(x, w):
+        out, vjp = jax.vjp(lambda x, w: PER_TENSOR(x, w, DIMS), x, w)
+        by_x, by_w = vjp(out)
+        return out, by_x, by_w if check_vma else lax.psum(by_w, "d")
+
+    specs = {"in_specs": (P("d"), P()), "out_specs": (P("d"), P("d"), P())}
+    mapped = jax.jit(jax.shard_map(body, mesh=MESH, check_vma=check_vma, **specs))
+    out, vjp = jax.vjp(lambda x, w: PER_TENSOR(x, w, DIMS), ROWS, W)
+    by_x, by_w = vjp(out)
+    found = mapped(jax.device_put(ROWS, SHARDED), jax.device_put(W, WHOLE))
+    assert np.array_equal(found[0], out)
+    assert np.array_equal(found[1], by_x)
+    assert error(found[2], by_w) < 2**-7
+    # Of the input, and of the cotangent for both products, which XLA computes once. The weight is the same
+    # everywhere, which JAX knows with check_vma.
+    names = [e.primitive.name for e in ir.equations(jax.make_jaxpr(mapped)(ROWS, W))]
+    assert sum(name.startswith("pmax") for name in names) == (3 if check_vma else 4)
