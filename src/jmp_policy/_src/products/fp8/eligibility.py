@@ -43,6 +43,11 @@ def stays_because(eqn: Any, is_asked_for: bool = False) -> str:
     return ""
 
 
+def operand_dtypes(eqn: Any) -> tuple[str, ...]:
+    """Returns the dtypes in which a product's two operands are multiplied."""
+    return formats_of(eqn) or tuple(str(ir.dtype_of(atom)) for atom in eqn.invars[:2])
+
+
 def why_not(eqn: Any, path: str) -> str:
     """Returns why a half product of a program with a recipe is not in float8, as far as the program tells.
 

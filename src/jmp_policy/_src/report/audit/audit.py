@@ -139,7 +139,7 @@ class AuditVisitor:
             )
             causes = frozenset([self._id(eqn)])
         size = matrix_products.size_of(eqn)
-        lhs, rhs = fp8.formats_of(eqn) or (str(ir.dtype_of(atom)) for atom in eqn.invars[:2])
+        lhs, rhs = fp8.operand_dtypes(eqn)
         self._uncounted |= not site.counted
         self._products.append(
             {

@@ -14,10 +14,12 @@ from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products.fp8.eligibility import operand_dtypes
 from jmp_policy._src.report.function import Function, as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import compile_here, compiled
 from jmp_policy._src.report.lowering.export import Exported, exported
+from jmp_policy._src.report.lowering.float8_kernels import check_float8
 from jmp_policy._src.report.lowering.gpus import GPUS
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, LoweringReport, verdict_of
@@ -30,7 +32,11 @@ Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
 
 def lowering_report(
-    fn: Callable[..., Any], *args: Any, target: str | None = "H100", **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | None = "H100",
+    require: str | None = None,
+    **kwargs: Any,
 ) -> LoweringReport:
     """Reports the kernels that XLA's compiler for a GPU or TPU makes of a function, with or without a device.
 
@@ -56,14 +62,17 @@ def lowering_report(
       target: V100, T4, A100, L4, H100, H200 or B200; v4, v5e, v5p, v6e or v7x, whose slices have as many
         devices as the program, or the shape that is named: "v5e:2x4", "v5p:2x2x2". None for the device of
         this machine, where the program is also run, on the given arrays, and timed.
+      require: "float8" to make sure, in a test say, that the products which the program has in float8 are
+        compiled to float8 kernels, and not to ones of 16 bits.
 
     Returns:
       A `LoweringReport`; `print` shows it, `.plot()` draws the roofline.
 
     Raises:
       LoweringUnavailableError: when the compiler is not installed in the version of JAX.
-      ValueError: for an unknown target; for a slice of TPUs of another size than the program's mesh; for None
-        on a machine without a GPU or TPU; for a program that calls back to the host.
+      AssertionError: when what is required does not hold; the message names the products.
+      ValueError: for an unknown target or requirement; for a slice of TPUs of another size than the program's
+        mesh; for None on a machine without a GPU or TPU; for a program that calls back to the host.
       RuntimeError: when the program does not compile, with the compiler's last lines.
 
     Example:
@@ -73,6 +82,8 @@ def lowering_report(
       >>> [kernel.tensor_cores for kernel in report.kernels if kernel.flops]  # doctest: +SKIP
       [True]
     """
+    if require not in (None, "float8"):
+        raise ValueError(f"lowering_report can require 'float8' and nothing else; got require={require!r}.")
     card = find_target(target) if target is not None else _device()
     function = as_function(fn, args, kwargs, "lowering_report")
     jaxpr = function.jaxpr()
@@ -84,7 +95,10 @@ def lowering_report(
         _check_exportable(jaxpr, function.name)
         answers, devices = _compile_elsewhere(programs, function, card, _donated(fn, args, kwargs, function))
         measured = None
-    return _report(function.name, card, devices, programs, answers, measured)
+    report = _report(function.name, card, devices, programs, answers, measured)
+    if require is not None:
+        check_float8(jaxpr, report.kernels, f"{function.name} for {card.name}")
+    return report
 
 
 def _report(
@@ -161,7 +175,7 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
         "float32": ("as given" if is_float32 else "in float32", float32),
     }
     for half in HALVES:
-        if half in halves:
+        if half in halves and not is_float8:
             programs[half] = ("as given", function.call)
         else:
             programs[half] = ("under autocast", autocast(float32, half))
@@ -173,7 +187,7 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
 def _product_dtypes(jaxpr: Any) -> set[str]:
     """Returns the dtypes of the operands of all products in a jaxpr."""
     products = (eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS)
-    return {str(ir.dtype_of(atom)) for eqn in products for atom in eqn.invars}
+    return {dtype for eqn in products for dtype in operand_dtypes(eqn)}
 
 
 _PRODUCTS = having(Trait.PRODUCT)

@@ -1,0 +1,87 @@
+"""What float8 recipes make of a training step on an H100: products, kernels, bytes, memory, compiled only.
+
+The roofline is that of `lowering_report`: a lower bound by kernel, launches included.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jmp_policy as jmpp
+from benchmarks import _models, _record, _steps
+from benchmarks.gpu_target import PluginMissingError, count, gpu_devices
+from benchmarks.loss_scaling_cost import WIDTHS
+from jmp_policy._src.report.lowering.kernels import kernels_of
+from jmp_policy._src.report.lowering.roofline import estimates
+from jmp_policy._src.report.lowering.targets import TARGETS
+
+#: Name -> (widths, batch, length).
+SIZES: dict[str, tuple[dict[str, int], int, int]] = {
+    "BERT width, 4 layers": (WIDTHS, 32, 128),
+    "4096 wide, 1 layer": (
+        {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384, "layers": 1}, 8, 512
+    ),
+}  # fmt: skip
+POLICIES = {
+    "bfloat16": "mixed_bfloat16",
+    "fp8_current": "mixed_bfloat16, r=fp8_current",
+    "fp8_rowwise": "mixed_bfloat16, r=fp8_rowwise",
+}
+
+
+def compiled(policy: str, widths: dict[str, int], batch: int, length: int) -> Any:
+    """Compiles one AdamW step of an encoder."""
+    model, tx = jmpp.wrap(_models.Encoder(**widths), policy), optax.adamw(1e-4)
+    tokens = (jax.ShapeDtypeStruct((batch, length), jnp.int32),) * 2
+    state = jax.eval_shape(lambda tokens: _steps.init(model, tx, tokens, ()), tokens)
+    placed = NamedSharding(Mesh(gpu_devices(), "d"), PartitionSpec())
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), (state, tokens))
+    step = jax.jit(_steps.plain_step(model, tx), donate_argnums=0)
+    lowered = step.trace(*types).lower(lowering_platforms=("cuda",))
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def rows() -> list[dict[str, Any]]:
+    """One row per size and policy, with ratios to bfloat16."""
+    found = []
+    for size, (widths, batch, length) in SIZES.items():
+        base = None
+        for name, policy in POLICIES.items():
+            program = compiled(policy, widths, batch, length)
+            text = program.as_text()
+            report = count(text, program.memory_analysis().temp_size_in_bytes)
+            kernels = kernels_of(text, TARGETS["H100"])
+            (estimate,) = estimates({"bfloat16": ("as given", kernels)}, TARGETS["H100"])
+            base = base or (report, estimate.seconds)
+            found.append(
+                {
+                    "size": size,
+                    "policy": name,
+                    "float8_products": sum(n for dots, n in report.dots.items() if "f8" in dots),
+                    "other_products": sum(n for dots, n in report.dots.items() if "f8" not in dots),
+                    "kernels": report.kernels,
+                    "gigabytes": round(report.bytes / 1e9, 2),
+                    "added_bytes": f"{report.bytes / base[0].bytes - 1:+.1%}",
+                    "temp_gigabytes": round(report.temp_bytes / 1e9, 3),
+                    "roofline_ms": round(estimate.seconds * 1e3, 3),
+                    "of_bfloat16": round(estimate.seconds / base[1], 3),
+                }
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    try:
+        found = rows()
+    except PluginMissingError as error:
+        print(f"Skipped fp8_gpu. {error}")
+        return
+    _record.save("fp8_gpu", found, target="NVIDIA H100 80GB, compiled only")
+
+
+if __name__ == "__main__":
+    main()
