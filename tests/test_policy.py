@@ -149,3 +149,13 @@ def test_best_half_dtype_by_capability():
     assert best_half_dtype(Device("rocm", "gfx90a")) == jnp.bfloat16
     assert best_half_dtype(Device("tpu")) == jnp.bfloat16
     assert best_half_dtype() == jnp.bfloat16
+
+
+def test_a_policy_is_made_of_its_text_and_its_repr():
+    half = jmpp.get_policy("mixed_bfloat16")
+    assert jmpp.Policy("mixed_bfloat16") == half
+    assert eval(repr(half), {"Policy": jmpp.Policy}) == half
+    text = "p=f32, c=bf16, o=f32, g=f32, r=fp8_current"
+    assert jmpp.Policy("mixed_bfloat16", grad_dtype="float32", recipe="fp8_current") == jmpp.Policy(text)
+    with pytest.raises(ValueError, match="mixd_float16"):
+        jmpp.Policy("mixd_float16")

@@ -25,7 +25,8 @@ class Policy:
     Frozen and hashable: a policy may be a static argument of `jax.jit` or a field of a module.
 
     Args:
-      param_dtype: dtype in which parameters are stored and updated (the master weights).
+      param_dtype: dtype in which parameters are stored and updated (the master weights). Or the text of a
+        policy, in place of the three dtypes: `Policy("mixed_bfloat16", recipe="fp8_current")`.
       compute_dtype: dtype to which parameters and inputs are cast for the computation. A half one is not for
         scalars and vectors that come with larger inputs (see `PolicyMap`'s `keep_small_inputs`).
       output_dtype: dtype of values that leave the governed part of a model for code under another policy or
@@ -36,6 +37,7 @@ class Policy:
         None for products in compute dtype. Heads, routers, first layers and all else stay as without it.
 
     Raises:
+      TypeError: when one of the three dtypes is missing.
       ValueError: when a dtype is unknown or not floating, when a recipe is unknown or the compute dtype has
         not 16 bits.
 
@@ -51,8 +53,8 @@ class Policy:
     """
 
     param_dtype: np.dtype
-    compute_dtype: np.dtype
-    output_dtype: np.dtype
+    compute_dtype: np.dtype = None  # type: ignore[assignment]
+    output_dtype: np.dtype = None  # type: ignore[assignment]
     grad_dtype: np.dtype | None = None
     recipe: str | None = None
 
@@ -61,13 +63,18 @@ class Policy:
         def __init__(
             self,
             param_dtype: DTypeLike,
-            compute_dtype: DTypeLike,
-            output_dtype: DTypeLike,
+            compute_dtype: DTypeLike | None = None,
+            output_dtype: DTypeLike | None = None,
             grad_dtype: DTypeLike | None = None,
             recipe: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        if isinstance(self.param_dtype, str) and self.compute_dtype is None and self.output_dtype is None:
+            named = get_policy(self.param_dtype)
+            for name in (field.name for field in dataclasses.fields(self)):
+                if name == "param_dtype" or getattr(self, name) is None:
+                    object.__setattr__(self, name, getattr(named, name))
         for name in _WORD_TO_FIELD.values():
             given = getattr(self, name)
             if name == "grad_dtype" and given is None:
