@@ -8,6 +8,7 @@ from benchmarks import (
     accuracy,
     autocast_cost,
     autocast_gpu_cost,
+    autocast_zoo,
     checkpoint_pause,
     communication,
     faults,
@@ -50,7 +51,7 @@ BENCHMARKS = (
     stack_depth,
     statistic_scale,
 )
-GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers]
+GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers, autocast_zoo]
 if importlib.util.find_spec("torch"):
     GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
 

@@ -97,7 +97,22 @@ def autocast() -> str:
     lines = [*paragraph(words), *table(header, cells), ""]
     lines += ["A step of an encoder of BERT's width, compiled for an H100:", ""]
     cells = ([r["variant"], f"{r['gigabytes']:.1f}", f"{r['temp_gigabytes']:.2f}"] for r in gpu_rows)
-    return "\n".join([*lines, *table(" | GB moved | temporary memory, GB", cells)])
+    lines += [*table(" | GB moved | temporary memory, GB", cells), "", *autocast_zoo()]
+    return "\n".join(lines)
+
+
+def autocast_zoo() -> list[str]:
+    """Real models under `autocast` on an H100, against by hand."""
+    result = load("autocast_zoo")
+    words = (
+        "A step of real models at their published sizes with AdamW, under `autocast` and with `dtype=` in "
+        f"every layer, compiled for an H100 ({provenance(result)}):"
+    )
+    cells = (
+        [r["model"], r["variant"], f"{r['gigabytes']:.1f}", f"{r['temp_gigabytes']:.2f}"]
+        for r in result["rows"]
+    )
+    return [*paragraph(words), *table(" | | GB moved | temporary memory, GB", cells)]
 
 
 def reports() -> str:

@@ -60,7 +60,7 @@ def test_attention_keeps_large_logits_and_masks():
 @pytest.mark.slow
 def test_attention_softmax_weights_sum_to_one():
     """2048 equal weights of float16 summed in float16 would stop at 1 - 2**-11 * k."""
-    from jmp_policy._src.flax.attention_weights import softmax_in_float32
+    from jmp_policy._src.autocast.softmax import softmax_in_float32
 
     x = jnp.zeros((1, 2048), jnp.float16)
     y = softmax_in_float32(jnp.dtype("float16"), x)
@@ -75,7 +75,7 @@ def test_attention_softmax_weights_sum_to_one():
 
 def test_attention_softmax_gradient_sums_in_float32():
     """As accurate as half precision can tell: the transposed tangent must not sum in half."""
-    from jmp_policy._src.flax.attention_weights import softmax_in_float32
+    from jmp_policy._src.autocast.softmax import softmax_in_float32
 
     x = jax.random.normal(jax.random.key(0), (64, 128))
     cotangent = 1 + jax.random.normal(jax.random.key(1), (64, 128))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, quotients
+from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
 from jmp_policy._src.autocast.runtime import as_function, run
 from jmp_policy._src.autocast.values import argument, leaves_marked
@@ -96,7 +96,9 @@ class Settings:
         with self._marked() as seen:
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
-        planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED)
+        planner = Planner(
+            regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, join=parts.join
+        )
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)

@@ -251,16 +251,16 @@ class DataMovement(Promote):
 
     def _plan_parameter(self, eqn: Any, value: Value) -> EqnPlan:
         """Plans a move of a parameter or a constant."""
-        reorders = eqn.outvars[0].aval.size == eqn.invars[0].aval.size and not _is_summed(eqn)
+        reorders = eqn.outvars[0].aval.size == eqn.invars[0].aval.size and not is_summed(eqn)
         if value.source == "constant" or reorders:
             return EqnPlan(eqn, self, (value.dtype,), (value,), MOVED)
         # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
-        out = value._replace(broadcast=value.broadcast or _is_summed(eqn))
+        out = value._replace(broadcast=value.broadcast or is_summed(eqn))
         return EqnPlan(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
 
     def _plan_activation(self, eqn: Any, value: Value) -> EqnPlan:
         """Plans a move of what was computed: as it is, but copied in float32."""
-        read = FLOAT32 if _is_summed(eqn) else value.dtype
+        read = FLOAT32 if is_summed(eqn) else value.dtype
         return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
@@ -269,7 +269,7 @@ class DataMovement(Promote):
         return as_planned(step, rebound(step.eqn, step.reads, caches))
 
 
-def _is_summed(eqn: Any) -> bool:
+def is_summed(eqn: Any) -> bool:
     """Returns whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
     # Sizes may be symbolic, and a broadcast never shrinks.
     name, grows = eqn.primitive.name, eqn.outvars[0].aval.size != eqn.invars[0].aval.size

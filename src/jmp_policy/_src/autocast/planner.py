@@ -16,12 +16,12 @@ cost nothing at run time.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from jmp_policy._src.autocast.values import CastCache, Value
+from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.ir import FLOAT32
@@ -49,6 +49,7 @@ class EqnPlan:
       region: the region it is in.
       note: what the user should know, or "".
       planner: of steps that plan more when they run: rules of derivatives.
+      at: the equation on whose behalf it runs, if not `eqn`.
     """
 
     eqn: Any
@@ -60,6 +61,7 @@ class EqnPlan:
     region: Region = _OUTSIDE
     note: str = ""
     planner: "Planner | None" = None
+    at: Any = None
 
     @property
     def is_unchanged(self) -> bool:
@@ -73,6 +75,17 @@ class EqnPlan:
         return outs and reads and all(plan.is_unchanged for plan in self.inner)
 
 
+class Program(NamedTuple):
+    """Equations, as `evaluate` takes a jaxpr, with the step that does each of them."""
+
+    invars: Sequence[Any]
+    constvars: Sequence[Any]
+    consts: Sequence[Any]
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+    steps: Sequence[EqnPlan]
+
+
 @dataclasses.dataclass
 class Plan:
     """What is done with a jaxpr.
@@ -82,7 +95,8 @@ class Plan:
       ins: what its arguments are.
       steps: one per equation.
       outs: what its results are.
-      last_uses: for each step, the variables that no later step needs.
+      program: the steps that are run, of which one may do several equations.
+      last_uses: for each of those, the variables that no later one needs.
       reads: for each argument, the dtypes it is read in.
       is_unchanged: whether everything runs as it was traced.
       traced: jaxprs that were made of the plan, by the types of their arguments.
@@ -92,6 +106,7 @@ class Plan:
     ins: tuple[Value, ...]
     steps: list[EqnPlan]
     outs: tuple[Value, ...]
+    program: Program
     last_uses: list[list[Any]]
     reads: tuple[frozenset[np.dtype], ...]
     is_unchanged: bool
@@ -135,6 +150,8 @@ class Planner:
       rules: primitive's name -> rule.
       table: primitive's name -> (list, reason).
       otherwise: the rule of all other primitives.
+      join: gives the program of a plan, in which one step may do several equations; or, for such a step to be
+        possible, variables that have to be held in half.
     """
 
     def __init__(
@@ -143,9 +160,10 @@ class Planner:
         rules: Mapping[str, Rule],
         table: Mapping[str, tuple[str, str]],
         otherwise: Rule,
+        join: "Join",
     ):
         self.regions, self.table = regions, table
-        self._rules, self._otherwise = rules, otherwise
+        self._rules, self._otherwise, self._join = rules, otherwise, join
         # By identity, with the jaxpr kept alive in the entry.
         self._demands: dict[Any, Demands] = {}
         self._plans: dict[Any, Plan] = {}
@@ -192,6 +210,25 @@ class Planner:
         return self._plans[key]
 
     def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
+        halved: dict[Any, np.dtype] = {}
+        while True:
+            plan = self._pass_forward(jaxpr, ins, outs, region, halved)
+            if plan.is_unchanged:
+                return plan
+            joined = self._join(plan)
+            if isinstance(joined, Program):
+                plan.program, plan.last_uses = joined, last_uses(joined)
+                return plan
+            halved |= joined
+
+    def _pass_forward(
+        self,
+        jaxpr: Any,
+        ins: tuple[Value, ...],
+        outs: Sequence[Demand],
+        region: Region,
+        halved: Mapping[Any, np.dtype],
+    ) -> Plan:
         opened = compat.open_jaxpr(jaxpr)
         demands = self.demands(jaxpr, outs, region).of
         steps: list[EqnPlan] = []
@@ -201,6 +238,8 @@ class Planner:
             wanted = [demands.get(var) for var in eqn.outvars]
             planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
             planned.region = inside
+            if any(var in halved for var in eqn.outvars):
+                planned = _rounded(planned, halved)
             self.met.add(eqn.primitive.name)
             if planned.note:
                 self.notes.setdefault(planned.note, source_lines.source_line(eqn))
@@ -213,11 +252,40 @@ class Planner:
             ins,
             steps,
             results,
+            as_program(jaxpr, opened.eqns, steps),
             last_uses(jaxpr),
             _reads(opened, steps, results),
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),
         )
+
+
+#: What gives the program of a plan.
+Join: TypeAlias = Callable[[Plan], "Program | Mapping[Any, np.dtype]"]
+
+
+def as_program(jaxpr: Any, eqns: Sequence[Any], steps: Sequence[EqnPlan]) -> Program:
+    """Returns a jaxpr's program, with these equations and steps."""
+    opened = compat.open_jaxpr(jaxpr)
+    return Program(opened.invars, opened.constvars, compat.constants(jaxpr), eqns, opened.outvars, steps)
+
+
+class _Rounding(NamedTuple):
+    """The rule of a step whose results are rounded to what they were planned in."""
+
+    rule: Rule
+
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        outs = zip(self.rule.run(step, caches), step.outs, strict=True)
+        return [computed(cache.read(value.dtype)) for cache, value in outs]
+
+
+def _rounded(step: EqnPlan, dtypes: Mapping[Any, np.dtype]) -> EqnPlan:
+    """Returns a step with results in other dtypes."""
+    outs = zip(step.outs, step.eqn.outvars, strict=True)
+    halves = tuple(value._replace(dtype=dtypes.get(var, value.dtype)) for value, var in outs)
+    rule: Any = _Rounding(step.rule)
+    return dataclasses.replace(step, outs=halves, rule=rule)
 
 
 def planned_dtypes(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:

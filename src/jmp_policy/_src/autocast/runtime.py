@@ -22,14 +22,16 @@ def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
     Returns:
       The results.
     """
-    steps = iter(plan.steps)
+    steps = iter(plan.program.steps)
 
     def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
         planned = next(steps)
-        with compat.eqn_context(eqn):
+        with compat.eqn_context(planned.at or eqn):
             return planned.rule.run(planned, operands)
 
-    return evaluate(plan.jaxpr, caches, step, constant=_constant, literal=_literal, last_uses=plan.last_uses)
+    return evaluate(
+        plan.program, caches, step, constant=_constant, literal=_literal, last_uses=plan.last_uses
+    )
 
 
 def _constant(var: Any, value: Any) -> CastCache:

@@ -44,6 +44,10 @@ class Trait(enum.Flag):
     KERNEL = enum.auto()
     #: The jaxpr among its parameters says how two elements combine, or how it is lowered.
     COMBINER = enum.auto()
+    #: Gives each element from those in its place, cheaply enough to be computed again for a backward pass.
+    ELEMENTWISE = enum.auto()
+    #: Its derivative depends on its operands, which JAX keeps for the backward pass, or its result.
+    NONLINEAR = enum.auto()
 
 
 class Operation(NamedTuple):
@@ -62,11 +66,15 @@ class Operation(NamedTuple):
 
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
-    _KERNEL, _COMBINER,
+    _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR,
 ) = Trait  # fmt: skip
 
 #: What moves a weight and leaves it one.
 _WEIGHT = _MOVES | _KEEPS_WEIGHT
+
+#: Elementwise functions of one operand, or of several.
+_CURVE = _ELEMENTWISE | _NONLINEAR
+_EACH = _BROADCASTS | _ELEMENTWISE
 
 OPERATIONS: Mapping[str, Operation] = {
     # Matrix products: Tensor Cores.
@@ -79,18 +87,18 @@ OPERATIONS: Mapping[str, Operation] = {
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     "ragged_dot": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
-    "exp": Operation("full", "exceeds float16 above 11.1"),
-    "exp2": Operation("full", "exceeds float16 at 16"),
-    "expm1": Operation("full", "exceeds float16 above 11.1"),
-    "log": Operation("full", "half loses all digits near 1", _POLE),
-    "log2": Operation("full", "half loses all digits near 1"),
-    "log1p": Operation("full", "its small arguments are subnormal in float16", _POLE),
-    "pow": Operation("full", "exceeds float16 easily; the exponent's rounding is multiplied", _POLE),
-    "sqrt": Operation("full", "of variances, which are below float16's normal range", _POLE),
-    "rsqrt": Operation("full", "of variances, which are below float16's normal range", _POLE),
-    "cbrt": Operation("full", "as sqrt", _POLE),
+    "exp": Operation("full", "exceeds float16 above 11.1", _CURVE),
+    "exp2": Operation("full", "exceeds float16 at 16", _CURVE),
+    "expm1": Operation("full", "exceeds float16 above 11.1", _CURVE),
+    "log": Operation("full", "half loses all digits near 1", _CURVE | _POLE),
+    "log2": Operation("full", "half loses all digits near 1", _CURVE),
+    "log1p": Operation("full", "its small arguments are subnormal in float16", _CURVE | _POLE),
+    "pow": Operation("full", "exceeds float16 easily; the exponent's rounding is multiplied", _CURVE | _POLE),
+    "sqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
+    "rsqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
+    "cbrt": Operation("full", "as sqrt", _CURVE | _POLE),
     "erf_inv": Operation("full", "steep near 1, where half has no digits"),
-    "erfc": Operation("full", "its tail is below float16's range"),
+    "erfc": Operation("full", "its tail is below float16's range", _CURVE),
     "lgamma": Operation("full", "exceeds float16, and cancels"),
     "digamma": Operation("full", "cancels near its zero"),
     "polygamma": Operation("full", "exceeds float16 near 0"),
@@ -101,18 +109,18 @@ OPERATIONS: Mapping[str, Operation] = {
     "regularized_incomplete_beta": Operation("full", "a continued fraction with many terms"),
     "bessel_i0e": Operation("full", "a series with many terms"),
     "bessel_i1e": Operation("full", "a series with many terms"),
-    "sin": Operation("full", "of positions: half has no fraction left above 2048"),
-    "cos": Operation("full", "of positions: half has no fraction left above 2048"),
-    "tan": Operation("full", "as sin"),
-    "asin": Operation("full", "steep near 1"),
-    "acos": Operation("full", "steep near 1"),
-    "atan": Operation("full", "as the other inverse functions"),
-    "atan2": Operation("full", "a quotient that may exceed float16"),
-    "sinh": Operation("full", "exceeds float16 above 11.8"),
-    "cosh": Operation("full", "exceeds float16 above 11.8"),
-    "asinh": Operation("full", "a logarithm"),
-    "acosh": Operation("full", "a logarithm"),
-    "atanh": Operation("full", "a logarithm, steep near 1"),
+    "sin": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
+    "cos": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
+    "tan": Operation("full", "as sin", _CURVE),
+    "asin": Operation("full", "steep near 1", _CURVE),
+    "acos": Operation("full", "steep near 1", _CURVE),
+    "atan": Operation("full", "as the other inverse functions", _CURVE),
+    "atan2": Operation("full", "a quotient that may exceed float16", _CURVE),
+    "sinh": Operation("full", "exceeds float16 above 11.8", _CURVE),
+    "cosh": Operation("full", "exceeds float16 above 11.8", _CURVE),
+    "asinh": Operation("full", "a logarithm", _CURVE),
+    "acosh": Operation("full", "a logarithm", _CURVE),
+    "atanh": Operation("full", "a logarithm, steep near 1", _CURVE),
     "reduce_sum": Operation("full", "many terms: half stops growing at 2048 times a term"),
     "reduce_prod": Operation("full", "many factors: leaves float16's range"),
     "cumsum": Operation("full", "as reduce_sum", _COSTLY),
@@ -128,36 +136,38 @@ OPERATIONS: Mapping[str, Operation] = {
     "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER),
     "top_k": Operation("full", "a decision: ties that half would make"),
     # As the widest operand.
-    "add": Operation("follow", "exact to half's rounding", _BROADCASTS),
-    "add_any": Operation("follow", "a sum of two cotangents", _BROADCASTS),
-    "sub": Operation("follow", "exact to half's rounding", _BROADCASTS),
-    "mul": Operation("follow", "exact to half's rounding", _BROADCASTS),
-    "div": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _BROADCASTS | _POLE),
-    "neg": Operation("follow", "exact"),
-    "sign": Operation("follow", "exact"),
-    "abs": Operation("follow", "exact"),
-    "max": Operation("follow", "exact", _BROADCASTS),
-    "min": Operation("follow", "exact", _BROADCASTS),
-    "clamp": Operation("follow", "exact"),
-    "floor": Operation("follow", "exact"),
-    "ceil": Operation("follow", "exact"),
-    "round": Operation("follow", "exact"),
-    "rem": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _BROADCASTS | _POLE),
-    "square": Operation(
-        "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares"
+    "add": Operation("follow", "exact to half's rounding", _EACH),
+    "add_any": Operation("follow", "a sum of two cotangents", _EACH),
+    "sub": Operation("follow", "exact to half's rounding", _EACH),
+    "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR),
+    "div": Operation(
+        "follow", "exact to half's rounding; see autocast/quotients.py", _EACH | _NONLINEAR | _POLE
     ),
-    "one_minus_square": Operation("follow", "a product; the derivative of tanh"),
-    "integer_pow": Operation("follow", "a product of few factors; see autocast/quotients.py", _POLE),
-    "tanh": Operation("follow", "bounded, and 1-Lipschitz"),
-    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz"),
-    "select_n": Operation("follow", "picks a value", _BROADCASTS),
-    "eq": Operation("follow", "a comparison", _BROADCASTS),
-    "ne": Operation("follow", "a comparison", _BROADCASTS),
-    "lt": Operation("follow", "a comparison", _BROADCASTS),
-    "le": Operation("follow", "a comparison", _BROADCASTS),
-    "gt": Operation("follow", "a comparison", _BROADCASTS),
-    "ge": Operation("follow", "a comparison", _BROADCASTS),
-    "is_finite": Operation("follow", "a comparison"),
+    "neg": Operation("follow", "exact", _ELEMENTWISE),
+    "sign": Operation("follow", "exact", _ELEMENTWISE),
+    "abs": Operation("follow", "exact", _CURVE),
+    "max": Operation("follow", "exact", _EACH),
+    "min": Operation("follow", "exact", _EACH),
+    "clamp": Operation("follow", "exact", _ELEMENTWISE),
+    "floor": Operation("follow", "exact", _ELEMENTWISE),
+    "ceil": Operation("follow", "exact", _ELEMENTWISE),
+    "round": Operation("follow", "exact", _ELEMENTWISE),
+    "rem": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _EACH | _POLE),
+    "square": Operation(
+        "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares", _CURVE
+    ),
+    "one_minus_square": Operation("follow", "a product; the derivative of tanh", _CURVE),
+    "integer_pow": Operation("follow", "a product of few factors; see autocast/quotients.py", _CURVE | _POLE),
+    "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
+    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
+    "select_n": Operation("follow", "picks a value", _EACH),
+    "eq": Operation("follow", "a comparison", _EACH),
+    "ne": Operation("follow", "a comparison", _EACH),
+    "lt": Operation("follow", "a comparison", _EACH),
+    "le": Operation("follow", "a comparison", _EACH),
+    "gt": Operation("follow", "a comparison", _EACH),
+    "ge": Operation("follow", "a comparison", _EACH),
+    "is_finite": Operation("follow", "a comparison", _ELEMENTWISE),
     "cummax": Operation("follow", "exact", _COSTLY),
     "cummin": Operation("follow", "exact", _COSTLY),
     "reduce_window_max": Operation("follow", "exact (max pooling)", _COSTLY),
@@ -183,8 +193,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "split": Operation("follow", "moves data", _WEIGHT),
     "unstack": Operation("follow", "moves data", _WEIGHT),
     "tile": Operation("follow", "moves data", _WEIGHT | _SUMMED),
-    "copy": Operation("follow", "moves data", _WEIGHT | _VIEW),
-    "copy_p": Operation("follow", "moves data", _WEIGHT | _VIEW),
+    "copy": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
+    "copy_p": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
     "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW),
     "stop_gradient": Operation("follow", "identity", _MOVES),
     "sharding_constraint": Operation("follow", "identity", _WEIGHT | _VIEW),
@@ -200,7 +210,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "pad": Operation("inside", "the gradient of what it pads with is a sum"),
     "reduce_max": Operation("inside", "its gradient is a sum over ties"),
     "reduce_min": Operation("inside", "its gradient is a sum over ties"),
-    "erf": Operation("inside", "its derivative is an exponential"),
+    "erf": Operation("inside", "its derivative is an exponential", _CURVE),
     # In the dtypes that they were traced in.
     "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
     "convert_element_type": Operation(None, "a cast", _VIEW),
