@@ -114,6 +114,13 @@ class Drift(Report):
         mean of the squared relative errors of its results.
       expected: what `error` would be if every operation in half precision rounded once, at random.
       loss_scale: what the loss was multiplied by.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import drift
+      >>> found = drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3))
+      >>> found.loss_error, found.gradient_error
+      (0.0, 0.0)
     """
 
     function: str
