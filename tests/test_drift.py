@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmp_policy as jmpp
+from jmp_policy import report
 from jmp_policy._src.report.drift.rounding import rounded
 
 HALF = jnp.float16
@@ -410,6 +411,9 @@ def test_messages():
 
 def test_faces():
     found = report_of_mlp()[0]
+    assert isinstance(found, report.Drift)
+    assert isinstance(found.rows[0], report.DriftRow)
+    assert isinstance(found.results[0], report.ResultDrift)
     text = str(found)
     assert "activation gradients" in text
     assert "introduced" in text
