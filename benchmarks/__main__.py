@@ -14,6 +14,7 @@ from benchmarks import (
     grad_dtype_cost,
     long_run,
     loss_scaling_cost,
+    loss_scaling_zoo,
     nnx_cost,
     nnx_gpu_cost,
     overhead,
@@ -50,7 +51,7 @@ BENCHMARKS = (
     stack_depth,
     statistic_scale,
 )
-GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers]
+GPU_BENCHMARKS = [zoo_device, zoo_gpu, loss_scaling_zoo, zoo_cards, zoo_peers]
 if importlib.util.find_spec("torch"):
     GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
 
