@@ -16,6 +16,7 @@ from benchmarks import (
     grad_dtype_cost,
     long_run,
     loss_scaling_cost,
+    loss_scaling_zoo,
     nnx_cost,
     nnx_gpu_cost,
     overhead,
@@ -53,7 +54,7 @@ BENCHMARKS = (
     stack_depth,
     statistic_scale,
 )
-GPU_BENCHMARKS = [zoo_device, zoo_gpu, zoo_cards, zoo_peers, autocast_zoo]
+GPU_BENCHMARKS = [zoo_device, zoo_gpu, loss_scaling_zoo, zoo_cards, zoo_peers, autocast_zoo]
 if importlib.util.find_spec("torch"):
     GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._tables import grouped, launches, load, median, paragraph, provenance, table, titled
+from benchmarks.loss_scaling_page import loss_scaling
 from benchmarks.zoo_cards_page import cards
 from benchmarks.zoo_peers_page import peers, torch
 
@@ -16,6 +17,7 @@ def models() -> str:
     parts = [
         "## On GPUs, compiled",
         *("\n".join(_gpu()), _figure("zoo_steps", "Bytes a step moves, and what loss scaling adds")),
+        loss_scaling(),
         *(cards(), _figure("zoo_cards", "Estimated speed-ups of float16 on three cards")),
         "## On a CPU",
         "\n".join(_cpu()),

@@ -229,6 +229,18 @@ def test_the_table_of_cards_has_dashes_and_failures():
     assert lines.endswith("- Net in bfloat16 does not compile for A100: `no`")
 
 
+def test_the_table_of_loss_scaling_has_differences_and_dashes():
+    zoo = importlib.import_module("benchmarks.loss_scaling_zoo")
+    report = importlib.import_module("benchmarks.gpu_target").Report
+    counts = {"no scaling": (100, 2 * 10**9), "loss_scaled": (103, 203 * 10**7)}
+    found = {name: report(n, moved, 0, 0, {}, {}, n) for name, (n, moved) in counts.items()}
+    rows = [zoo.row("Net", "A100", found)]
+    page = importlib.import_module("benchmarks.loss_scaling_page")
+    text = page.loss_scaling(page.load("loss_scaling_zoo") | {"cards": ["V100", "A100"], "rows": rows})
+    lines = [line for line in text.splitlines() if line.startswith("| Net")]
+    assert lines == ["| Net | - | 100, 103, +3.0% |", "| Net | - | 2.00, 2.03, +1.5% |"]
+
+
 def test_the_table_of_cards_has_all_models():
     rows = result("zoo_cards")["rows"]
     page = importlib.import_module("benchmarks.zoo_cards_page").cards()

@@ -1,62 +1,80 @@
-"""Chooses between two ways to compute the same values by the number of devices that a program is for.
+"""Chooses between ways to compute the same values by the devices that a program is for.
 
-What is best on one device can move whole arrays between several. How many devices a program is for is known
-when it is lowered, not when it is traced, so the choice is a primitive's lowering rule.
+What is best on one device can move whole arrays between several, and what saves kernels on a GPU takes memory
+on a CPU. Which devices a program is for is known when it is lowered, not when it is traced, so the choice is
+a primitive's lowering rule.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat
 
+Arrays = Sequence[jax.Array]
+#: JAX's names of the platforms whose devices are GPUs.
+GPUS = ("cuda", "rocm")
+
 
 def by_devices(
     name: str,
-    single_device: Callable[..., jax.Array],
-    sharded: Callable[..., jax.Array],
-    shape: tuple[int, ...],
-    dtype: Any,
-) -> Callable[..., jax.Array]:
-    """Returns a function of arrays that is computed in one way on one device, and in another on several.
+    anywhere: Callable[..., Arrays],
+    one_device: Callable[..., Arrays] | None = None,
+    one_gpu: Callable[..., Arrays] | None = None,
+    *,
+    types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    derivative: Literal["zero", "of anywhere"] = "zero",
+) -> Callable[..., list[jax.Array]]:
+    """Returns a function of arrays that is computed in one way or another, by the devices it is compiled for.
+
+    All ways give the same results, bit for bit.
 
     Args:
       name: name of the primitive, as a jaxpr shows it.
-      single_device: the function to compute in a program for one device.
-      sharded: the function to compute everywhere else: on several devices, inside `shard_map`, in explicit
-        sharding mode, with symbolic dimensions, under `vmap`, and when operations run one by one. It gives
-        the same result, bit for bit.
-      shape, dtype: shape and dtype of the result, whose derivative is zero.
+      anywhere: the function to compute on several devices, inside `shard_map`, in explicit sharding mode,
+        with symbolic dimensions, under `vmap`, and when operations run one by one.
+      one_device: the function to compute in a program for one device; without it, `anywhere`.
+      one_gpu: the function to compute in a program for one GPU; without it, `one_device`.
+      types: shapes and dtypes of the results, from those of the operands.
+      derivative: "zero", or that of `anywhere`, which has one of every order.
     """
     primitive = Primitive(name)
-    primitive.def_impl(sharded)
-    primitive.def_abstract_eval(lambda *_: jax.core.ShapedArray(shape, jnp.dtype(dtype)))
+    primitive.multiple_results = True
+    primitive.def_impl(anywhere)
+    primitive.def_abstract_eval(
+        lambda *avals: [jax.core.ShapedArray(t.shape, t.dtype) for t in types(*avals)]
+    )
 
-    def differentiate(primals: Sequence[jax.Array], _: Any) -> tuple[jax.Array, Any]:
-        is_number = jnp.issubdtype(dtype, jnp.inexact)
-        tangent = jax.core.ShapedArray(shape, jnp.dtype(dtype) if is_number else jax.dtypes.float0)
-        return primitive.bind(*primals), ad.Zero(tangent)
+    def differentiate(primals: Arrays, tangents: Sequence[Any]) -> tuple[Arrays, Sequence[Any]]:
+        if derivative == "of anywhere":
+            return jax.jvp(anywhere, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+        outs = primitive.bind(*primals)
+        return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
 
-    def batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
-        return jax.vmap(sharded, tuple(axes))(*arrays), 0
+    def batch(arrays: Arrays, axes: Sequence[Any]) -> tuple[Arrays, Sequence[int]]:
+        outs = jax.vmap(anywhere, tuple(axes))(*arrays)
+        return outs, [0] * len(outs)
 
-    def lower(ctx: Any, *operands: Any) -> Any:
-        function = single_device if compat.is_for_one_device(ctx) else sharded
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+    def lower(on_one_device: Callable[..., Arrays], ctx: Any, *operands: Any) -> Any:
+        function = on_one_device if compat.is_for_one_device(ctx) else anywhere
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, functools.partial(lower, one_device or anywhere))
+    for platform in GPUS:
+        on_gpu = functools.partial(lower, one_gpu or one_device or anywhere)
+        mlir.register_lowering(primitive, on_gpu, platform=platform)
 
-    def choose(*arrays: jax.Array) -> jax.Array:
+    def choose(*arrays: jax.Array) -> list[jax.Array]:
         if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
             # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
-            return sharded(*arrays)
+            return list(anywhere(*arrays))
         return primitive.bind(*arrays)
 
     return choose

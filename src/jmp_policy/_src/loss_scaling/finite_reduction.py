@@ -11,7 +11,7 @@ separately.
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,23 @@ LONG_ROW = 32
 
 def all_finite_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns whether all elements of all arrays (at least one) are finite; boolean scalar."""
-    return _choose(*arrays)
+    (finite,) = _choose(*arrays)
+    return finite
 
 
-def _separately(*arrays: jax.Array) -> jax.Array:
+def _separately(*arrays: jax.Array) -> list[jax.Array]:
     """Reduces each array separately, so that nothing moves between devices, whatever the shardings."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
+    return [jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))]
 
 
-def _jointly(*arrays: jax.Array) -> jax.Array:
+def _jointly(rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array) -> list[jax.Array]:
     """Joins arrays of one shape, reduces each shape to rows, and all rows in one last reduction."""
     by_shape = collections.defaultdict(list)
     for x in arrays:
         by_shape[x.shape].append(jnp.isfinite(x))
-    rows = [_rows(functools.reduce(lax.bitwise_and, group)) for group in by_shape.values()]
+    reduced = [rows(functools.reduce(lax.bitwise_and, group)) for group in by_shape.values()]
     # Without the barrier XLA turns the reduction of the joined rows back into one for each part.
-    return jnp.all(lax.optimization_barrier(lax.concatenate(rows, 0)))
+    return [jnp.all(lax.optimization_barrier(lax.concatenate(reduced, 0)))]
 
 
 def _rows(finite: jax.Array) -> jax.Array:
@@ -54,4 +55,20 @@ def _rows(finite: jax.Array) -> jax.Array:
     return jnp.all(finite, axis=-1).ravel()
 
 
-_choose = by_devices("all_finite", _jointly, _separately, (), jnp.bool_)
+def _rows_on_gpu(finite: jax.Array) -> jax.Array:
+    """Reduces as `_rows`, and kernels of convolutions to one value per output channel.
+
+    cuDNN gives their gradients with the output channel as the slowest axis, so each row lies in one piece.
+    """
+    if finite.size > FEW and finite.ndim >= 4 and finite.shape[-1] >= LONG_ROW:
+        return jnp.all(finite, axis=tuple(range(finite.ndim - 1)))
+    return _rows(finite)
+
+
+_choose = by_devices(
+    "all_finite",
+    _separately,
+    one_device=functools.partial(_jointly, _rows),
+    one_gpu=functools.partial(_jointly, _rows_on_gpu),
+    types=lambda *_: [jax.ShapeDtypeStruct((), jnp.bool_)],
+)

@@ -9,6 +9,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import array_type_text
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.decision import Decision
 from jmp_policy._src.loss_scaling.finite_reduction import all_finite_arrays
 
 
@@ -82,14 +83,15 @@ def select_tree(pred: Any, on_true: PyTree, on_false: PyTree) -> PyTree:
             "select_tree: the two trees differ in structure:\n"
             f"  on_true:  {true_def}\n  on_false: {false_def}"
         )
+    choice = Decision(jnp.asarray(pred))
     new = [
-        _select_leaf(pred, a, b, jax.tree_util.keystr(path))
+        _select_leaf(choice, a, b, jax.tree_util.keystr(path))
         for (path, a), b in zip(true_leaves, false_leaves, strict=True)
     ]
     return jax.tree.unflatten(true_def, new)
 
 
-def _select_leaf(pred: Any, a: Any, b: Any, path: str) -> Any:
+def _select_leaf(choice: Decision, a: Any, b: Any, path: str) -> Any:
     arrays = (jax.Array, np.ndarray, np.generic)
     if a is b:
         return a
@@ -108,7 +110,7 @@ def _select_leaf(pred: Any, a: Any, b: Any, path: str) -> Any:
         )
     if a.dtype == jax.dtypes.float0:
         return a
-    return lax.select(jnp.asarray(pred), jnp.asarray(a), jnp.asarray(b))
+    return choice.select(jnp.asarray(a), jnp.asarray(b))
 
 
 def _describe(x: Any) -> str:

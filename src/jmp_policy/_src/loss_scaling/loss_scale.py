@@ -17,7 +17,8 @@ from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import ArrayLike, PyTree
-from jmp_policy._src.loss_scaling.overwritten import map_derivatives
+from jmp_policy._src.loss_scaling.joined_division import divide
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
 from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
@@ -95,7 +96,9 @@ class Scaling(FromDict):
           type. Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's
           float8 layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
         """
-        return map_derivatives(lambda x: _over(_leaf_to_float32(x), self.loss_scale), tree)
+        numbers = list(filter(_is_number, jax.tree.leaves(derivatives(tree))))
+        quotients = iter(divide(numbers, self.loss_scale))
+        return map_derivatives(lambda x: next(quotients) if _is_number(x) else x, tree)
 
 
 @pytree_dataclass
@@ -318,15 +321,12 @@ def _leaf_to_float32(x: Any) -> Any:
 
 def _is_number(x: Any) -> bool:
     arrays = (jax.Array, np.ndarray, np.generic)
-    return isinstance(x, complex) or (isinstance(x, arrays) and bool(jnp.issubdtype(x.dtype, jnp.inexact)))
+    is_array = isinstance(x, arrays)
+    return isinstance(x, float | complex) or (is_array and bool(jnp.issubdtype(x.dtype, jnp.inexact)))
 
 
 def _times(x: Any, scale: Any) -> Any:
     return lax.mul(jnp.asarray(x), _like(scale, x)) if _is_number(x) else x
-
-
-def _over(x: Any, scale: Any) -> Any:
-    return lax.div(jnp.asarray(x), _like(scale, x)) if _is_number(x) else x
 
 
 def _like(scale: Any, x: Any) -> jax.Array:

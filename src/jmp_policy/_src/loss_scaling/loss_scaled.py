@@ -16,6 +16,7 @@ from jax import lax
 
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.decision import Decision
 from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
@@ -138,10 +139,13 @@ def loss_scaled(
         new_updates, inner_state = transformation.update(
             losses.total(grads, each_finite), state.inner_state, tree_to_float32(params), **extra_args
         )
-        skipped = ~finite
-        return map_changed(lambda u: _update_unless_skipped(finite, u), new_updates), LossScaledState(
-            inner_state=_state_unless_skipped(finite, inner_state, state.inner_state, count_mode),
-            loss_scale=losses.adjust(state.loss_scale, grads, each_finite, overflowed),
+        step = Decision(finite)
+        skipped = ~step.for_small
+        return map_changed(lambda u: _update_unless_skipped(step, u), new_updates), LossScaledState(
+            inner_state=_state_unless_skipped(step, inner_state, state.inner_state, count_mode),
+            loss_scale=losses.adjust(
+                state.loss_scale, grads, losses.for_small(each_finite, step), overflowed
+            ),
             grads_finite=finite,
             skipped=count_if(skipped, state.skipped),
             consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
@@ -152,7 +156,7 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update_unless_skipped(finite: jax.Array, update: Any) -> Any:
+def _update_unless_skipped(step: Decision, update: Any) -> Any:
     """Returns an update on a finite step, else one that leaves every bit of a parameter unchanged."""
     if not isinstance(update, jax.Array | np.ndarray | np.generic):
         return update
@@ -162,10 +166,10 @@ def _update_unless_skipped(finite: jax.Array, update: Any) -> Any:
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         zero = complex(-0.0, -0.0)
     # -0.0 and not 0.0: p + -0.0 is p for every p, while -0.0 + 0.0 loses the sign.
-    return lax.select(finite, jnp.asarray(update), lax.full_like(update, zero))
+    return step.select(jnp.asarray(update), lax.full_like(update, zero))
 
 
-def _state_unless_skipped(finite: jax.Array, new: PyTree, old: PyTree, count_mode: str) -> PyTree:
+def _state_unless_skipped(step: Decision, new: PyTree, old: PyTree, count_mode: str) -> PyTree:
     """Returns the new inner state on a finite step, else the old one; both in the dtypes of the old one."""
     old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
     new_leaves, new_treedef = jax.tree.flatten(new)
@@ -183,7 +187,7 @@ def _state_unless_skipped(finite: jax.Array, new: PyTree, old: PyTree, count_mod
             after = after.astype(before.dtype)
         if count_mode == "advance" and getattr(path[-1], "name", None) == "count":
             return after
-        return lax.select(finite, after, jnp.asarray(before))
+        return step.select(after, jnp.asarray(before))
 
     kept = [keep(path, b, a) for (path, b), a in zip(old_leaves, new_leaves, strict=True)]
     return jax.tree.unflatten(treedef, kept)

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.decision import Decision, shared
 from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.forgotten_scale import Division
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
@@ -54,6 +55,10 @@ class OneLoss(NamedTuple):
     def total(self, grads: PyTree, finite: jax.Array) -> PyTree:
         """Returns the gradients that the optimizer gets."""
         return grads
+
+    def for_small(self, finite: jax.Array, step: Decision) -> jax.Array:
+        """Returns whether all gradients are finite, for arithmetic on scalars."""
+        return step.for_small
 
     def adjust(self, scale: LossScale, grads: PyTree, finite: jax.Array, overflowed: Any) -> LossScale:
         """Returns the loss scale of the next step."""
@@ -132,6 +137,10 @@ class SeveralLosses(NamedTuple):
         return map_derivatives(
             lambda *leaves: reduce(_add, leaves), first, lambda *leaves: reduce(jnp.maximum, leaves), rest
         )
+
+    def for_small(self, finite: dict[str, jax.Array], step: Decision) -> dict[str, jax.Array]:
+        """Returns, for each loss, whether its gradients are finite, for arithmetic on scalars."""
+        return {name: shared(flag) for name, flag in finite.items()}
 
     def adjust(
         self, scales: LossScales, grads: dict[str, PyTree], finite: dict[str, jax.Array], overflowed: Any

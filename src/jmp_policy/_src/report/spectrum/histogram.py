@@ -78,7 +78,8 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
     Returns:
       float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
     """
-    return _choose(x, jnp.asarray(inverse_scale, jnp.float32))
+    (counts,) = _choose(x, jnp.asarray(inverse_scale, jnp.float32))
+    return counts
 
 
 def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -137,7 +138,12 @@ def _magnitudes(x: jax.Array) -> jax.Array:
 
 
 #: On several devices all at once: slices of sharded arrays would be gathered from their devices.
-_choose = by_devices("count_exponents", _in_chunks, _at_once, (SIZE,), jnp.float32)
+_choose = by_devices(
+    "count_exponents",
+    lambda *operands: [_at_once(*operands)],
+    lambda *operands: [_in_chunks(*operands)],
+    types=lambda *_: [jax.ShapeDtypeStruct((SIZE,), jnp.float32)],
+)
 
 
 def take_apart(vector: np.ndarray) -> Counts:

@@ -1,0 +1,303 @@
+"""Loss scaling as it is lowered for one GPU: fewer kernels, the same bits.
+
+No GPU is needed: a step is lowered for CUDA, and what a GPU's compiler would get is run on the CPU. The last
+test compiles, where that compiler is installed.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_policy as jmpp
+from jmp_policy._src.report.lowering.compiler import compiled
+from jmp_policy._src.report.lowering.export import exported
+from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.kernels import kernels_of
+from jmp_policy._src.report.lowering.targets import TARGETS
+
+SHAPES = {
+    "conv": (3, 3, 32, 64),
+    "narrow conv": (5, 5, 160, 3),
+    "kernel": (96, 100),
+    "bias": (64,),
+    "scale": (64,),
+    "scalar": (),
+    "row": (1, 7, 1),
+    "empty": (0, 4),
+}
+SCALE = 2.0**10
+
+
+def draw(*dtypes, shapes=SHAPES):
+    rng = np.random.default_rng(0)
+    return {
+        f"{name} {dtype}": jnp.asarray(rng.normal(size=shape) * SCALE).astype(dtype)
+        for name, shape in shapes.items()
+        for dtype in dtypes or ["float32"]
+    }
+
+
+def lowered_for_gpu(function, *args):
+    """Lowers a function of pytrees for CUDA; returns its text, and a function that runs it here."""
+    leaves, tree = jax.tree.flatten(args)
+    flat = jax.jit(lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves))))
+    export = jax.export.export(
+        flat, platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.platform()]
+    )
+    made = export(*leaves)
+    out = jax.tree.structure(jax.eval_shape(function, *args))
+    call = jax.jit(made.call)
+    return made.mlir_module(), lambda *args: jax.tree.unflatten(out, call(*jax.tree.leaves(args)))
+
+
+def text_for_cpu(function, *args):
+    return jax.jit(function).lower(*args).as_text()
+
+
+def operations(text):
+    """How often a program joins arrays, has a barrier, and divides."""
+    return [text.count(f"stablehlo.{name}") for name in ("concatenate", "optimization_barrier", "divide")]
+
+
+def bits(tree):
+    return {
+        jax.tree_util.keystr(path): (x.dtype, np.asarray(x).tobytes())
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def poisoned(grads, name, value):
+    bad = np.array(grads[name])
+    bad[(-1,) * bad.ndim] = value
+    return grads | {name: jnp.asarray(bad)}
+
+
+def step_and_state(tx, params):
+    """A function of (grads, state, params), with batch statistics that must not move on a skipped step."""
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        new = {"mean": jnp.full(64, 2.0), "var": jnp.full(64, 3.0)}
+        stats = jmpp.select_tree(jmpp.grads_finite(state), new, {"mean": jnp.zeros(64), "var": jnp.ones(64)})
+        return optax.apply_updates(params, updates), state, stats
+
+    jmpp.get_loss_scale_state(tx.init(params)).loss_scale.scale(jnp.float32(1))  # As a loss was.
+    return step, tx.init(params)
+
+
+def test_a_whole_step_has_the_bits_of_the_cpus_with_and_without_nan():
+    params = draw()
+    grads = draw() | {"bias float32": draw("float16")["bias float16"]}
+    step, state = step_and_state(jmpp.loss_scaled(optax.adamw(1e-2), jmpp.DynamicLossScale(SCALE)), params)
+    text, on_gpu = lowered_for_gpu(step, grads, state, params)
+    on_cpu = jax.jit(step)
+    # The float32 vector and the rows of the test are joined; barriers on both, on float16 and two decisions.
+    assert operations(text)[:2] == [2, 5]
+    assert operations(text_for_cpu(step, grads, state, params))[:2] == [1, 1]
+    clean = on_gpu(grads, state, params)
+    assert bits(clean) == bits(on_cpu(grads, state, params))
+    assert bool(clean[1].grads_finite)
+    for i, name in enumerate(sorted(SHAPES.keys() - {"empty"})):
+        bad = poisoned(grads, f"{name} float32", [np.nan, -np.inf][i % 2])
+        got = on_gpu(bad, state, params)
+        assert bits(got) == bits(on_cpu(bad, state, params)), name
+        assert bits(got[0]) == bits(params)
+        assert bits(got[1].inner_state) == bits(state.inner_state)
+        assert got[2]["mean"].tolist() == [0.0] * 64
+        assert int(got[1].skipped) == 1
+        assert float(got[1].loss_scale.loss_scale) == SCALE / 2
+
+
+def test_small_gradients_are_divided_as_one_vector_per_dtype():
+    small = {name: SHAPES[name] for name in ("bias", "scale", "scalar", "row", "empty")}
+    grads = draw("float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", shapes=small)
+    grads |= {"n": jnp.arange(3), "none": None, "f": np.float32(SCALE)}
+    scale = jmpp.StaticLossScale(SCALE)
+    text, on_gpu = lowered_for_gpu(lambda s, g: s.unscale(g), scale, grads)
+    # One division for each of five dtypes, and for the five arrays without elements.
+    assert operations(text) == [5, 5, 10]
+    got = on_gpu(scale, grads)
+    assert bits(got) == bits(scale.unscale(grads))
+    assert got["bias float16"].dtype == jnp.float32
+    assert got["bias complex64"].dtype == jnp.complex64
+    assert operations(text_for_cpu(lambda s, g: s.unscale(g), scale, grads))[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("grads", [{}, None, {"n": 3}, {"e": jnp.zeros((0, 2))}, {"a": jnp.float32(SCALE)}])
+def test_trees_with_nothing_to_join(grads):
+    scale = jmpp.StaticLossScale(SCALE)
+    text = jax.jit(lambda g: scale.unscale(g)).trace(grads).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("concatenate") == 0
+    want = jax.tree.map(lambda g: g / SCALE if hasattr(g, "dtype") else g, grads)
+    assert jax.tree.map(np.array_equal, scale.unscale(grads), want) == jax.tree.map(lambda g: True, grads)
+
+
+def test_float64_keeps_its_dtype():
+    with jax.enable_x64(True):
+        grads = {"a": jnp.full(3, 1 / 3), "b": jnp.full(2, 1 / 7), "f": jnp.ones(2, jnp.float32)}
+        scale = jmpp.StaticLossScale(SCALE)
+        _, on_gpu = lowered_for_gpu(lambda s, g: s.unscale(g), scale, grads)
+        got = on_gpu(scale, grads)
+        assert got["a"].dtype == jnp.float64
+        assert bits(got) == bits(scale.unscale(grads))
+
+
+def test_several_losses():
+    params = draw(shapes={"bias": (64,), "scale": (64,)})
+    scales = {"one": jmpp.DynamicLossScale(SCALE), "two": jmpp.DynamicLossScale(2 * SCALE)}
+    step, state = step_of_losses(jmpp.loss_scaled(optax.adam(0.1), scales, on_nonfinite="drop_loss"), params)
+    grads = {"one": params, "two": poisoned(params, "bias float32", np.nan)}
+    text, on_gpu = lowered_for_gpu(step, grads, state, params)
+    assert operations(text)[0] >= 2
+    got = on_gpu(grads, state, params)
+    assert bits(got) == bits(jax.jit(step)(grads, state, params))
+    scale = got[1].loss_scale
+    assert bool(got[1].grads_finite)
+    assert [float(scale[n].loss_scale) for n in scales] == [SCALE, SCALE]
+
+
+def step_of_losses(tx, params):
+    state = tx.init(params)
+    for name in ("one", "two"):
+        jmpp.get_loss_scale_state(state).loss_scale[name].scale(jnp.float32(1))
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, state
+
+
+def test_nothing_is_joined_for_several_devices():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = {f"b{i}": jax.device_put(jnp.ones(64), NamedSharding(mesh, P("d"))) for i in range(3)}
+    scale = jmpp.StaticLossScale(SCALE)
+
+    def local(grads):
+        return jmpp.select_tree(jmpp.all_finite(grads, "d"), scale.unscale(grads), grads)
+
+    def everywhere(grads):
+        return jmpp.select_tree(jmpp.all_finite(grads), scale.unscale(grads), grads)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    for function in (everywhere, mapped):
+        lowered = jax.jit(function).trace(grads).lower(lowering_platforms=("cuda",))
+        assert "optimization_barrier" not in lowered.as_text()
+    one = jax.tree.map(lambda g: jnp.asarray(np.asarray(g)), grads)
+    lowered = jax.jit(everywhere).trace(one).lower(lowering_platforms=("cuda",))
+    assert "optimization_barrier" in lowered.as_text()
+
+
+def unscaled(grads):
+    return jmpp.StaticLossScale(SCALE).unscale(grads)
+
+
+@pytest.mark.parametrize("order", ["grad", "hessian", "jvp", "vmap", "remat", "linear_transpose"])
+def test_unscaling_can_be_transformed(order):
+    x = {"a": jnp.arange(1.0, 4.0), "b": jnp.float32(5)}
+
+    def total(unscale, x):
+        return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(unscale(x)))
+
+    def by_hand(x):
+        return jax.tree.map(lambda leaf: leaf / SCALE, x)
+
+    transformed = {
+        "grad": lambda f: jax.jit(jax.grad(functools.partial(total, f)))(x),
+        "hessian": lambda f: jax.hessian(functools.partial(total, f))(x),
+        "jvp": lambda f: jax.jvp(f, (x,), (x,)),
+        "vmap": lambda f: jax.vmap(f)({"a": jnp.ones((2, 3)), "b": jnp.ones(2)}),
+        "remat": lambda f: jax.grad(jax.checkpoint(functools.partial(total, f)))(x),
+        "linear_transpose": lambda f: jax.linearize(f, x)[1](x),
+    }[order]
+    for got, want in zip(
+        jax.tree.leaves(transformed(unscaled)), jax.tree.leaves(transformed(by_hand)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_in_scan_with_donated_buffers():
+    params = draw(shapes={"bias": (64,), "scale": (64,)})
+    step, state = step_and_state(jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale(SCALE)), params)
+    factors = jnp.array([1.0, jnp.nan, 1.0])
+
+    def loop(params, state):
+        def body(carry, factor):
+            params, state = carry
+            grads = jax.tree.map(lambda p: p * factor, params)
+            params, state, _ = step(grads, state, params)
+            return (params, state), None
+
+        return jax.lax.scan(body, (params, state), factors)[0]
+
+    _, on_gpu = lowered_for_gpu(loop, params, state)
+    got = on_gpu(params, state)
+    want = jax.jit(loop, donate_argnums=(0, 1))(params, state)
+    assert bits(got) == bits(want)
+    assert int(got[1].skipped) == 1
+
+
+def test_multi_steps_inside_skips_single_micro_batches():
+    params = draw(shapes={"bias": (64,), "scale": (64,)})
+    grads = {name: p * 1.5 for name, p in params.items()}
+    tx = jmpp.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2), jmpp.DynamicLossScale(SCALE))
+    step, state = step_and_state(tx, params)
+    _, on_gpu = lowered_for_gpu(step, grads, state, params)
+    on_cpu = jax.jit(step)
+    for factor in (1.0, np.inf, 1.0):
+        given = {name: g * factor for name, g in grads.items()}
+        got, want = on_gpu(given, state, params), on_cpu(given, state, params)
+        assert bits(got) == bits(want)
+        params, state, _ = got
+    assert int(state.inner_state.gradient_step) == 1
+    assert int(state.skipped) == 1
+
+
+class NormedLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(6):
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(64, use_bias=False)(x)))
+        return x.sum()
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+def test_layers_with_batch_statistics_take_no_more_kernels():
+    model, x = jmpp.wrap(NormedLayers(), "mixed_float16"), jnp.ones((64, 64))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def program(tx, is_scaled):
+        state = jax.eval_shape(tx.init, variables["params"])
+        leaves, tree = jax.tree.flatten((variables, state, x))
+
+        def step(leaves):
+            variables, state, x = jax.tree.unflatten(tree, leaves)
+
+            def loss(params):
+                return model.apply(variables | {"params": params}, x, mutable=["batch_stats"])
+
+            if is_scaled:
+                gradient = functools.partial(jmpp.scaled_value_and_grad(loss, has_aux=True), state)
+            else:
+                gradient = jax.value_and_grad(loss, has_aux=True)
+            (_, new), grads = gradient(variables["params"])
+            updates, state = tx.update(grads, state, variables["params"])
+            if is_scaled:
+                new = jmpp.select_tree(jmpp.grads_finite(state), new["batch_stats"], variables["batch_stats"])
+            return jax.tree.leaves((optax.apply_updates(variables["params"], updates), new, state))
+
+        return exported(step, leaves, range(len(leaves) - 1))
+
+    tx, card = optax.adamw(1e-3), TARGETS["H100"]
+    programs = [program(tx, False), program(jmpp.loss_scaled(tx, jmpp.DynamicLossScale()), True)]
+    texts = [answer.text for answer in compiled(programs, card)]
+    without, with_scaling = (sum(kernel.times for kernel in kernels_of(text, card)) for text in texts)
+    # 91 and 98; 111 where each small array is selected by a scalar.
+    assert with_scaling <= without + 3
