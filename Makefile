@@ -33,7 +33,7 @@ format: $(READY)
 bench: $(READY)  ## measure; needs a second environment for the peers, which it builds
 	$(BIN)/python -m benchmarks
 
-bench-gpu: $(READY)  ## measure real models on this machine's GPU, and compile them for an H100
+bench-gpu: $(READY)  ## measure real models on this machine's GPU, the first ones in ten minutes; then compile them for others
 	$(BIN)/python -m benchmarks gpu
 
 docs: $(READY)  ## build the documentation's site into build/site; the build itself needs no network

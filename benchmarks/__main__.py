@@ -14,6 +14,7 @@ from benchmarks import (
     drift_cost,
     faults,
     grad_dtype_cost,
+    half_moments,
     long_run,
     loss_scaling_cost,
     loss_scaling_zoo,
@@ -30,6 +31,7 @@ from benchmarks import (
     zoo_device,
     zoo_gpu,
     zoo_peers,
+    zoo_tpu,
 )
 
 BENCHMARKS = (
@@ -46,6 +48,7 @@ BENCHMARKS = (
     communication,
     accumulation_cost,
     rounding_cost,
+    half_moments,
     checkpoint_pause,
     faults,
     long_run,
@@ -54,7 +57,15 @@ BENCHMARKS = (
     stack_depth,
     statistic_scale,
 )
-GPU_BENCHMARKS = [zoo_device, zoo_gpu, loss_scaling_zoo, zoo_cards, zoo_peers, autocast_zoo]
+GPU_BENCHMARKS = [
+    zoo_device,
+    zoo_gpu,
+    loss_scaling_zoo,
+    zoo_cards,
+    zoo_peers,
+    autocast_zoo,
+    zoo_tpu,
+]
 if importlib.util.find_spec("torch"):
     GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
 

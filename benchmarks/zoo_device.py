@@ -2,6 +2,10 @@
 
 `python -m benchmarks.zoo_device` runs them at their published sizes and wants a GPU; with `tiny` it runs on a
 CPU. All variants of a model are timed in turn in one process.
+
+A borrowed GPU may be taken away: the models that say most come first, each is saved when it is done, and none
+begins that would not be done within `SECONDS`, to judge by the slowest so far. Models that are left are
+measured by calling it again with their names; the rows of the others stay.
 """
 
 import contextlib
@@ -19,8 +23,16 @@ import jmp_policy as jmpp
 from benchmarks import _measure, _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, SIZES, Model
+from jmp_policy._src.report.lowering.kernels import kernels_of
+from jmp_policy._src.report.lowering.roofline import kernel_seconds
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.targets import target_of_device
 
 REPEATS = 15
+#: Time for all models, below the ten minutes for which a command often may run.
+SECONDS = 540.0
+#: Models to begin with: one of each kind, those that other libraries publish numbers for.
+FIRST = ("ResNet-50", "BERT-Large", "GPT-2")
 
 
 def variants(model: Model) -> dict[str, tuple[Any, Any, Any, Any, str | None]]:
@@ -32,6 +44,7 @@ def variants(model: Model) -> dict[str, tuple[Any, Any, Any, Any, str | None]]:
         "float32, highest": (bare, tx, _steps.plain_step, (), "highest"),
         "float32, TF32 where there is": (bare, tx, _steps.plain_step, (), "default"),
         "float16 by hand": (hand, tx, _steps.hand_scaled_step, _steps.hand_scale(), None),
+        "float16, no scaling": (wrapped, tx, _steps.plain_step, (), None),
         "float16": (wrapped, scaled, _steps.library_step, (), None),
         "bfloat16": (jmpp.wrap(bare, "mixed_bfloat16"), tx, _steps.plain_step, (), None),
     }
@@ -52,6 +65,8 @@ def rows(name: str, size: str = "full", repeats: int = REPEATS) -> list[dict[str
         runs[variant]()  # The first run is no measurement.
     times = _measure.interleaved(runs, repeats)
     base = statistics.median(times["float32, highest"])
+    unscaled = statistics.median(times["float16, no scaling"])
+    target = target_of_device(jax.devices()[0].device_kind)
     found = []
     for variant, seconds in times.items():
         memory = compiled[variant].memory_analysis()
@@ -61,10 +76,13 @@ def rows(name: str, size: str = "full", repeats: int = REPEATS) -> list[dict[str
                 "variant": variant,
                 "items_per_second": _measure.spread([items / s for s in seconds]),
                 "over_float32": round(base / statistics.median(seconds), 3),
+                **_roofline(compiled[variant], variant, statistics.median(seconds), target),
                 "temp_gigabytes": round(memory.temp_size_in_bytes / 1e9, 3),
                 "peak_gigabytes": round(_peak() / 1e9, 3),
             }
         )
+    scaled = next(row for row in found if row["variant"] == "float16")
+    scaled["over_unscaled"] = round(statistics.median(times["float16"]) / unscaled, 4)
     return found
 
 
@@ -82,6 +100,22 @@ def _timed(compiled: Any, state: Any, batch: Any) -> Callable[[], float]:
     return run
 
 
+def _roofline(compiled: Any, variant: str, seconds: float, target: Target | None) -> dict[str, float]:
+    """The share of the peak rate that the products reach, and the roofline's time beside the measured one."""
+    if target is None:
+        return {}
+    kernels = kernels_of(compiled.as_text(), target)
+    exact = variant == "float32, highest"
+    products = [kernel for kernel in kernels if kernel.flops]
+    peak = sum(k.times * k.flops / target.rate("float32" if exact else k.arithmetic) for k in products)
+    estimate = sum(k.times * (kernel_seconds(k, target, exact)[0] + target.launch_seconds) for k in kernels)
+    return {
+        "share_of_peak": round(peak / seconds, 3),
+        "measured_ms": round(seconds * 1e3, 2),
+        "estimated_ms": round(estimate * 1e3, 2),
+    }
+
+
 def _peak() -> int:
     """The most memory that the device had in use so far, all variants together; 0 where it does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -96,11 +130,25 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     device = jax.devices()[0].device_kind
-    found = [row for name in arguments or MODELS for row in rows(name, size)]
-    if size == "full":
-        _record.save("zoo_device", found, device=device, size=size, repeats=REPEATS)
-    else:
-        _record.show(f"zoo_device, {size}, {device}", found)
+    names = arguments or sorted(MODELS, key=lambda name: (name not in FIRST, list(MODELS).index(name)))
+    begin, slowest = time.perf_counter(), 0.0
+    for i, name in enumerate(names):
+        start = time.perf_counter()
+        if i and start - begin + slowest > SECONDS:
+            print(f"Left for another run: {', '.join(names[i:])}.")
+            return
+        try:
+            new = rows(name, size)
+        except jax.errors.JaxRuntimeError as error:
+            # Out of memory, most likely; the other models may fit.
+            new = [{"model": name, "error": str(error).splitlines()[0][:300]}]
+        slowest = max(slowest, time.perf_counter() - start)
+        if size != "full":
+            _record.show(f"zoo_device, {size}, {device}", new)
+            continue
+        saved = [*_record.kept("zoo_device", "model", new=new), *new]
+        saved.sort(key=lambda row: list(MODELS).index(row["model"]))
+        _record.save("zoo_device", saved, device=device, size=size, repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ OBJECTS = {
     "LossScaledState of several": lambda: scaled(scale=losses(), monitor=True).init(PARAMS),
     "MasterWeightsState": lambda: jmpp.master_weights(scaled(), stochastic_rounding=True).init(HALF),
     "KahanSummationState": lambda: jmpp.kahan_summation(scaled()).init(HALF),
+    "HalfMomentsState": lambda: jmpp.half_moments(scaled()).init(PARAMS),
     "StochasticRoundingState": lambda: jmpp.stochastic_rounding(scaled()).init(HALF),
     "chain": lambda: optax.chain(optax.clip(1.0), scaled()).init(PARAMS),
     "MultiSteps": lambda: optax.MultiSteps(scaled(), 2).init(PARAMS),

@@ -199,6 +199,7 @@ def test_states_of_half_parameters():
         jmpp.master_weights: jmpp.MasterWeightsState,
         jmpp.kahan_summation: jmpp.KahanSummationState,
         jmpp.stochastic_rounding: jmpp.StochasticRoundingState,
+        jmpp.half_moments: jmpp.HalfMomentsState,
     }
     for make, kind in kinds.items():
         assert isinstance(jax.eval_shape(make(optax.sgd(0.1)).init, params), kind)

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import json
 import math
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,8 @@ import optax
 import pytest
 
 import jmp_policy as jmpp
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.gpus import GPUS
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
@@ -263,10 +267,84 @@ def test_the_harness_compares_what_it_says(monkeypatch):
     assert all(row["equations"] > 1 for name, row in rows.items() if name.endswith("/ float32"))
     rows = {row["variant"]: row for row in device.rows("two layers", "tiny", repeats=2)}
     assert rows["float32, highest"]["over_float32"] == 1
-    assert len(rows) == 5
+    assert len(rows) == 6
+    assert rows["float16"]["over_unscaled"] > 0
     assert all(row["items_per_second"]["median"] > 0 for row in rows.values())
     rows = depth.rows("two layers", "tiny", stride=100)
     assert [(row["frames"], row["variant"]) for row in rows] == [
         (n, v) for n in (0, 100) for v in depth.VARIANTS
     ]
     assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_a_gpu_that_is_taken_away_leaves_the_models_that_were_done(monkeypatch, tmp_path):
+    """The best models come first, each is saved when it is done, and none begins that would be cut off."""
+    device, record = map(importlib.import_module, ("benchmarks.zoo_device", "benchmarks._record"))
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "show", lambda name, rows: None)
+    monkeypatch.setattr(device.jax, "default_backend", lambda: "gpu")
+    clock = iter(range(0, 100_000, 70))
+    monkeypatch.setattr(device.time, "perf_counter", lambda: float(next(clock)))
+
+    def rows(name, size):
+        if name == "ResNet-50":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return [{"model": name, "variant": "float16"}]
+
+    monkeypatch.setattr(device, "rows", rows)
+    device.main()
+    saved = {row["model"]: row for row in json.loads((tmp_path / "zoo_device.json").read_text())["rows"]}
+    assert set(saved) == set(device.FIRST)
+    assert "RESOURCE_EXHAUSTED" in saved["ResNet-50"]["error"]
+    # A second call, with what was left, keeps the rows.
+    device.main(["WaveNet"])
+    assert len(json.loads((tmp_path / "zoo_device.json").read_text())["rows"]) == 4
+
+
+def test_the_share_of_peak_is_the_time_of_the_products_at_peak_rates():
+    """The roofline's time stands beside the measured one."""
+    device = importlib.import_module("benchmarks.zoo_device")
+    text = """
+ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  ROOT %d = (f32[1024,1024]{1,0}, s8[1024]) custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+    compiled = types.SimpleNamespace(as_text=lambda: text)
+    card = GPUS["H200"]
+    for variant, rate in (("float32, highest", card.rates["float32"]), ("float16", card.rates["tf32"])):
+        found = device._roofline(compiled, variant, 1e-4, card)
+        assert found["share_of_peak"] == round(2 * 1024**3 / rate / 1e-4, 3)
+        assert found["measured_ms"] == 0.1
+        assert 0 < found["estimated_ms"] <= 0.05
+    assert device._roofline(compiled, "float16", 1e-4, None) == {}
+
+
+def test_rows_of_tpus_are_the_compilers_numbers(monkeypatch):
+    """Bytes, the peak and products by variant; what does not fit says so."""
+    pytest.importorskip("flatbuffers")
+    tpu, models = map(importlib.import_module, ("benchmarks.zoo_tpu", "benchmarks.models._model"))
+    model = models.Model(
+        TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), models.cross_entropy, "this test"
+    )
+    text = """
+ENTRY %main (a: bf16[512,512]) -> bf16[512,512] {
+  %a = bf16[512,512]{1,0} parameter(0)
+  ROOT %d = bf16[512,512]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
+}
+"""
+    answers = [Compiled(text, peak_bytes=3_000_000)] * 3 + [Compiled(error="RESOURCE_EXHAUSTED")]
+    asked = []
+
+    def compiled(programs, target):
+        asked.append((programs[0].donated, target.name))
+        return [answers[len(asked) - 1]]
+
+    monkeypatch.setattr(tpu, "compiled", compiled)
+    steps = tpu.steps(model)
+    found = {name: tpu.row(step, state, model.shapes(), "v6e") for name, (step, state) in steps.items()}
+    assert list(found) == ["float32", "by hand", "wrapped", "autocast"]
+    assert found["wrapped"] == {"gigabytes": 0.0, "peak_gigabytes": 0.003, "products": {"bfloat16": 1}}
+    assert found["autocast"] == {"error": "RESOURCE_EXHAUSTED"}
+    assert {name for _, name in asked} == {"v6e"}
+    assert all(donated for donated, _ in asked)

@@ -24,6 +24,8 @@ from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.autocast.explanation import explain as explain
 from jmp_policy._src.core.dtypes import best_half_dtype as best_half_dtype
 from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.half_params.half_moments import HalfMomentsState as HalfMomentsState
+from jmp_policy._src.half_params.half_moments import half_moments as half_moments
 from jmp_policy._src.half_params.kahan_summation import KahanSummationState as KahanSummationState
 from jmp_policy._src.half_params.kahan_summation import kahan_summation as kahan_summation
 from jmp_policy._src.half_params.master_weights import MasterWeightsState as MasterWeightsState

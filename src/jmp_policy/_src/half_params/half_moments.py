@@ -1,0 +1,191 @@
+"""Keeps the moments of an optimizer in half precision: AdamW's 8 bytes of state per parameter become 4.
+
+The wrapped transformation computes in float32, on moments that are widened for it; what it returns is rounded
+again. Peers round to nearest, or only the first moment (`mu_dtype` of optax): a second moment changes by
+`1 - b2` of itself in a step, 0.1 % with the usual 0.999, which is less than half the distance between
+neighbours in bfloat16, 0.2 to 0.4 %, so that it would stay where it is. Rounded at random it is right on
+average. Kahan summation would take the 2 bytes for which this is done.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_policy._src.core.cast import is_floating_array
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.half_params.rounding import is_half_array, random_bits, rounded
+from jmp_policy._src.loss_scaling.transformation import (
+    check_inner,
+    check_params,
+    check_seed,
+    check_state,
+    init_inner,
+    run_inner,
+    unalias,
+)
+
+#: Fields of optax's states that hold moments, and which of the two dtypes is theirs.
+_FIELDS = {"mu": "mu", "trace": "mu", "m": "mu", "nu": "nu", "nu_max": "nu", "n": "nu"}
+#: States whose moments are subtracted from each other: rounded, the difference could become negative.
+_EXACT = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
+
+
+class HalfMomentsState(NamedTuple):
+    """State of `half_moments`.
+
+    Attributes:
+      inner_state: state of the wrapped transformation, its moments in half precision.
+      count: updates seen so far, int32 scalar, saturating; the random bits depend on it.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> half_moments(optax.adam(0.1)).init(jnp.ones(3)).inner_state[0].nu.dtype
+      dtype(bfloat16)
+    """
+
+    inner_state: Any
+    count: Any
+
+
+def half_moments(
+    inner: Any, mu: Any = "bfloat16", nu: Any = "bfloat16", *, stochastic_rounding: bool = True, seed: Any = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the moments of an optax optimizer in half precision; it still computes in float32.
+
+    Use it where the optimizer's state is what fills the memory: AdamW's takes 4 bytes per parameter instead
+    of 8, SGD's momentum and Lion's 2 instead of 4. Works inside and around `loss_scaled`: on a skipped step
+    every moment keeps its bits. Prefer the inside, `loss_scaled(half_moments(tx), scale)`, where the count
+    stays too.
+
+    Moments are the fields `mu`, `nu`, `nu_max`, `trace`, `m` and `n` of optax's states: Adam family, Lion,
+    SGD's momentum, RMSProp, also inside `chain`, `masked`, `multi_transform` and the like. What else a state
+    holds, as Adafactor's rows and columns, is left as it is; so are scalars, numbers of 64 bits, and centred
+    RMSProp, which subtracts one moment from the other.
+
+    Args:
+      inner: any optax transformation, or object with `init` and `update`.
+      mu: dtype of first moments: "bfloat16", "float16", or "float32" to leave them.
+      nu: dtype of second moments: "bfloat16" or "float32". float16 would lose squares below 6e-8.
+      stochastic_rounding: round at random, so that small changes arrive on average; False rounds to nearest,
+        where a second moment stops to follow when its gradients shrink.
+      seed: an integer, for the random bits.
+
+    Returns:
+      A transformation. `init(params)` gives a `HalfMomentsState`. `update(grads, state, params, **extra)`
+      returns the updates of `inner`. The random bits (threefry) depend on the seed, the number of the step,
+      the moment and the place in it, and not on the devices; a moment that has not changed is not rounded.
+
+    Raises:
+      TypeError, ValueError: for an `inner` that is not a transformation, other dtypes, and in `update` for
+        the state of another transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> params, tx = jnp.ones(4), half_moments(optax.adamw(1e-3))
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.ones(4), state, params)
+      >>> state.inner_state[0].mu.dtype, updates.dtype
+      (dtype(bfloat16), dtype('float32'))
+
+    References:
+      Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3; Zamirai et al.,
+      "Revisiting BFloat16 Training", 2020.
+    """
+    transformation = check_inner(inner, "half_moments")
+    dtypes = {"mu": _dtype("mu", mu), "nu": _dtype("nu", nu)}
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}.")
+    check_seed(seed)
+
+    def init(params: PyTree) -> HalfMomentsState:
+        state = init_inner(transformation, params)
+        state = _map_moments(lambda x, kind: _narrow(x, dtypes[kind], None), state)
+        return HalfMomentsState(unalias(state, params), jnp.int32(0))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, HalfMomentsState]:
+        check_state(state, HalfMomentsState, "half_moments")
+        if params is not None:
+            check_params(params, updates, "half_moments")
+        wide = _map_moments(lambda x, kind: _widen(x), state.inner_state)
+        new_updates, new = run_inner(transformation, updates, wide, params, extra_args)
+        bits = iter(_bits(new, dtypes, state.count, seed) if stochastic_rounding else ())
+        new = _map_moments(
+            lambda x, kind: _narrow(x, dtypes[kind], next(bits) if stochastic_rounding else None), new
+        )
+        return new_updates, HalfMomentsState(new, optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _dtype(name: str, given: Any) -> Any:
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    known = ("bfloat16", "float16", "float32") if name == "mu" else ("bfloat16", "float32")
+    if dtype is None or dtype.name not in known:
+        why = (
+            " It holds squares of gradients, of which float16 loses those below 6e-8."
+            if name == "nu" and dtype == jnp.float16
+            else ""
+        )
+        raise ValueError(f"half_moments keeps {name} in {' or '.join(known)}, got {given!r}.{why}")
+    return dtype
+
+
+def _map_moments(change: Callable[[Any, str], Any], state: Any) -> Any:
+    """Returns a state with other arrays in the place of the moments, in the order of the state's leaves."""
+    names = getattr(state, "_fields", None)
+    if names is not None and isinstance(state, tuple):
+        fields = {
+            name: (
+                jax.tree.map(lambda x, kind=_FIELDS[name]: change(x, kind) if _is_moment(x) else x, part)
+                if name in _FIELDS and _is_of_optax(state)
+                else _map_moments(change, part)
+            )
+            for name, part in zip(names, state, strict=True)
+        }
+        return type(state)(**fields)
+    children, structure = jax.tree.flatten(state, is_leaf=lambda node: node is not state)
+    if jax.tree_util.treedef_is_leaf(structure):
+        return state
+    return jax.tree.unflatten(structure, [_map_moments(change, child) for child in children])
+
+
+def _is_of_optax(state: Any) -> bool:
+    # The names are too short to mean moments in any NamedTuple; libraries like optax name states as it does.
+    name = type(state).__name__
+    is_like = type(state).__module__.partition(".")[0] == "optax" or name.startswith("ScaleBy")
+    return is_like and name not in _EXACT
+
+
+def _is_moment(x: Any) -> bool:
+    return is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4)
+
+
+def _widen(x: Any) -> Any:
+    return x.astype(jnp.float32) if is_half_array(x) else x
+
+
+def _narrow(x: Any, dtype: Any, bits: Any) -> Any:
+    """Rounds a moment to its dtype."""
+    if dtype == jnp.float32 or x.dtype == dtype:
+        return x.astype(dtype)
+    return rounded(x.astype(jnp.float32), dtype, bits).astype(dtype)
+
+
+def _bits(state: Any, dtypes: dict[str, Any], count: Any, seed: Any) -> list[Any]:
+    """Draws the random bits for each of the moments, None for those that stay float32."""
+    halves: list[Any] = []
+
+    def note(x: Any, kind: str) -> Any:
+        halves.append(jax.ShapeDtypeStruct(x.shape, dtypes[kind]))
+        return x
+
+    _map_moments(note, state)
+    return random_bits(seed, count, dict(enumerate(halves))).values()

@@ -1,0 +1,201 @@
+"""Moments of optimizers in half precision: dtypes, rounding, skipped steps, checkpoints."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jmp_policy as jmpp
+
+PARAMS = {"w": jnp.linspace(-1, 1, 24).reshape(4, 6), "b": jnp.zeros(6)}
+GRADS = jax.tree.map(lambda p: jnp.cos(3 * p) + 0.1, PARAMS)
+
+#: Optimizer -> fields that become half, and bytes of state per parameter before and after.
+OPTIMIZERS = {
+    "adam": (optax.adam(1e-2), 8, 4),
+    "adamw": (optax.adamw(1e-2), 8, 4),
+    "nadam": (optax.nadam(1e-2), 8, 4),
+    "amsgrad": (optax.amsgrad(1e-2), 12, 6),
+    "adabelief": (optax.adabelief(1e-2), 8, 4),
+    "lamb": (optax.lamb(1e-2), 8, 4),
+    "adan": (optax.adan(1e-2), 16, 12),
+    "lion": (optax.lion(1e-3), 4, 2),
+    "momentum": (optax.sgd(1e-2, momentum=0.9), 4, 2),
+    "rmsprop": (optax.rmsprop(1e-2), 4, 2),
+    "centered rmsprop": (optax.rmsprop(1e-2, centered=True), 8, 8),
+    "sgd": (optax.sgd(1e-2), 0, 0),
+    "chain": (optax.chain(optax.clip(1.0), optax.adam(1e-2)), 8, 4),
+    "masked": (optax.masked(optax.adam(1e-2), {"w": True, "b": True}), 8, 4),
+    "injected": (optax.inject_hyperparams(optax.adam)(learning_rate=1e-2), 8, 4),
+}
+
+
+def bytes_of(state):
+    return sum(x.nbytes for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim)
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_halves_and_keeps_its_types_in_a_loop(name):
+    inner, before, after = OPTIMIZERS[name]
+    tx = jmpp.half_moments(inner)
+    count = sum(p.size for p in jax.tree.leaves(PARAMS))
+    state = tx.init(PARAMS)
+    assert (bytes_of(inner.init(PARAMS)), bytes_of(state)) == (before * count, after * count)
+
+    def body(carry, _):
+        params, state = carry
+        updates, state = tx.update(GRADS, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    # scan refuses a carry whose dtypes change.
+    out, _ = jax.eval_shape(lambda carry: jax.lax.scan(body, carry, length=3), (PARAMS, state))
+    types = [(x.dtype, x.weak_type) for x in jax.tree.leaves(out)]
+    assert types == [(x.dtype, False) for x in jax.tree.leaves((PARAMS, state))]
+
+
+def test_adafactor_passes_as_it_is():
+    inner = optax.adafactor(1e-2)
+    params = {"w": jnp.ones((256, 256))}
+    tx = jmpp.half_moments(inner)
+    grads = {"w": jnp.full((256, 256), 0.1)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    want, want_state = inner.update(grads, inner.init(params), params)
+    assert same(updates, want)
+    assert same(state.inner_state, want_state)
+
+
+def test_a_step_is_that_of_float32_on_the_rounded_moments():
+    tx, inner = jmpp.half_moments(optax.adam(1e-2), stochastic_rounding=False), optax.adam(1e-2)
+    updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    want, exact = inner.update(GRADS, inner.init(PARAMS), PARAMS)
+    assert same(updates, want)
+    for field in ("mu", "nu"):
+        nearest = jax.tree.map(lambda x: x.astype(jnp.bfloat16), getattr(exact[0], field))
+        assert same(getattr(state.inner_state[0], field), nearest)
+
+
+def test_small_changes_of_the_second_moment_arrive_on_average():
+    params = jnp.zeros(2000)
+    inner = optax.scale_by_adam(b2=0.999)
+
+    def decayed(stochastic):
+        tx = jmpp.half_moments(inner, stochastic_rounding=stochastic)
+        state = tx.update(jnp.ones(2000), tx.init(params), params)[1]
+        first = state.inner_state.nu.astype(jnp.float32).mean()
+
+        def body(state, _):
+            return tx.update(jnp.zeros(2000), state, params)[1], None
+
+        state, _ = jax.jit(lambda state: jax.lax.scan(body, state, length=300))(state)
+        return float(state.inner_state.nu.astype(jnp.float32).mean() / first)
+
+    assert decayed(True) == pytest.approx(0.999**300, rel=0.01)
+    # To nearest it does not move at all.
+    assert decayed(False) == 1.0
+
+
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_a_skipped_step_keeps_every_bit(place):
+    scale = jmpp.StaticLossScale(8.0)
+    tx = (
+        jmpp.loss_scaled(jmpp.half_moments(optax.adamw(1e-2)), scale)
+        if place == "inside"
+        else jmpp.half_moments(jmpp.loss_scaled(optax.adamw(1e-2), scale))
+    )
+    update = jax.jit(tx.update)
+    _, state = update(GRADS, tx.init(PARAMS), PARAMS)
+    bad = {**GRADS, "b": GRADS["b"].at[2].set(jnp.nan)}
+    updates, skipped = update(bad, state, PARAMS)
+    assert same(optax.apply_updates(PARAMS, updates), PARAMS)
+    halves = [x for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16]
+    assert len(halves) == 4
+    assert same(halves, [x for x in jax.tree.leaves(skipped) if x.dtype == jnp.bfloat16])
+    assert not jmpp.grads_finite(skipped)
+    if place == "inside":
+        assert same(state.inner_state, skipped.inner_state)
+
+
+def test_donated_states_train_on():
+    tx = jmpp.half_moments(optax.adam(1e-2), mu="float16", nu="float32")
+    step = jax.jit(lambda params, state: tx.update(GRADS, state, params), donate_argnums=1)
+    state = tx.init(PARAMS)
+    for _ in range(3):
+        _, state = step(PARAMS, state)
+    adam = state.inner_state[0]
+    assert (adam.mu["w"].dtype, adam.nu["w"].dtype) == (jnp.float16, jnp.float32)
+    assert int(state.count) == 3
+    assert step._cache_size() == 1
+
+
+def test_bits_differ_by_step_moment_and_seed_and_repeat():
+    def moments(seed, steps=2):
+        tx = jmpp.half_moments(optax.adam(1e-2), seed=seed)
+        state = tx.init(PARAMS)
+        for _ in range(steps):
+            _, state = tx.update(GRADS, state, PARAMS)
+        return state.inner_state[0]
+
+    assert same(moments(0), moments(0))
+    assert not same(moments(0).mu, moments(1).mu)
+
+
+def test_parameters_in_half_and_mu_dtype_of_optax():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    tx = jmpp.stochastic_rounding(jmpp.half_moments(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), mu="float16"))
+    state = tx.init(params)
+    _, new = tx.update(GRADS, state, params)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new)
+    assert new.inner_state.inner_state[0].mu["w"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize("how", ["msgpack", "orbax"])
+def test_checkpoints_keep_the_halves(how, tmp_path):
+    tx = jmpp.half_moments(optax.adamw(1e-2))
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    if how == "msgpack":
+        data = flax.serialization.to_bytes(state)
+        restored = flax.serialization.from_bytes(tx.init(PARAMS), data)
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, PARAMS))
+    assert same(restored, state)
+    assert same(tx.update(GRADS, restored, PARAMS), tx.update(GRADS, state, PARAMS))
+
+
+def test_empty_trees_and_structures_of_other_names():
+    tx = jmpp.half_moments(optax.adam(1e-2))
+    assert tx.update({}, tx.init({}), {})[0] == {}
+    # Parameters called as moments are no moments.
+    params = {"mu": jnp.ones(3), "nu": jnp.ones(3)}
+    state = jmpp.half_moments(optax.ema(0.9)).init(params)
+    assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"mu": "float8_e4m3fn"}, "keeps mu in bfloat16 or float16 or float32, got 'float8_e4m3fn'"),
+        ({"nu": "float16"}, "got 'float16'. It holds squares of gradients"),
+        ({"nu": "half a number"}, "keeps nu in bfloat16 or float32"),
+        ({"seed": 1.5}, "seed"),
+        ({"stochastic_rounding": 1}, "must be True or False"),
+    ],
+)
+def test_wrong_arguments(kwargs, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        jmpp.half_moments(optax.adam(1e-2), **kwargs)
+
+
+def test_the_state_of_another_transformation():
+    tx = jmpp.half_moments(optax.adam(1e-2))
+    with pytest.raises((TypeError, ValueError), match="half_moments"):
+        tx.update(GRADS, optax.adam(1e-2).init(PARAMS), PARAMS)
