@@ -413,4 +413,4 @@ def test_live_per_device_on_a_mesh(platform, target):
     report = memory.memory_report(jax.value_and_grad(_half_loss), w, x, target=target)
     assert report.row("parameters").policy == 256 * 256 * 4
     assert report.row("inputs").policy == pytest.approx(1024 * 256 * 4, rel=0.01)
-    assert 0 < report.row("temporaries").policy <= report.row("temporaries").float32
+    assert report.row("temporaries").policy > 0

@@ -111,7 +111,7 @@ def main():
         fn, args = program(name)
         function = as_function(fn, args, {}, "record")
         card = find_target(TARGETS.get(name, "H100"))
-        text = compiled([exported(function.call, function.arrays)], card.config())[0].text
+        text = compiled([exported(function.call, function.arrays)], card)[0].text
         text = re.sub(r'"/[^"]*?/(site-packages/[^"]+|[^"/]+)"\n', r'"\1"\n', text)
         text = re.sub(r", (?:frontend_attributes|sharding)=\{[^{}]*\}", "", text)
         path = here / f"{name}.jax-{jax.__version__}.hlo.gz"
