@@ -135,6 +135,7 @@ OBJECTS = {
     "Diagnosis": lambda: jmpp.diagnose(overflowing, PARAMS, X),
     "GradientSpectrum": lambda: jmpp.gradient_spectrum(loss_fn, PARAMS, X),
     "Sensitivity": lambda: jmpp.sensitivity(loss_fn, PARAMS, X, probes=1),
+    "Recommendation": lambda: jmpp.recommend(loss_fn, PARAMS, X, probes=1),
     "MemoryReport": lambda: jmpp.memory_report(jax.grad(loss_fn), PARAMS, X),
     "LoweringReport": lowering,
     "Explanation": lambda: jmpp.explain(loss_fn, "float16")(PARAMS, X),

@@ -143,12 +143,15 @@ def _compiled(
 
 
 def _loss_scale(first: Any) -> float:
-    """Returns the power of two by which the largest cotangent stays a factor of 4 below overflow."""
-    place = STATISTICS.index("largest_gradient")
-    largest = max(float(statistics[place]) for statistics in first.values())
-    if not largest or not math.isfinite(largest):
-        return 1.0
-    return min(2.0 ** math.floor(math.log2(65504 / 4 / largest)), _LARGEST_SCALE)
+    """Returns the power of two by which the largest cotangent stays a factor of 4 below overflow; at least 1.
+
+    Modules whose cotangents leave no room at all are left out: a scale below 1 would make those of all others
+    zero for their sake.
+    """
+    place, most = STATISTICS.index("largest_gradient"), 65504 / 4
+    found = (float(statistics[place]) for statistics in first.values())
+    largest = max((x for x in found if x <= most), default=0.0)
+    return min(2.0 ** math.floor(math.log2(most / largest)), _LARGEST_SCALE) if largest else 1.0
 
 
 def _effect(seen: _Seen, name: Sink, runs: int, counted: bool) -> Effect:

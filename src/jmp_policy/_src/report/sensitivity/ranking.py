@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined
+from jmp_policy._src.report.sensitivity.half_program import is_below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,11 @@ class Sensitivity(Report):
     @property
     def verdict(self) -> str:
         """Returns which parts matter most."""
-        infinite = [row.path or "the whole model" for row in self.rows if math.isinf(row.predicted)]
+        infinite = [row.path for row in self.rows if math.isinf(row.predicted)]
+        # Not the modules above them.
+        infinite = [p for p in infinite if not any(q != p and is_below(q, p) for q in infinite)]
         if infinite:
-            return f"In {self.dtype} values overflow in {joined(infinite)}."
+            return f"In {self.dtype} values overflow in {joined(infinite) or 'the whole model'}."
         if not self.rows:
             return "No rows."
         first = self.rows[0]
