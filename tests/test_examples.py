@@ -543,3 +543,21 @@ def test_data_parallel_refuses_bad_arguments(load, capsys, arguments, message):
     with pytest.raises(SystemExit, match=r"^2$"):
         load("data_parallel").main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_rl_policy_parity_counts_more_tokens_under_the_recommended_policy(load, monkeypatch, capsys):
+    example = load("rl_policy_parity")
+    rows = keep_rows(example, monkeypatch)
+    # One layer of a narrow model: what takes long is the compiler.
+    monkeypatch.setattr(example, "WIDTH", 16)
+    monkeypatch.setattr(example, "LAYERS", 1)
+    assert example.main(["--steps", "10", "--quiet"]) == 0
+    assert 0 < rows["bfloat16"].same < rows["float16"].same < rows["recommended"].same <= 1
+    assert "% of tokens" in capsys.readouterr().out
+
+
+def test_rl_policy_parity_fails_where_the_recommended_policy_mends_nothing(load):
+    example = load("rl_policy_parity")
+    rows = [example.Row(name, same, 1.0) for name, same in (("bfloat16", 0.5), ("float16", 0.7))]
+    assert example.judge([*rows, example.Row("recommended", 0.9, 1.0)]) is None
+    assert "most as recommended" in example.judge([*rows, example.Row("recommended", 0.7, 1.0)])

@@ -136,6 +136,8 @@ OBJECTS = {
     "Diagnosis": lambda: jmpp.diagnose(overflowing, PARAMS, X),
     "Drift": lambda: jmpp.drift(jmpp.autocast(loss_fn, "bfloat16"), PARAMS, X),
     "GradientSpectrum": lambda: jmpp.gradient_spectrum(loss_fn, PARAMS, X),
+    "Sensitivity": lambda: jmpp.sensitivity(loss_fn, PARAMS, X, probes=1),
+    "Recommendation": lambda: jmpp.recommend(loss_fn, PARAMS, X, probes=1),
     "MemoryReport": lambda: jmpp.memory_report(jax.grad(loss_fn), PARAMS, X),
     "LoweringReport": lowering,
     "Explanation": lambda: jmpp.explain(loss_fn, "float16")(PARAMS, X),

@@ -72,6 +72,10 @@ from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
 from jmp_policy._src.report.memory.memory import memory_report as memory_report
 from jmp_policy._src.report.module_summary import Summary as Summary
 from jmp_policy._src.report.module_summary import summary as summary
+from jmp_policy._src.report.sensitivity.ranking import Sensitivity as Sensitivity
+from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
+from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
+from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
 from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum

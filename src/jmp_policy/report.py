@@ -32,6 +32,12 @@ from jmp_policy._src.report.memory.memory import memory_report as memory_report
 from jmp_policy._src.report.module_summary import ModuleRow as ModuleRow
 from jmp_policy._src.report.module_summary import Summary as Summary
 from jmp_policy._src.report.module_summary import summary as summary
+from jmp_policy._src.report.sensitivity.ranking import Sensitivity as Sensitivity
+from jmp_policy._src.report.sensitivity.ranking import SensitivityRow as SensitivityRow
+from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
+from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
+from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow as RecommendationRow
+from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
 from jmp_policy._src.report.spectrum.magnitudes import Magnitudes as Magnitudes
 from jmp_policy._src.report.spectrum.magnitudes import Share as Share

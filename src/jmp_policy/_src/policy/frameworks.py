@@ -13,7 +13,13 @@ from jmp_policy._src.core.imported import imported_attr, is_instance_of
 
 
 class Framework:
-    """Operations that a module framework implements; the defaults do nothing."""
+    """Operations that a module framework implements; the defaults do nothing.
+
+    Attributes:
+      holds_arrays: whether its modules hold their parameters, and so are themselves arguments of functions.
+    """
+
+    holds_arrays: bool = False
 
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Returns the module under a policy; keywords are those of the framework's own `wrap`."""
@@ -40,6 +46,10 @@ class Framework:
 
         It yields a `policy.scope.Seen` of the modules that ran, or None.
         """
+        return contextlib.nullcontext()
+
+    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context manager in which modules that hold no arrays are governed by rules."""
         return contextlib.nullcontext()
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:

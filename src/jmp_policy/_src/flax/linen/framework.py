@@ -29,6 +29,10 @@ class LinenFramework(Framework):
         with intercept.marking(rules) as scope:
             yield scope.seen
 
+    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
+        """Runs the modules that are called under a policy."""
+        return intercept.intercept(rules)
+
     def tapped(self) -> contextlib.AbstractContextManager[Any]:
         """Hands the result of every public method to the active taps."""
         return taps.tapped()

@@ -14,6 +14,8 @@ from jmp_policy._src.policy.rules import path_text
 class NNXFramework(Framework):
     """`flax.nnx`, whose modules name themselves to taps wherever they are called."""
 
+    holds_arrays = True
+
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Returns the module under a policy."""
         return wrap.wrap(module, policy, **keywords)

@@ -1,0 +1,212 @@
+"""Recommends a policy by measurement: in half what fits a budget, in float32 what must be, with reasons."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
+from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.lowering.targets import find_target
+from jmp_policy._src.report.sensitivity import float32_modules, product_cost
+from jmp_policy._src.report.sensitivity.float32_modules import Choice
+from jmp_policy._src.report.sensitivity.half_program import Loss
+from jmp_policy._src.report.sensitivity.probes import effects
+from jmp_policy._src.report.sensitivity.recommendation import Recommendation
+
+#: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
+#: two to ten times what a Transformer or a convolutional network has in float16 (docs/recommend.md).
+BUDGET = 0.01
+
+#: Share of the gradient's distance between batches that rounding may add to it.
+_OF_NOISE = 0.1
+
+#: How often modules are added because the measured error is above the budget.
+_ROUNDS = 4
+
+#: A rule that saves less than this share of the products' time is left out.
+_WORTH = 0.01
+
+
+def recommend(
+    loss_fn: Any,
+    params: PyTree,
+    *args: Any,
+    budget: float | None = None,
+    target: str | None = None,
+    dtype: DTypeLike | None = None,
+    batches: Sequence[tuple[Any, ...]] = (),
+    probes: int = 4,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Recommendation:
+    """Recommends a `PolicyMap` for a model, a loss scale, and says why.
+
+    Everything is in half that leaves the gradient within a budget of error. A module computes in float32
+    if values or cotangents overflow in it, and otherwise those do that bring most of the error, as
+    `sensitivity` predicts it, until the rest fits. The policy is then run, and its gradient compared with
+    that of float32; if it is off by more, further modules are added.
+
+    Args:
+      loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
+        variables `params` are, or an NNX module, with its inputs after it; the loss is then half of the mean
+        square of its outputs.
+      params: a pytree of arrays, or an NNX model.
+      args, kwargs: the rest of its arguments.
+      budget: relative error of the gradient that is allowed, |half - float32| / |float32|. Left out, a tenth
+        of the relative distance between the gradients of the batches, or 0.01 where there is one batch.
+      target: name of a card ("H100"): rules that put a part back into half and save less than 1 % of the
+        products' time there are left out, and the result has the predicted speed.
+      dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
+      batches: further values of `args`, of the same shapes.
+      probes: as for `sensitivity`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      A `Recommendation`; `print` shows it, and `.policy` is what `wrap` takes.
+
+    Raises:
+      TypeError, ValueError: as `sensitivity`; for a budget that is no positive number, and an unknown card.
+
+    Example:
+      >>> import jax, flax.linen as nn, jax.numpy as jnp
+      >>> model, x = nn.Dense(2), jnp.linspace(-1, 1, 6).reshape(2, 3)
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> recommend(model, variables, x).policy
+      PolicyMap('params=float32,compute=float16,output=float32')
+    """
+    if budget is not None and not budget > 0:
+        raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
+    card = None if target is None else find_target(target)
+    loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
+    exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
+    allowed = _budget(exact) if budget is None else float(budget)
+    dtypes = ["float16", "bfloat16"] if dtype is None else [np.dtype(dtype).name]
+    found: list[Recommendation] = []
+    for name in dtypes:
+        found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
+        if found[-1].fits and len(found[-1].rows) == 1:
+            break
+    return max(found, key=_merit)
+
+
+def _merit(found: Recommendation) -> Any:
+    """Returns what to choose by: the budget, then what is in half, then the error."""
+    share = 0.0 if math.isnan(found.half_share) else round(found.half_share, 1)
+    return found.fits, share, -found.measured
+
+
+def _in(
+    loss: Loss,
+    dtype: str,
+    budget: float,
+    batches: Sequence[tuple[Any, ...]],
+    probes: int,
+    exact: np.ndarray,
+    card: Target | None,
+) -> Recommendation:
+    """Returns what to recommend in one dtype."""
+    seen = effects(loss, dtype, batches, probes)
+    choice = float32_modules.within(float32_modules.overflowing(seen), budget)
+    scale = seen.loss_scale if dtype == "float16" else 1.0
+    rules, measured = _measured(loss, choice, scale, exact)
+    for _ in range(_ROUNDS):
+        path = choice.next()
+        if measured <= budget or path is None:
+            break
+        # What is measured may be more than first order says: half of the prediction, before the next run.
+        choice = float32_modules.within(float32_modules.widened(choice, path), choice.predicted / 2)
+        rules, measured = _measured(loss, choice, scale, exact)
+    rules, cost = _worth_it(loss, rules, card)
+    return Recommendation(
+        function=seen.name,
+        dtype=dtype,
+        policy=rules,
+        loss_scale=DynamicLossScale(scale) if dtype == "float16" else NoOpLossScale(),
+        rows=tuple(float32_modules.rows_of(choice, rules)),
+        budget=budget,
+        predicted=choice.predicted,
+        measured=measured,
+        half_share=cost.half_share,
+        target="" if card is None else card.name,
+        speedup=cost.speedup,
+    )
+
+
+def _measured(loss: Loss, choice: Choice, scale: float, exact: np.ndarray) -> tuple[PolicyMap, float]:
+    """Returns a choice as rules, and the error of the gradient under them."""
+    rules = float32_modules.rules_of(choice)
+    return rules, _distance(_gradient(loss.under(rules), scale), exact)
+
+
+def _worth_it(loss: Loss, rules: PolicyMap, card: Target | None) -> tuple[PolicyMap, Any]:
+    """Leaves out rules that put a part back into half and buy nothing; returns the cost of products too."""
+    plain = product_cost.products(loss)
+
+    def cost(rules: PolicyMap) -> Any:
+        return product_cost.compared(plain, product_cost.products(loss.under(rules)), card)
+
+    now = cost(rules)
+    for rule in rules.overrides if card is not None else ():
+        if str(rule[0]).endswith("*"):
+            without = PolicyMap(rules.default, [other for other in rules.overrides if other != rule])
+            then = cost(without)
+            if then.speedup > now.speedup * (1 - _WORTH):
+                rules, now = without, then
+    return rules, now
+
+
+def _gradient(loss: Loss, scale: float) -> np.ndarray:
+    """Returns the gradient of a loss as one vector, computed on this machine."""
+    _, grads = loss.value_and_grad(scale)
+    return np.concatenate([np.asarray(grad, np.float64).ravel() for grad in grads])
+
+
+def _distance(found: np.ndarray, exact: np.ndarray) -> float:
+    norm = float(np.linalg.norm(exact))
+    error = float(np.linalg.norm(found - exact)) / norm if norm else 0.0
+    return error if math.isfinite(error) else math.inf
+
+
+def _budget(gradients: Sequence[np.ndarray]) -> float:
+    mean = np.mean(gradients, axis=0)
+    noise = float(np.mean([_distance(gradient, mean) for gradient in gradients]))
+    return _OF_NOISE * noise if noise else BUDGET
+
+
+def _as_loss(loss_fn: Any, params: Any, args: Any, kwargs: Any, has_aux: bool) -> Loss:
+    framework = framework_of(loss_fn)
+    if framework is None:
+        return Loss(loss_fn, params, args, kwargs, has_aux, "recommend")
+    if framework.holds_arrays:
+        return Loss(
+            _of_outputs(lambda model, *a, **k: model(*a, **k)),
+            loss_fn,
+            (params, *args),
+            kwargs,
+            False,
+            "recommend",
+        )
+    rest = {kind: value for kind, value in params.items() if kind != "params"}
+
+    def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
+        out = loss_fn.apply({**rest, "params": params}, *args, **kwargs, mutable=list(rest))
+        return out[0]
+
+    return Loss(_of_outputs(apply), params["params"], args, kwargs, False, "recommend")
+
+
+def _of_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def half_mean_square(*args: Any, **kwargs: Any) -> Any:
+        outs = [x for x in jax.tree.leaves(call(*args, **kwargs)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.mean(jnp.square(x.astype(jnp.float32))) for x in outs) / 2
+
+    return half_mean_square

@@ -1,0 +1,174 @@
+"""Identities that find out, in one backward pass of the gradient, what rounding a value would do to it.
+
+The gradient G of a loss depends on every value x of the forward pass, and on every cotangent g of the
+backward pass. Half precision adds errors d to the former and d' to the latter, small and independent of each
+other, so that to first order the square of the gradient's error is, in the mean,
+
+    |dG|^2 = sum over x of |dG/dx|^2 d(x)^2  +  sum over g of |dG/dg|^2 d'(g)^2.
+
+With a random vector v of signs, the mean of (v . dG/dx)^2 is |dG/dx|^2 (Hutchinson). v . G is one number:
+its gradient gives c = v . dG/dx for all values of the program, and t = v . dG/dg for all cotangents, in one
+pass. A tap is where they come by::
+
+    def tap(x, sink): return x
+    backward pass of the loss:    g arrives; statistics of x and g leave as the cotangent of the sink
+    backward pass of v . G:       c and t arrive; c^2 d(x)^2 and t^2 d'(g)^2 leave as that of the sink
+
+Taps have no callbacks, so they work under jit, in scans, under checkpoint and on several devices; what
+belongs to one sink adds up. The value of a sink is the loss scale.
+
+References:
+  M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix (1990).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.report.sensitivity.rounding import GRIDS, overflows, rounding_error, underflows
+
+#: What the cotangent of a sink holds after the backward pass of the loss. That of the backward pass of v . G
+#: has the square of the gradient's error in the first place.
+STATISTICS = (
+    "loss_variance", "overflow", "underflow", "gradient_overflow", "gradient_underflow", "largest_gradient",
+)  # fmt: skip
+
+
+class Which(NamedTuple):
+    """Which errors a tap counts.
+
+    Args:
+      value: those of the value.
+      cotangent: those of its cotangent.
+      dtype: "float16" or "bfloat16".
+    """
+
+    value: bool
+    cotangent: bool
+    dtype: str
+
+
+def sink(scale: Any) -> jax.Array:
+    """Returns a sink: float32, one number per statistic."""
+    return jnp.full(len(STATISTICS), scale, jnp.float32)
+
+
+def tap(which: Which, x: jax.Array, sink: jax.Array) -> jax.Array:
+    """Returns x; the errors of rounding it, and its cotangent, are counted into the sink."""
+    return _tap(which, x, _varying_like(sink, x))
+
+
+def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: jax.Array) -> jax.Array:
+    """Returns a linear function of x whose transpose adds up, such as a broadcast or a look-up.
+
+    What is counted is the difference of its transpose in half and in float32, as this platform computes it.
+
+    Args:
+      transposable: the function; it takes x in any dtype.
+      dtype: "float16" or "bfloat16".
+      x: its operand.
+      sink: a sink.
+    """
+    return _summed(transposable, dtype, x, _varying_like(sink, x))
+
+
+def _varying_like(sink: Any, x: Any) -> Any:
+    missing = varying(jax.typeof(x)) - varying(jax.typeof(sink))
+    return jax.lax.pcast(sink, tuple(sorted(missing)), to="varying") if missing else sink
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(which: Which, x: Any, sink: Any) -> Any:
+    return x
+
+
+def _tap_forward(which: Which, x: Any, sink: Any) -> Any:
+    x = _value(which.dtype, x, sink) if which.value else x
+    return x, (x, sink)
+
+
+def _tap_backward(which: Which, residuals: Any, g: Any) -> Any:
+    x, sink = residuals
+    statistics = _statistics(which, *map(jax.lax.stop_gradient, (x, g, sink)))
+    if which.cotangent:
+        error = rounding_error(jax.lax.stop_gradient(g), GRIDS[which.dtype], sink[0])
+        g = _with_error(g, error, sink)
+    return g, statistics
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def _statistics(which: Which, x: Any, g: Any, sink: Any) -> Any:
+    """Returns what the backward pass of the loss knows of a value and its cotangent."""
+    grid, zero = GRIDS[which.dtype], _zero(x)
+    found = [zero] * len(STATISTICS)
+    if which.value:
+        found[:3] = jnp.sum(jnp.square(g * rounding_error(x, grid))), overflows(x, grid), underflows(x, grid)
+    if which.cotangent:
+        scaled = g * sink[0]
+        found[3:] = overflows(scaled, grid), underflows(scaled, grid), jnp.max(jnp.abs(g), initial=0.0)
+    return jnp.stack(found)
+
+
+def _zero(x: Any) -> Any:
+    # Varying over devices as x does.
+    return jnp.sum(x, dtype=jnp.float32) * 0 if varying(jax.typeof(x)) else jnp.float32(0)
+
+
+def _squares(errors: Any) -> Any:
+    """Returns the cotangent of a sink: the square of the gradient's error along v."""
+    return jnp.stack([jnp.sum(jnp.square(errors)), *[_zero(errors)] * (len(STATISTICS) - 1)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _value(dtype: str, x: Any, sink: Any) -> Any:
+    """Returns x, a value of the forward pass."""
+    return x
+
+
+_value.defvjp(
+    lambda dtype, x, sink: (x, x), lambda dtype, x, c: (c, _squares(c * rounding_error(x, GRIDS[dtype])))
+)
+
+
+@jax.custom_vjp
+def _with_error(g: Any, error: Any, sink: Any) -> Any:
+    """Returns g, a cotangent of the backward pass, which half precision would change by an error."""
+    return g
+
+
+_with_error.defvjp(
+    lambda g, error, sink: (g, error), lambda error, t: (t, jnp.zeros_like(error), _squares(t * error))
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed(transposable: Any, dtype: str, x: Any, sink: Any) -> Any:
+    return transposable(x)
+
+
+def _summed_forward(transposable: Any, dtype: str, x: Any, sink: Any) -> Any:
+    return transposable(x), (jnp.zeros_like(x), sink)
+
+
+def _summed_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
+    like, sink = residuals
+
+    def transposed(dtype: Any, g: Any) -> Any:
+        (out,) = jax.linear_transpose(transposable, like.astype(dtype))(g.astype(dtype))
+        return out.astype(jnp.float32)
+
+    exact = transposed(jnp.float32, g)
+    error = transposed(dtype, jax.lax.stop_gradient(g) * sink[0]) / sink[0] - jax.lax.stop_gradient(exact)
+    error = jnp.where(jnp.isfinite(error), error, 0.0)
+    found = [_zero(exact)] * len(STATISTICS)
+    found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], GRIDS[dtype])
+    return _with_error(exact, error, sink), jnp.stack(found)
+
+
+_summed.defvjp(_summed_forward, _summed_backward)

@@ -1,0 +1,141 @@
+"""`recommend` puts into float32 exactly the layers that must be, and says how far the result is off."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from planted_models import PLANTED
+
+import jmp_policy as jmpp
+from jmp_policy._src.report.lowering.targets import find_target
+from jmp_policy._src.report.sensitivity import float32_modules, product_cost
+from jmp_policy._src.report.sensitivity.float32_modules import Choice
+from jmp_policy._src.report.sensitivity.probes import Effect, Effects
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_layers_are_found_and_no_others(name):
+    module, inputs, targets, loss, planted = PLANTED[name]
+    params = module.init(jax.random.key(0), *inputs)["params"]
+
+    def loss_fn(params, *inputs):
+        return loss(module.apply({"params": params}, *inputs), targets)
+
+    found = jmpp.recommend(loss_fn, params, *inputs, dtype="float16", probes=1)
+    assert found.policy == jmpp.PolicyMap("mixed_float16", dict.fromkeys(planted, "float32"))
+    assert found.fits
+    assert found.measured < 2e-3
+    assert [row.pattern for row in found.rows] == ["", *planted]
+    assert found.rows[1].predicted > 0.1
+    assert jmpp.PolicyMap.from_dict(found.to_dict()["policy"]) == found.policy
+
+
+def effects(own, alone=None):
+    zeros = dict.fromkeys(own, Effect())
+    return Effects("loss", "float16", 8.0, {}, own, {**zeros, **(alone or {})})
+
+
+OWN = {
+    "": Effect(1e-8),
+    "a": Effect(4e-4),
+    "a/b": Effect(1e-8),
+    "a/c": Effect(9e-4, underflow=7),
+    "d": Effect(1e-8),
+    "d/e": Effect(4e-8),
+}
+
+
+@pytest.mark.parametrize(
+    ("wide", "rules"),
+    [
+        ([], jmpp.PolicyMap("mixed_float16")),
+        (["d"], jmpp.PolicyMap("mixed_float16", {"d": "float32", "d/*": "mixed_float16"})),
+        (["d", "d/e"], jmpp.PolicyMap("mixed_float16", {"d": "float32"})),
+        (
+            ["a", "a/c"],
+            jmpp.PolicyMap("mixed_float16", {"a": "float32", "a/c": "float32", "a/*": "mixed_float16"}),
+        ),
+        ([""], jmpp.PolicyMap("float32", {"*": "mixed_float16"})),
+        (["", "d/e"], jmpp.PolicyMap("float32", {"d/e": "float32", "*": "mixed_float16"})),
+        (list(OWN), jmpp.PolicyMap("float32")),
+    ],
+)
+def test_rules_are_the_fewest_that_say_it(wide, rules):
+    choice = Choice(effects(OWN), dict.fromkeys(wide, "because"))
+    assert float32_modules.rules_of(choice) == rules
+    for path in OWN:
+        assert (rules.resolve(path).compute_dtype == np.float32) == (path in wide)
+    rows = float32_modules.rows_of(choice, rules)
+    assert [row.pattern for row in rows] == ["", *(pattern for pattern, _ in rules.overrides)]
+
+
+def test_the_worst_go_first_until_the_rest_fits():
+    choice = float32_modules.within(float32_modules.overflowing(effects(OWN)), 0.021)
+    assert list(choice.reasons) == ["a/c"]
+    assert (
+        choice.reasons["a/c"] == "brings 69.2 % of the square of the gradient's error; 7 values become zero"
+    )
+    assert list(float32_modules.within(choice, 1e-3).reasons) == ["a/c", "a"]
+    assert choice.predicted == pytest.approx(math.sqrt(4e-4 + 7e-8))
+
+
+def test_overflow_needs_no_budget():
+    own = {"a": Effect(overflow=3), "b": Effect(gradient_overflow=2), "c": Effect(), "d": Effect()}
+    choice = float32_modules.overflowing(effects(own, {"c": Effect(overflow=1200)}))
+    assert choice.reasons == {
+        "a": "3 values exceed the range of float16",
+        "b": "2 cotangents exceed the range of float16",
+        "c": "1.2 k inputs exceed the range of float16",
+    }
+
+
+X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+def test_a_model_is_taken_for_its_loss():
+    model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
+    variables = model.init(jax.random.key(0), X)
+    found = jmpp.recommend(model, variables, X, probes=1, target="h100", dtype="bfloat16")
+    assert found.policy == jmpp.PolicyMap("mixed_bfloat16")
+    assert isinstance(found.loss_scale, jmpp.NoOpLossScale)
+    assert found.budget == 0.01
+    assert found.half_share == 1
+    assert found.target == "H100"
+    # Products of a few numbers are bound by memory, of which half precision moves half.
+    assert 1 < found.speedup < 3
+    assert "100 % of the FLOPs are in half. H100: products" in str(found).replace("\n", " ")
+    assert found.to_dict()["loss_scale"] == 1
+
+
+@pytest.mark.once
+def test_an_nnx_model_and_a_budget_from_batches():
+    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    found = jmpp.recommend(model, X, probes=1, batches=[(2 * X,)])
+    assert found.dtype == "float16"
+    assert found.policy == jmpp.PolicyMap("mixed_float16")
+    # The gradient of the kernels is 4 times as large: both are 0.6 of their mean away from it.
+    assert found.budget == pytest.approx(0.06, rel=0.05)
+    found = jmpp.recommend(model, X, probes=1, dtype="float16", budget=1e-9)
+    assert found.policy == jmpp.PolicyMap("float32")
+    assert found.measured == 0
+
+
+def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
+    card = find_target("A100")
+    loss = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2).products
+    half = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 2).products
+    cost = product_cost.compared(loss, half, card)
+    assert cost == (1.0, pytest.approx(312 / 19.5))
+    assert math.isnan(product_cost.compared(loss, half, None).speedup)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match=r"relative error of the gradient, such as 0\.01; got -1"):
+        jmpp.recommend(lambda w: w, 1.0, budget=-1)
+    with pytest.raises(ValueError, match="Unknown target 'H1000'"):
+        jmpp.recommend(lambda w: w, 1.0, target="H1000")

@@ -1,0 +1,258 @@
+"""`sensitivity` predicts what half precision does to a gradient, module by module, before it is done."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp_policy as jmpp
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.report.sensitivity.rounding import GRIDS, overflows, rounded, rounding_error, underflows
+
+DTYPES = {name: jnp.dtype(name) for name in GRIDS}
+
+
+@pytest.mark.parametrize("dtype", GRIDS)
+def test_rounding_in_float32_is_the_cast(dtype):
+    # Every exponent (of bfloat16 those whose errors are normal in float32), what lies beyond, and ties.
+    exponents = np.arange(-26, 18) if dtype == "float16" else np.arange(-110, 127)
+    mantissas = np.concatenate(
+        [np.linspace(1, 2, 97), 1 + 2.0 ** -np.arange(6.0, 14), 1 + 3 * 2.0 ** -np.arange(9.0, 13)]
+    )
+    x = (mantissas * 2.0 ** exponents[:, None]).ravel().astype(np.float32)
+    x = np.concatenate([x, -x, [0.0, np.inf, -np.inf]]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        cast = x.astype(DTYPES[dtype])
+    grid = GRIDS[dtype]
+    np.testing.assert_array_equal(rounded(jnp.asarray(x), grid), cast.astype(np.float32))
+    assert int(overflows(jnp.asarray(x), grid)) == np.sum(np.isinf(cast) & np.isfinite(x))
+    assert int(underflows(jnp.asarray(x), grid)) == np.sum((cast == 0) & (x != 0))
+    error = rounding_error(jnp.asarray(x), grid)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(
+            error, np.nan_to_num(cast.astype(np.float32) - x, nan=0.0, posinf=0.0, neginf=0.0)
+        )
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(8, name="first")(x))
+        x = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(3, name="last")(x)
+
+
+X = jax.random.normal(jax.random.key(1), (16, 4))
+PARAMS = Net().init(jax.random.key(0), X)["params"]
+Y = jax.random.normal(jax.random.key(2), (16, 3))
+
+
+def loss_fn(params, x=X):
+    return jnp.mean((Net().apply({"params": params}, x) - Y) ** 2)
+
+
+@functools.cache
+def found():
+    return jmpp.sensitivity(loss_fn, PARAMS, X, probes=8)
+
+
+def gradient(rules, scale):
+    """The gradient under rules, one operation after the other."""
+
+    def scaled(params):
+        with jmpp.linen.intercept(rules):
+            return loss_fn(params) * scale
+
+    jaxpr = jax.make_jaxpr(jax.grad(scaled))(PARAMS)
+    bind = lambda eqn, values: compat.bind_primitive(eqn.primitive, values, eqn.params)  # noqa: E731
+    return np.concatenate([np.ravel(g) / scale for g in evaluate(jaxpr, jax.tree.leaves(PARAMS), bind)])
+
+
+@pytest.mark.once
+def test_errors_are_those_of_one_module_in_half():
+    exact = gradient("float32", 1.0)
+    assert {row.path for row in found().rows} == {"", "first", "norm", "last"}
+    for row in found().rows:
+        rules = jmpp.PolicyMap("float32", {f"{row.path}/**" if row.path else "**": "mixed_float16"})
+        error = np.linalg.norm(gradient(rules, found().loss_scale) - exact) / np.linalg.norm(exact)
+        # One draw of rounding errors against their mean square: within a factor of 2.
+        assert row.predicted / 2 < error < 2 * row.predicted, row
+    assert found().rows[0].path == ""
+    assert found().of("norm").predicted < found().of("last").predicted
+
+
+def test_the_result_is_a_report():
+    assert "In float16, the whole model changes the gradient most" in found().verdict
+    assert "(all)" in str(found())
+    assert found().to_dict()["rows"][0]["path"] == ""
+    with pytest.raises(KeyError, match=r"no row 'middle'; there are '', .*'first'"):
+        found().of("middle")
+
+
+def test_numbers_that_half_has_are_not_rounded():
+    """Everything is a small integer: no error in either pass."""
+    w = jnp.asarray([[2.0, 1.0], [4.0, -1.0]])
+
+    def loss(w, x):
+        with jax.named_scope("product"):
+            return (x @ w).astype(jnp.float32).sum()
+
+    (row,) = jmpp.sensitivity(loss, w, jnp.asarray([[1.0, 2.0], [3.0, -4.0]])).rows
+    assert (row.path, row.predicted, row.loss, row.overflow, row.underflow) == ("product", 0.0, 0.0, 0, 0)
+    (row,) = jmpp.sensitivity(loss, w, jnp.asarray([[1.0, 2.0], [3.0, 1 / 3]])).rows
+    # The third is the derivative by two of the weights; so is the sum of 2 and it, which is rounded as well.
+    third, total = (abs(float(np.float16(number)) - number) for number in (1 / 3, 7 / 3))
+    exact = math.sqrt(2 * (third**2 + total**2)) / math.sqrt(2 * (4**2 + (7 / 3) ** 2))
+    assert row.predicted == pytest.approx(exact, rel=0.9)
+
+
+class Large(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, kernel_init=nn.initializers.constant(3e4), name="large")(x)
+        x = nn.LayerNorm(name="norm")(x + nn.Dense(4, name="small")(x * 1e-5))
+        return nn.Dense(2, name="head")(x)
+
+
+def test_overflow_is_found_and_ranks_first():
+    params = Large().init(jax.random.key(0), jnp.ones((2, 4)))
+    x = jnp.asarray([[1.0, 2.0, 3.0, 1.0], [1.0, 0.5, 0.25, 1.0]])
+    found = jmpp.sensitivity(
+        lambda p: jnp.sum(Large().apply(p, x)[:, 0]), params, candidates=["large", "head"]
+    )
+    assert [row.path for row in found.rows] == ["large", "head"]
+    assert math.isinf(found.rows[0].predicted)
+    # The product, and it again with the bias added.
+    assert found.rows[0].overflow == 16
+    assert found.rows[1].overflow == 0
+    assert found.verdict == "In float16 values overflow in large."
+    found = jmpp.sensitivity(
+        lambda p: jnp.sum(Large().apply(p, x)[:, 0]), params, dtype="bfloat16", candidates=["large"]
+    )
+    assert found.rows[0].overflow == 0
+    assert found.loss_scale == 1
+
+
+def test_candidates_are_the_patterns_of_a_policy_map():
+    by_class = jmpp.sensitivity(loss_fn, PARAMS, X, candidates=[nn.Dense, "*", "norm"], probes=1)
+    rows = {row.path: row.predicted for row in by_class.rows}
+    assert set(rows) == {"Dense", "*", "norm"}
+    assert rows["*"] > rows["Dense"] > rows["norm"]
+    with pytest.raises(ValueError, match=r"rule for 'frist' matches no module of loss_fn\. .*'first'"):
+        jmpp.sensitivity(loss_fn, PARAMS, X, candidates=["frist"], probes=1)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="float16 and bfloat16, got dtype='float32'"):
+        jmpp.sensitivity(loss_fn, PARAMS, X, dtype="float32")
+    with pytest.raises(ValueError, match="those in `batches` must have the shapes"):
+        jmpp.sensitivity(loss_fn, PARAMS, X, batches=[(X[:3],)])
+    with pytest.raises(ValueError, match="Nothing of <lambda> would be computed in float16"):
+        jmpp.sensitivity(lambda w: jnp.sin(w), jnp.float32(1.0))
+    with pytest.raises(ValueError, match="sensitivity found no floating arrays in the parameters"):
+        jmpp.sensitivity(lambda w: jnp.float32(1.0), {"count": jnp.int32(1)})
+    with pytest.raises(TypeError, match="must return one scalar"):
+        jmpp.sensitivity(lambda p: (loss_fn(p), 1), PARAMS)
+
+
+def test_batches_are_averaged():
+    zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)
+    one, other, both = (
+        jmpp.sensitivity(aux, PARAMS, batch, batches=more, has_aux=True, probes=2, candidates=["first"]).rows[
+            0
+        ]
+        for batch, more in ((X, ()), (zeros, ()), (zeros, [(X,)]))
+    )
+    assert both.predicted**2 == pytest.approx((one.predicted**2 + other.predicted**2) / 2, rel=0.3)
+    assert one.predicted != pytest.approx(other.predicted, rel=0.3)
+
+
+@jax.custom_vjp
+def half_cotangent(x):
+    return x * 1
+
+
+half_cotangent.defvjp(lambda x: (x * 1, x.astype(jnp.float16)), lambda x, g: (g / 2 + 0 * x.astype(g.dtype),))
+
+
+@jax.custom_jvp
+def double_tangent(x):
+    return jnp.sin(x)
+
+
+double_tangent.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 2 * jnp.cos(xs[0]) * ts[0]))
+
+
+class Everything(nn.Module):
+    """Loops, branches, checkpoints, and derivatives that are not those of the function."""
+
+    @nn.compact
+    def __call__(self, x, flag):
+        x = nn.remat(nn.Dense)(4, name="kept")(x)
+        x = half_cotangent(x)
+        x = nn.RNN(nn.SimpleCell(4, name="cell"), name="rnn")(x[None])[0]
+        x = jax.lax.cond(flag, lambda x: double_tangent(x) * 3, lambda x: x * 2, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x * 0.7, x)
+        return nn.Dense(2, name="head")(jax.vmap(nn.relu)(x))
+
+
+def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
+    """The tapped program is that of float32: its gradient, with custom rules, is compared."""
+    from jmp_policy._src.report.sensitivity import probes
+
+    x = jax.random.normal(jax.random.key(3), (5, 4))
+    params = Everything().init(jax.random.key(0), x, True)["params"]
+
+    def loss(params, x, flag):
+        return jnp.sum(Everything().apply({"params": params}, x, flag) ** 2)
+
+    squares = []
+    effect = probes._effect
+    monkeypatch.setattr(
+        probes, "_effect", lambda seen, *a, **k: squares.append(seen.square) or effect(seen, *a, **k)
+    )
+    found = jmpp.sensitivity(loss, params, x, jnp.bool_(True), probes=1)
+    exact = sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(params, x, True)))
+    # Numbers in the program (0.7) are half ones.
+    assert float(squares[0]) == pytest.approx(float(exact), rel=5e-3)
+    assert {"", "kept", "cell", "cell/i", "cell/h", "rnn", "head"} == {row.path for row in found.rows}
+    # Nothing is rounded where cells are only called.
+    assert all(row.predicted < 0.01 for row in found.rows)
+    assert found.of("cell").predicted > found.of("cell/h").predicted > 0
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+def test_nnx_modules_and_functions_without_modules():
+    model, sharded = (
+        NNXNet(nnx.Rngs(0)),
+        jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+    )
+    x = jax.device_put(X, jax.NamedSharding(sharded, jax.P("data")))
+    found = jmpp.sensitivity(lambda model, x: jnp.mean(model(x) ** 2), model, x, probes=1)
+    assert found.rows[0].path == ""
+    assert {row.path for row in found.rows} == {"", "first", "last"}
+
+    def plain(params, x):
+        with jax.named_scope("first"):
+            x = jax.nn.relu(x @ params["first"])
+        with jax.named_scope("last"):
+            return jnp.mean((x @ params["last"]) ** 2)
+
+    params = {"first": model.first.kernel[...], "last": model.last.kernel[...]}
+    same = jmpp.sensitivity(plain, params, x, probes=1)
+    assert {row.path for row in same.rows} == {"first", "last"}
+    for row in same.rows:
+        assert row.predicted == pytest.approx(found.of(row.path).predicted, rel=0.7)
