@@ -28,8 +28,8 @@ def governed_place(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Pl
     if rules.overrides:
         policy, named, index = _governing(scope, module, place)
     own = getattr(module, "dtype", None)
-    keeps_own = rules.keep_module_dtypes and own is not None and "dtype" not in original_fields(module)
-    if keeps_own and is_dtype_or_none(own):
+    keeps_own = rules.keep_module_dtypes and "dtype" not in original_fields(module)
+    if keeps_own and own is not None and is_dtype_or_none(own):
         policy = policy.with_compute_dtype(own)
     island = (
         rules.float32_islands and not named and is_half(policy.compute_dtype) and layers.is_island(module)

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.rounding import rounded
 from jmp_policy._src.jaxpr import calls, compat, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.report.drift.recorder import Node, Recorder
-from jmp_policy._src.report.drift.rounding import rounded
 
 
 class Twin(NamedTuple):

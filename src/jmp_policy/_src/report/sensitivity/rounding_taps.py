@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.report.sensitivity.rounding import GRIDS, overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.rounding import overflows, rounding_error, underflows
 
 #: What the cotangent of a sink holds after the backward pass of the loss. That of the backward pass of v . G
 #: has the square of the gradient's error in the first place.
@@ -95,7 +95,7 @@ def _tap_backward(which: Which, residuals: Any, g: Any) -> Any:
     x, sink = residuals
     statistics = _statistics(which, *map(jax.lax.stop_gradient, (x, g, sink)))
     if which.cotangent:
-        error = rounding_error(jax.lax.stop_gradient(g), GRIDS[which.dtype], sink[0])
+        error = rounding_error(jax.lax.stop_gradient(g), which.dtype, sink[0])
         g = _with_error(g, error, sink)
     return g, statistics
 
@@ -105,13 +105,17 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 def _statistics(which: Which, x: Any, g: Any, sink: Any) -> Any:
     """Returns what the backward pass of the loss knows of a value and its cotangent."""
-    grid, zero = GRIDS[which.dtype], _zero(x)
+    dtype, zero = which.dtype, _zero(x)
     found = [zero] * len(STATISTICS)
     if which.value:
-        found[:3] = jnp.sum(jnp.square(g * rounding_error(x, grid))), overflows(x, grid), underflows(x, grid)
+        found[:3] = (
+            jnp.sum(jnp.square(g * rounding_error(x, dtype))),
+            overflows(x, dtype),
+            underflows(x, dtype),
+        )
     if which.cotangent:
         scaled = g * sink[0]
-        found[3:] = overflows(scaled, grid), underflows(scaled, grid), jnp.max(jnp.abs(g), initial=0.0)
+        found[3:] = overflows(scaled, dtype), underflows(scaled, dtype), jnp.max(jnp.abs(g), initial=0.0)
     return jnp.stack(found)
 
 
@@ -131,9 +135,7 @@ def _value(dtype: str, x: Any, sink: Any) -> Any:
     return x
 
 
-_value.defvjp(
-    lambda dtype, x, sink: (x, x), lambda dtype, x, c: (c, _squares(c * rounding_error(x, GRIDS[dtype])))
-)
+_value.defvjp(lambda dtype, x, sink: (x, x), lambda dtype, x, c: (c, _squares(c * rounding_error(x, dtype))))
 
 
 @jax.custom_vjp
@@ -167,7 +169,7 @@ def _summed_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> A
     error = transposed(dtype, jax.lax.stop_gradient(g) * sink[0]) / sink[0] - jax.lax.stop_gradient(exact)
     error = jnp.where(jnp.isfinite(error), error, 0.0)
     found = [_zero(exact)] * len(STATISTICS)
-    found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], GRIDS[dtype])
+    found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], dtype)
     return _with_error(exact, error, sink), jnp.stack(found)
 
 
