@@ -64,6 +64,6 @@ def overflows(x: jax.Array, grid: Grid) -> jax.Array:
     return jnp.sum((magnitude >= np.float32(grid.limit)) & (magnitude < jnp.inf), dtype=jnp.float32)
 
 
-def underflows(x: jax.Array, grid: Grid) -> jax.Array:
-    """Returns how many values other than zero become zero; float32 scalar."""
-    return jnp.sum((rounded(x, grid) == 0) & (x != 0), dtype=jnp.float32)
+def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
+    """Returns how many values other than zero become zero, for what rounding adds to them; float32 scalar."""
+    return jnp.sum((error == -x) & (x != 0), dtype=jnp.float32)
