@@ -22,8 +22,10 @@ from benchmarks import (
     nnx_gpu_cost,
     overhead,
     peers,
+    recommended_policy,
     report_cost,
     rounding_cost,
+    sensitivity,
     stack_depth,
     statistic_scale,
     zoo_cards,
@@ -56,6 +58,8 @@ BENCHMARKS = (
     zoo_cost,
     stack_depth,
     statistic_scale,
+    sensitivity,
+    recommended_policy,
 )
 GPU_BENCHMARKS = [
     zoo_device,

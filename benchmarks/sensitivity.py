@@ -11,6 +11,7 @@ ranking, as a program is traced for each; the whole model is none of them.
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -102,7 +103,7 @@ def spearman(a: Any, b: Any) -> float:
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def main(names: list[str]) -> None:
+def main(names: Sequence[str] = ()) -> None:
     """Measures models, and saves after each."""
     order = [*MODELS, *STRUCTURES]
     for name in names or order:

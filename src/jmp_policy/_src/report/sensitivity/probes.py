@@ -121,7 +121,6 @@ def _compiled(
             whole[i] = param
         return loss_of(sinks, whole).astype(jnp.float32)
 
-    @jax.jit
     def run(key: Any, scale: Any, arrays: Sequence[Any]) -> _Seen:
         params = [arrays[i].astype(jnp.float32) for i in trained]
         signs = [
@@ -139,7 +138,9 @@ def _compiled(
         second, seen = jax.grad(along, has_aux=True)({name: sink(scale) for name in names})
         return seen._replace(second=second)
 
-    return run
+    # The program runs a few times. On a CPU, code that is not optimised is compiled in half of the time.
+    quick: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(run, compiler_options=quick if jax.default_backend() == "cpu" else None)
 
 
 def _loss_scale(first: Any) -> float:

@@ -29,7 +29,6 @@ def overflows(x: jax.Array, dtype: str) -> jax.Array:
     return jnp.sum(jnp.isfinite(x) & jnp.isinf(rounded(x, dtype)), dtype=jnp.float32)
 
 
-def underflows(x: jax.Array, dtype: str) -> jax.Array:
-    """Returns how many values other than zero become zero; float32 scalar."""
-    x = x.astype(jnp.float32)
-    return jnp.sum((rounded(x, dtype) == 0) & (x != 0), dtype=jnp.float32)
+def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
+    """Returns how many values other than zero become zero, for what rounding adds to them; float32 scalar."""
+    return jnp.sum((error == -x) & (x != 0), dtype=jnp.float32)

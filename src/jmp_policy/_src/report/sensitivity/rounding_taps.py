@@ -87,36 +87,28 @@ def _tap(which: Which, x: Any, sink: Any) -> Any:
 
 
 def _tap_forward(which: Which, x: Any, sink: Any) -> Any:
-    x = _value(which.dtype, x, sink) if which.value else x
-    return x, (x, sink)
+    error = None
+    if which.value:
+        error = rounding_error(jax.lax.stop_gradient(x), which.dtype)
+        x = _with_error(x, error, sink)
+    return x, (x, error, sink)
 
 
 def _tap_backward(which: Which, residuals: Any, g: Any) -> Any:
-    x, sink = residuals
-    statistics = _statistics(which, *map(jax.lax.stop_gradient, (x, g, sink)))
+    x, error, sink = residuals
+    dtype, zero = which.dtype, _zero(x)
+    x, error, scale, seen = jax.lax.stop_gradient((x, error, sink[0], g))
+    found = [zero] * len(STATISTICS)
+    if which.value:
+        found[:3] = jnp.sum(jnp.square(seen * error)), overflows(x, dtype), underflows(x, error)
     if which.cotangent:
-        error = rounding_error(jax.lax.stop_gradient(g), which.dtype, sink[0])
-        g = _with_error(g, error, sink)
-    return g, statistics
+        change, scaled = rounding_error(seen, dtype, scale), seen * scale
+        g = _with_error(g, change, sink)
+        found[3:] = overflows(scaled, dtype), underflows(seen, change), jnp.max(jnp.abs(seen), initial=0.0)
+    return g, jnp.stack(found)
 
 
 _tap.defvjp(_tap_forward, _tap_backward)
-
-
-def _statistics(which: Which, x: Any, g: Any, sink: Any) -> Any:
-    """Returns what the backward pass of the loss knows of a value and its cotangent."""
-    dtype, zero = which.dtype, _zero(x)
-    found = [zero] * len(STATISTICS)
-    if which.value:
-        found[:3] = (
-            jnp.sum(jnp.square(g * rounding_error(x, dtype))),
-            overflows(x, dtype),
-            underflows(x, dtype),
-        )
-    if which.cotangent:
-        scaled = g * sink[0]
-        found[3:] = overflows(scaled, dtype), underflows(scaled, dtype), jnp.max(jnp.abs(g), initial=0.0)
-    return jnp.stack(found)
 
 
 def _zero(x: Any) -> Any:
@@ -129,23 +121,14 @@ def _squares(errors: Any) -> Any:
     return jnp.stack([jnp.sum(jnp.square(errors)), *[_zero(errors)] * (len(STATISTICS) - 1)])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _value(dtype: str, x: Any, sink: Any) -> Any:
-    """Returns x, a value of the forward pass."""
+@jax.custom_vjp
+def _with_error(x: Any, error: Any, sink: Any) -> Any:
+    """Returns a value or a cotangent, which half precision would change by an error."""
     return x
 
 
-_value.defvjp(lambda dtype, x, sink: (x, x), lambda dtype, x, c: (c, _squares(c * rounding_error(x, dtype))))
-
-
-@jax.custom_vjp
-def _with_error(g: Any, error: Any, sink: Any) -> Any:
-    """Returns g, a cotangent of the backward pass, which half precision would change by an error."""
-    return g
-
-
 _with_error.defvjp(
-    lambda g, error, sink: (g, error), lambda error, t: (t, jnp.zeros_like(error), _squares(t * error))
+    lambda x, error, sink: (x, error), lambda error, t: (t, jnp.zeros_like(error), _squares(t * error))
 )
 
 

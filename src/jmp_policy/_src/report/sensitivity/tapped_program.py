@@ -113,9 +113,8 @@ class TappedProgram:
         def value_of(atom: Any) -> Tapped:
             if not isinstance(atom, compat.Literal):
                 return known[atom]
-            dtype = ir.dtype_of(atom)
-            number = np.asarray(atom.val, dtype).astype(np.float32) if is_half(dtype) else atom.val
-            return Tapped(number, None, self)
+            number = np.asarray(atom.val, ir.dtype_of(atom))
+            return Tapped(to_float32(number), None, self)
 
         for eqn in opened.eqns:
             inner = (*names, *compat.scopes(eqn))
