@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jmp_policy as jmpp
 from jmp_policy import report
-from jmp_policy._src.report.drift.rounding import rounded
+from jmp_policy._src.report.rounding import rounded
 
 HALF = jnp.float16
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)

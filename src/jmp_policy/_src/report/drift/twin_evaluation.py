@@ -31,7 +31,7 @@ from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.report.drift.recorder import Node, Recorder
-from jmp_policy._src.report.drift.rounding import rounded
+from jmp_policy._src.report.rounding import rounded
 
 
 class Twin(NamedTuple):

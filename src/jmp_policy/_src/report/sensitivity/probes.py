@@ -10,7 +10,6 @@ import numpy as np
 
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.sensitivity.half_program import Loss, Places
-from jmp_policy._src.report.sensitivity.rounding import GRIDS
 from jmp_policy._src.report.sensitivity.rounding_taps import STATISTICS, sink
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
@@ -69,7 +68,7 @@ def effects(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], probes: 
     Raises:
       ValueError: where nothing would be computed in half; for batches of other shapes.
     """
-    if dtype not in GRIDS:
+    if dtype not in ("float16", "bfloat16"):
         raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
     modules = loss.modules()
     half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.report.sensitivity.rounding import GRIDS, overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.rounding import overflows, rounding_error, underflows
 
 #: What the cotangent of a sink holds after the backward pass of the loss. That of the backward pass of v . G
 #: has the square of the gradient's error in the first place.
@@ -89,22 +89,22 @@ def _tap(which: Which, x: Any, sink: Any) -> Any:
 def _tap_forward(which: Which, x: Any, sink: Any) -> Any:
     error = None
     if which.value:
-        error = rounding_error(jax.lax.stop_gradient(x), GRIDS[which.dtype])
+        error = rounding_error(jax.lax.stop_gradient(x), which.dtype)
         x = _with_error(x, error, sink)
     return x, (x, error, sink)
 
 
 def _tap_backward(which: Which, residuals: Any, g: Any) -> Any:
     x, error, sink = residuals
-    grid, zero = GRIDS[which.dtype], _zero(x)
+    dtype, zero = which.dtype, _zero(x)
     x, error, scale, seen = jax.lax.stop_gradient((x, error, sink[0], g))
     found = [zero] * len(STATISTICS)
     if which.value:
-        found[:3] = jnp.sum(jnp.square(seen * error)), overflows(x, grid), underflows(x, error)
+        found[:3] = jnp.sum(jnp.square(seen * error)), overflows(x, dtype), underflows(x, error)
     if which.cotangent:
-        change, scaled = rounding_error(seen, grid, scale), seen * scale
+        change, scaled = rounding_error(seen, dtype, scale), seen * scale
         g = _with_error(g, change, sink)
-        found[3:] = overflows(scaled, grid), underflows(seen, change), jnp.max(jnp.abs(seen), initial=0.0)
+        found[3:] = overflows(scaled, dtype), underflows(seen, change), jnp.max(jnp.abs(seen), initial=0.0)
     return g, jnp.stack(found)
 
 
@@ -152,7 +152,7 @@ def _summed_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> A
     error = transposed(dtype, jax.lax.stop_gradient(g) * sink[0]) / sink[0] - jax.lax.stop_gradient(exact)
     error = jnp.where(jnp.isfinite(error), error, 0.0)
     found = [_zero(exact)] * len(STATISTICS)
-    found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], GRIDS[dtype])
+    found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], dtype)
     return _with_error(exact, error, sink), jnp.stack(found)
 
 
