@@ -3,6 +3,8 @@
     python -m benchmarks.sensitivity                # the zoo at its tiny size, and six more structures
     python -m benchmarks.sensitivity GPT-2 BERT-Large
 
+`XLA_FLAGS=--xla_backend_optimization_level=0` compiles in less time, of which it needs most.
+
 The truth is the relative error of the gradient, its mean square over three batches, when a rule puts one
 module, with all below it, into float16 and all others into float32. Its program runs operation by operation,
 so that each rounds as its dtype says. At most `MODULES` modules of a model are measured, evenly from the

@@ -14,6 +14,7 @@ from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.loss_program import trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
 
@@ -45,16 +46,8 @@ class Loss(NamedTuple):
         return as_function(loss, (self.params, *self.args), dict(self.kwargs), self.use)
 
     def trained(self) -> list[int]:
-        """Returns which of the function's arrays are parameters.
-
-        Raises:
-          ValueError: when there are none.
-        """
-        function = self.function()
-        trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
-        if not trained:
-            raise ValueError(f"{self.use} found no floating arrays in the parameters of {function.name}.")
-        return trained
+        """Returns which of the function's arrays are parameters; raises ValueError when there are none."""
+        return trained_arguments(self.function(), self.use)
 
     def modules(self) -> dict[tuple[str, ...], Any]:
         """Returns the modules that it calls, by the names that lead to them: the model's class first."""

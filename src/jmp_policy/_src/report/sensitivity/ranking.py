@@ -41,6 +41,13 @@ class Sensitivity(Report):
       loss_scale: power of two that the cotangents were multiplied by: the largest that leaves a factor of 4
         to overflow, at most 2**24. Sums over the trips of loops make it smaller than need be.
       rows: one per module or candidate.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import sensitivity
+      >>> found = sensitivity(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> 0 < found.of("").predicted < 1e-3
+      True
     """
 
     function: str

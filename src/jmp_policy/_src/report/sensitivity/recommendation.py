@@ -45,6 +45,13 @@ class Recommendation(Report):
       target: name of the card whose speed was asked for, or "".
       speedup: time of the products in float32 over that under the policy, on that card, each at its peak
         rate or memory bandwidth; nan without a card.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import recommend
+      >>> found = recommend(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> found.policy, found.fits, found.half_share
+      (PolicyMap('params=float32,compute=float16,output=float32'), True, 1.0)
     """
 
     function: str
