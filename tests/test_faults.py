@@ -167,7 +167,7 @@ def test_the_tables_numbers_are_the_counted_ones():
     result = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
     assert faults.written(text, result) == text
     assert all(row["unexpected"] == [] and row["as_expected"] == row["runs"] for row in result["rows"])
-    table = text.partition("## What was planted")[2].partition("\n## ")[0].splitlines()
+    table = text.partition("## Which faults were tested")[2].partition("\n## ")[0].splitlines()
     assert len(result["rows"]) == sum(line.startswith("| ") for line in table) - 1
 
 
