@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from benchmarks._tables import ROOT, counts, grouped, load, median, paragraph, provenance, table
 from benchmarks.zoo_page import models
 
@@ -239,6 +241,31 @@ def performance() -> str:
     return f"{models()}\n\n## NNX\n\n{nnx()}"
 
 
+def ranking() -> str:
+    """How well `sensitivity` ranks modules."""
+    result = load("sensitivity")
+    words = (
+        f"Real architectures at their smallest size, mean squares over three batches ({provenance(result)}). "
+        "Spearman is the rank correlation of what was predicted and what was measured; 1 is the same order. "
+        "The last columns are how many of the worst three modules were among the worst three predicted, and "
+        "the median of what was measured over what was predicted."
+    )
+    cells = (
+        [
+            row["model"],
+            str(row["modules"]),
+            f"{row['spearman']:.2f}",
+            str(row["of the top 3"]),
+            f"{float(np.median(ratios)):.2f}",
+        ]
+        for row in result["rows"]
+        for found in [result["measured"][row["model"]]]
+        for ratios in [[m["measured"] / m["predicted"] for m in found if m["predicted"]]]
+    )
+    header = " | modules | Spearman | of the worst 3 | measured / predicted"
+    return "\n".join([*paragraph(words), *table(header, cells)])
+
+
 def gains() -> str:
     """What half precision gains on published models, for the first page."""
     result = load("zoo_cards")
@@ -264,6 +291,7 @@ FILES = {
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
+    "docs/recommend.md": ranking,
     "docs/reliability.md": checkpoints,
     "docs/reports.md": reports,
     "docs/scaling_out.md": scaling,
