@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.report.compile_once import run_compiled
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift, exceeding_text
 from jmp_policy._src.report.drift.rows import Rows
@@ -79,8 +80,7 @@ def drift(
     loss_scale = float(as_loss_scale(scale).loss_scale)
     jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
     comparison = Comparison(jaxpr, detail)
-    # Not a method: jit would look it up among the functions that it compiled before.
-    compared, measured = jax.device_get(jax.jit(lambda arrays: comparison(arrays))(function.arrays))
+    compared, measured = jax.device_get(run_compiled(comparison, function.arrays))
     if is_loss:
         loss_scale = float(seed_of(jaxpr.out_avals[0].dtype, loss_scale))
     return _report(

@@ -16,6 +16,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.report.compile_once import run_compiled
 from jmp_policy._src.report.function import Function, as_function, is_floating
 from jmp_policy._src.report.loss_scale import as_loss_scale
 from jmp_policy._src.report.spectrum import histogram, tapping
@@ -37,10 +38,8 @@ def gradient_spectrum(
     Pass the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
     scale it is trained with, to see what it does lose. Runs on the device, under one jit.
 
-    Each call traces and compiles anew, which takes seconds: `loss_fn` may read values that have changed since
-    the last one, and a program kept for it would show the old ones. To count over many steps compile once,
-    with `spectrum_value_and_grad` in the training step; with `jax_compilation_cache_dir` set, JAX finds the
-    compiled program of an earlier call.
+    Each call traces anew, since `loss_fn` may read values that have changed since the last one; an equal
+    program is compiled once. To count over many steps, use `spectrum_value_and_grad` in the training step.
 
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`; of NNX modules `(model, *args) -> scalar`.
@@ -89,7 +88,7 @@ def gradient_spectrum(
         return counted(scale, state, params, arrays)[1]
 
     try:
-        state = jax.jit(run)(loss_scale, state, params, function.arrays)
+        state = run_compiled(run, loss_scale, state, params, function.arrays)
     except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
         if not names:
             raise
