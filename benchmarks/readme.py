@@ -245,7 +245,8 @@ def ranking() -> str:
     """How well `sensitivity` ranks modules."""
     result = load("sensitivity")
     words = (
-        f"Real architectures at their smallest size, mean squares over three batches ({provenance(result)}). "
+        "Ten real architectures at their smallest size and six more structures, mean squares over three "
+        f"batches ({provenance(result)}). "
         "Spearman is the rank correlation of what was predicted and what was measured; 1 is the same order. "
         "The last columns are how many of the worst three modules were among the worst three predicted, and "
         "the median of what was measured over what was predicted."
