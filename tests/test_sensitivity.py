@@ -84,6 +84,8 @@ def test_errors_are_those_of_one_module_in_half():
 
 
 def test_the_result_is_a_report():
+    assert isinstance(found(), jmpp.Sensitivity)
+    assert isinstance(found().rows[0], jmpp.report.SensitivityRow)
     assert "In float16, the whole model changes the gradient most" in found().verdict
     assert "(all)" in str(found())
     assert found().to_dict()["rows"][0]["path"] == ""

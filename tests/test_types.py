@@ -4,6 +4,7 @@ What a type checker makes of them stands in tests/typed_use.py, which `make type
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ UNKNOWN = {"TrainState", "Optimizer"}
 
 def pyright(*arguments):
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Pyright looks for the package's types on the path, and not where an editable install points to.
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     return json.loads(result.stdout)
 
 
