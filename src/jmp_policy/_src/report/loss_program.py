@@ -35,6 +35,14 @@ def trained_arguments(function: Function, use: str) -> list[int]:
     return trained
 
 
+def with_parameters(arrays: Sequence[Any], trained: Sequence[int], params: Sequence[Any]) -> list[Any]:
+    """Returns a function's arrays with other values for the parameters among them."""
+    whole = list(arrays)
+    for i, param in zip(trained, params, strict=True):
+        whole[i] = param
+    return whole
+
+
 def value_and_gradients(
     function: Function, trained: Sequence[int], loss_scale: Any, has_aux: bool
 ) -> Callable[..., Any]:
@@ -42,10 +50,7 @@ def value_and_gradients(
 
     def program(arrays: Sequence[Any]) -> Any:
         def scaled(params: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss, _ = split_loss(function.result(whole), has_aux)
+            loss, _ = split_loss(function.result(with_parameters(arrays, trained, params)), has_aux)
             loss = jnp.asarray(loss)
             seed = jnp.asarray(seed_of(loss.dtype, loss_scale), jnp.float32)
             product = loss.astype(promote_dtype(loss.dtype)) * seed

@@ -14,7 +14,7 @@ from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.function import Function, as_function
-from jmp_policy._src.report.loss_program import trained_arguments
+from jmp_policy._src.report.loss_program import trained_arguments, with_parameters
 from jmp_policy._src.report.spectrum import tapping
 
 
@@ -87,15 +87,21 @@ class Loss(NamedTuple):
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
 
+    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """Returns its gradient, a function of the parameters and all arrays, and these."""
+        function, trained = self.function(), self.trained()
+
+        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return function.result(with_parameters(arrays, trained, params))
+
+        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
     def value_and_grad(self, scale: float = 1.0) -> tuple[jax.Array, list[jax.Array]]:
         """Runs it once: the loss, and the gradients of the parameters, in float32 and without the scale."""
         function, trained = self.function(), self.trained()
 
         def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss = function.result(whole).astype(jnp.float32)
+            loss = function.result(with_parameters(arrays, trained, params)).astype(jnp.float32)
             return loss * scale, loss
 
         @jax.jit
