@@ -22,7 +22,7 @@ from jmp_policy._src.policy.rules import PolicyMap, matches
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARKER = re.compile(r"autocast\[([\w:]+)\]")
+_MARKER = re.compile(r"autocast\[([\w:+]+)\]")
 
 
 class Region(NamedTuple):

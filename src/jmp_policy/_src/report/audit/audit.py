@@ -154,7 +154,7 @@ class AuditVisitor:
                 "times": site.times,
                 "flops": size.flops * site.times,
                 "pad": matrix_products.padding(eqn, size),
-                "scales": eqn.params["recipe"] if fp8.formats_of(eqn) else "",
+                "scales": fp8.recipe_of(eqn),
                 "stays": fp8.why_not(eqn, site.path),
                 # Named at the end: in a loop the cause may come after the product that it reaches.
                 "cause": causes,
