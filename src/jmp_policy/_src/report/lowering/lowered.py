@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import TARGETS, target_of_device
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.profit import LayerProfit
 from jmp_policy._src.report.lowering.roofline import Estimate, kernel_seconds, plot_roofline
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import TARGETS, target_of_device
 
 HALVES = ("float16", "bfloat16")
 #: Number of runs whose median is the measured time.

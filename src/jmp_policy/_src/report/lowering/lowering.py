@@ -11,6 +11,9 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
@@ -20,13 +23,10 @@ from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import compile_here, compiled
 from jmp_policy._src.report.lowering.export import Exported, exported
 from jmp_policy._src.report.lowering.float8_kernels import check_float8
-from jmp_policy._src.report.lowering.gpus import GPUS
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, LoweringReport, verdict_of
 from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits
 from jmp_policy._src.report.lowering.roofline import estimates
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import TARGETS, find_target, target_of_device
 
 Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
-from jmp_policy._src.report.lowering.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
