@@ -1,5 +1,6 @@
 """Float8 only where it gains: estimates per product, recipes that name a device, what reports say of it."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,9 @@ from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.in_half import products_in_half
 from jmp_policy._src.products.fp8.profit import profit_of
+from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.lowered import verdict_of
+from jmp_policy._src.report.lowering.profit import recipe_profits
 
 WHERE_IT_PAYS = "mixed_bfloat16, r=fp8_current@H100"
 TOKENS = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
@@ -152,3 +156,24 @@ def test_a_program_without_its_recipe_is_that_of_the_policy_without():
     found = jax.jit(products_in_half(eight))(params)
     assert jax.tree.all(jax.tree.map(np.array_equal, found, half))
     assert float(eight(params)[0]) != float(half[0])
+
+
+def test_a_report_tells_saved_from_added_time_by_module():
+    card = TARGETS["H100"]
+    half = [
+        Kernel("a", "triton", path="mlp", flops=10**12, arithmetic="bfloat16", tensor_cores=True),
+        Kernel("b", "fusion", path="mlp", bytes_read=10**6),
+        Kernel("c", "triton", path="head", flops=10**9, arithmetic="bfloat16", tensor_cores=True),
+    ]
+    eight = [
+        Kernel("a", "triton", path="mlp", flops=10**12, arithmetic="float8", tensor_cores=True),
+        Kernel("b", "fusion", path="mlp", bytes_read=10**6),
+        Kernel("scale", "reduction", path="mlp", bytes_read=10**9, times=2),
+        half[2],
+    ]
+    (found,) = recipe_profits(half, eight, {"mlp": "fp8_current", "gone": "fp8_current"}, card)
+    assert found.saved_seconds == pytest.approx(1e12 / 989.4e12 - 1e12 / 1978.9e12)
+    assert found.added_seconds == pytest.approx(2 * (1e9 / card.bandwidth + card.launch_seconds))
+    assert found.speedup == pytest.approx(found.half_seconds / found.seconds)
+    verdict = verdict_of(eight, (), card, (found, dataclasses.replace(found, path="slow", half_seconds=0.0)))
+    assert "slower by their recipe: mlp, slow (fp8_current@H100 leaves such out)" in verdict
