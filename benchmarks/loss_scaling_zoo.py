@@ -92,9 +92,8 @@ def row(model: str, card: str, found: dict[str, Report]) -> dict[str, Any]:
 
 def save(new: list[dict[str, Any]], size: str = "full") -> None:
     """Writes rows in the place of those of the same models and cards."""
-    rows = [*_record.kept(NAME, "model", "card", new=new), *new]
-    rows.sort(key=lambda row: (list(ALL).index(row["model"]), CARDS.index(row["card"])))
-    _record.save(NAME, rows, target="compiled only", cards=CARDS, size=size, optimizer="AdamW")
+    order = {"model": list(ALL), "card": CARDS}
+    _record.update(NAME, new, order, target="compiled only", cards=CARDS, size=size, optimizer="AdamW")
 
 
 def main(chosen: list[str] | None = None, size: str = "full") -> None:

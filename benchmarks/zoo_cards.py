@@ -111,10 +111,9 @@ def main(names: list[str] | None = None, size: str = "full") -> None:
             except jmpp.LoweringUnavailableError as error:
                 print(f"Skipped zoo_cards. {error}")
                 return
-            found = [*_record.kept("zoo_cards", "model", "card", new=new), *new]
-            found.sort(key=lambda row: (list(MODELS).index(row["model"]), CARDS.index(row["card"])))
-            _record.save(
-                "zoo_cards", found, target="compiled only", cards=CARDS, size=size, optimizer="AdamW"
+            order = {"model": list(MODELS), "card": CARDS}
+            _record.update(
+                "zoo_cards", new, order, target="compiled only", cards=CARDS, size=size, optimizer="AdamW"
             )
 
 

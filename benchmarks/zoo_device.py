@@ -146,9 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
         if size != "full":
             _record.show(f"zoo_device, {size}, {device}", new)
             continue
-        saved = [*_record.kept("zoo_device", "model", new=new), *new]
-        saved.sort(key=lambda row: list(MODELS).index(row["model"]))
-        _record.save("zoo_device", saved, device=device, size=size, repeats=REPEATS)
+        order = {"model": list(MODELS)}
+        _record.update("zoo_device", new, order, device=device, size=size, repeats=REPEATS)
 
 
 if __name__ == "__main__":

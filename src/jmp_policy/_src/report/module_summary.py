@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.policy.frameworks import framework_of
@@ -88,12 +88,7 @@ class Summary(Report):
 
     def __getitem__(self, path: str) -> ModuleRow:
         """Returns the row of a module by its path."""
-        for row in self.modules:
-            if row.path == path:
-                return row
-        raise KeyError(
-            f"There is no module {path!r}; there are {joined([r.path for r in self.modules], 20)}."
-        )
+        return row_of(self.modules, path, "module")
 
     @property
     def verdict(self) -> str:

@@ -13,7 +13,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.function import Function, as_function, replaced
 from jmp_policy._src.report.loss_program import trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
@@ -92,10 +92,7 @@ class Loss(NamedTuple):
         function, trained = self.function(), self.trained()
 
         def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss = function.result(whole).astype(jnp.float32)
+            loss = function.result(replaced(arrays, trained, params)).astype(jnp.float32)
             return loss * scale, loss
 
         @jax.jit
