@@ -455,12 +455,19 @@ def test_a_report_requires_float8_kernels():
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 def test_an_h100_multiplies_float8_and_an_a100_does_not():
     def loss(x, w):
-        return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
+        with jax.named_scope("mlp"):
+            return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024, 256))]
     report = jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="H100", require="float8")
     kinds = [kernel.operands for kernel in report.matrix_kernels]
     assert kinds.count("float8_e4m3fn x float8_e4m3fn") == 1
     assert len(kinds) == 3
+    (profit,) = report.recipes
+    assert (profit.path, profit.recipe) == ("mlp", "fp8_current")
+    assert profit.half_seconds - profit.seconds == pytest.approx(profit.saved_seconds - profit.added_seconds)
+    # So small a product loses.
+    assert profit.speedup < 1
+    assert "slower by their recipe: mlp (fp8_current@H100 leaves such out)" in report.verdict
     with pytest.raises(AssertionError, match="gave up float8 in .* for A100"):
         jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="A100", require="float8")

@@ -45,8 +45,10 @@ def passes_of(recipe: str) -> Passes:
     """Returns what a recipe means for the two passes: compute dtype in both for a text that is no recipe.
 
     Args:
-      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current".
+      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current"; the
+        device on which it must gain may follow: "fp8_current@H100".
     """
+    recipe = recipe.partition("@")[0]
     if recipe in RECIPES:
         return Passes(recipe, recipe)
     parts = [part.partition(":") for part in recipe.split("+")]

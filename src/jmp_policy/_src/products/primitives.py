@@ -100,7 +100,7 @@ def _evaluated(closed: Any, *values: Any) -> list[Any]:
     """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line."""
     jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
     eqns = [
-        compat.with_primitive(
+        compat.changed_equation(
             eqn, primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params), source
         )
         for eqn in jaxpr.eqns

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.lowering.convolutions import product_sizes
 from jmp_policy._src.report.lowering.hlo import Computations, Instruction, arrays
-from jmp_policy._src.report.lowering.target import Target
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
