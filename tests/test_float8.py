@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -107,6 +108,19 @@ def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axe
     assert error(by_w, rounded(X, E4M3, axes[1]).T @ rounded(ct, E5M2, axes[1])) < 2**-8
 
 
+@pytest.mark.parametrize("axes", [((2, 3), (0, 1)), ((3, 2), (1, 0))])
+def test_derivatives_of_products_of_many_axes_have_the_operands_order(axes):
+    x = jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)
+    w = jnp.asarray(RNG.normal(size=(4, 8, 16, 2) if axes[1] == (0, 1) else (4, 8, 2, 16)), jnp.bfloat16)
+    dims = (axes, ((), ()))
+    out, vjp = jax.vjp(lambda x, w: PER_TENSOR(x, w, dims), x, w)
+    ct = jnp.asarray(RNG.normal(size=out.shape), jnp.bfloat16)
+    exact = jax.vjp(lambda x, w: lax.dot_general(x, w, dims), *(rounded(v, E4M3) for v in (x, w)))[1](
+        rounded(ct, E5M2)
+    )
+    assert all(error(*pair) < 2**-8 for pair in zip(vjp(ct), exact, strict=True))
+
+
 def test_compiled_and_eager_products_are_equal():
     assert np.array_equal(PER_TENSOR(X, W, DIMS), jax.jit(lambda x, w: PER_TENSOR(x, w, DIMS))(X, W))
 
@@ -163,6 +177,23 @@ def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
     others = [p for p in found if p.backward != is_backward]
     assert {(p.lhs, p.rhs, p.scales) for p in others} == {("bfloat16", "bfloat16", "")}
     assert any(p.stays.startswith(why) for p in others)
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float16", "f32")])
+def test_on_a_gpu_products_of_float8_sum_to_what_the_result_can_hold(dtype, sums):
+    def loss(x, w):
+        return jnp.sum(PER_TENSOR(x, w, DIMS)).astype(jnp.float32)
+
+    products = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    lowered = products.trace(X.astype(dtype), W.astype(dtype)).lower(lowering_platforms=("cuda",))
+    found = re.findall(r"dot_general.*: \((.*)\) -> tensor<(.*)>", lowered.as_text())
+    f8, f5 = "f8E4M3FN", "f8E5M2"
+    # The weight's gradient is input times cotangent, as it is, and not the transpose of the reverse.
+    assert found == [
+        (f"tensor<32x64x{f8}>, tensor<64x48x{f8}>", f"32x48x{sums}"),
+        (f"tensor<32x64x{f8}>, tensor<32x48x{f5}>", f"64x48x{sums}"),
+        (f"tensor<32x48x{f5}>, tensor<64x48x{f8}>", f"32x64x{sums}"),
+    ]
 
 
 def test_vmap_makes_one_product_of_many():
