@@ -22,7 +22,7 @@ from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.scales import scale_of
+from jmp_policy._src.products.fp8.scales import _by_rows, scale_of
 from jmp_policy._src.report.lowering.float8_kernels import check_float8
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import Kernel
@@ -177,6 +177,14 @@ def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
     others = [p for p in found if p.backward != is_backward]
     assert {(p.lhs, p.rhs, p.scales) for p in others} == {("bfloat16", "bfloat16", "")}
     assert any(p.stays.startswith(why) for p in others)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 8, 4), (3, 2**14 + 2), (2**13 + 1, 2), (5,)])
+@pytest.mark.parametrize("found_in_it", [1.0, 0.0, np.inf, np.nan])
+def test_the_scale_of_all_rows_is_that_of_the_tensor(shape, found_in_it):
+    x = jnp.asarray(RNG.normal(size=shape) * 2.0 ** RNG.uniform(-9, 9, shape), jnp.bfloat16)
+    x = 0 * x if found_in_it == 0 else x.at[(-1,) * x.ndim].multiply(found_in_it)
+    assert np.array_equal(_by_rows(E5M2, x), [scale_of(x, E5M2)], equal_nan=True)
 
 
 @pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float16", "f32")])
