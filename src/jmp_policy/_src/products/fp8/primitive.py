@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
@@ -90,14 +91,47 @@ def _compute(
     is_rounded = None not in given and passes_of(params["recipe"]).fwd is not None
     if not is_rounded or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
         return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
+    # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
+    # value before as after. It is half as large.
+    sums = result if as_type is None and result == jnp.bfloat16 else jnp.float32
+    jaxs["preferred_element_type"] = jnp.dtype(sums)
     operands = [quantised(*x) for x in zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)]
+    scales, order = [lhs_scale, rhs_scale], None
+    if _is_of_weight(given, jaxs):
+        jaxs, order = _exchanged(operands, jaxs)
+        operands, scales = operands[::-1], scales[::-1]
     if as_type is not None:
         operands = [x.astype(as_type) for x in operands]
-    jaxs["preferred_element_type"] = jnp.dtype(jnp.float32)
     out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
-    for place, scale in enumerate((lhs_scale, rhs_scale)):
-        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"])
-    return out.astype(result)
+    for place, scale in enumerate(scales):
+        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
+    return (out if order is None else lax.transpose(out, order)).astype(result)
+
+
+def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
+    """Returns whether a product is that of a weight gradient: a cotangent, summed over its first axes."""
+    (left, _), (left_batch, _) = params["dimension_numbers"]
+    first = range(len(left_batch), len(left_batch) + len(left))
+    return formats[0] == GRADIENT and sorted(left) == list(first)
+
+
+def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns the parameters of a product with its operands exchanged, and the axes that restore its result.
+
+    JAX computes a weight gradient as the transpose of cotangent times input, where input times cotangent is
+    the gradient as it is. XLA computes neither transpose, but gives the first the layout of its transpose,
+    and with it all that shares a scale broadcast to the same shape: in a Transformer with as many tokens as
+    features that was the gradient of its input, whose normalisation then took three more kernels.
+    """
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    batch, rank = len(left_batch), sum(x.ndim for x in operands) - 2 * len(left) - len(left_batch)
+    split = operands[0].ndim - len(left)
+    there = [*range(batch), *range(split, rank), *range(batch, split)]
+    exchanged = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    if (sharding := params["out_sharding"]) is not None:
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        exchanged["out_sharding"] = sharding.update(spec=P(*(spec[axis] for axis in there)))
+    return exchanged, sorted(range(rank), key=there.__getitem__)
 
 
 def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
