@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.loss_program import with_parameters
+from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.sensitivity.decisions import makes_decisions
 from jmp_policy._src.report.sensitivity.half_program import Loss, Places
 from jmp_policy._src.report.sensitivity.rounding import DTYPES
@@ -53,7 +53,7 @@ class TracedLoss(NamedTuple):
     ) -> jax.Array:
         """Returns the loss, computed in float32 with taps."""
         program = TappedProgram(self.group_of, sinks, self.dtype, taps)
-        return program(self.jaxpr, with_parameters(arrays, self.trained, params))[0].astype(jnp.float32)
+        return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
 def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], taps: Taps) -> TracedLoss:
