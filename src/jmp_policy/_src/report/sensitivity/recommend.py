@@ -15,11 +15,12 @@ from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.sensitivity import float32_modules, product_cost
+from jmp_policy._src.report.sensitivity import float32_modules, product_cost, rounding_taps
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
 from jmp_policy._src.report.sensitivity.probes import effects
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation
+from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
 #: two to ten times what a Transformer or a convolutional network has in float16 (docs/recommend.md).
@@ -113,7 +114,8 @@ def _in(
     card: Target | None,
 ) -> Recommendation:
     """Returns what to recommend in one dtype."""
-    seen = effects(loss, dtype, batches, probes)
+    traced = traced_loss(loss, dtype, batches, rounding_taps)
+    seen = effects(traced, probes)
     choice = float32_modules.within(float32_modules.overflowing(seen), budget)
     scale = seen.loss_scale if dtype == "float16" else 1.0
     rules, measured = _measured(loss, choice, scale, exact)
