@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.report.sensitivity import rounding_switches
+from jmp_policy._src.report.sensitivity.probes import Effects
 from jmp_policy._src.report.sensitivity.rounding_switches import Switch
 from jmp_policy._src.report.sensitivity.tapped_program import Sink
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
@@ -43,6 +44,19 @@ class AppliedRounding:
         ]
         gradients, losses = zip(*pairs, strict=True)
         return _mean(gradients), _mean(losses)
+
+    def of_modules(self, groups: Iterable[str]) -> tuple[float, float]:
+        """Returns the same for modules in half, while all others compute in float32."""
+        # To round twice is to round once: what comes from another of these modules changes no more.
+        return self(Sink(group, alone) for group in groups for alone in (False, True))
+
+    def own(self, found: Effects) -> Effects:
+        """Returns what rounding does, measured for each module by itself."""
+        own = {}
+        for group, effect in found.own.items():
+            gradient, loss = self([Sink(group, False)])
+            own[group] = effect._replace(gradient=gradient, loss=loss)
+        return found._replace(own=own)
 
     def _gradient(self, on: Any, scale: Any, arrays: Sequence[Any]) -> Any:
         traced = self._traced

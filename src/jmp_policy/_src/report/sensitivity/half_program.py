@@ -90,6 +90,15 @@ class Loss(NamedTuple):
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
 
+    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """Returns its gradient, a function of the parameters and all arrays, and these."""
+        function, trained = self.function(), self.trained()
+
+        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return function.result(replaced(arrays, trained, params))
+
+        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
     def _check_bare(self, path: str, module: Any) -> None:
         """Raises ValueError for a module that would keep its own policy under any other."""
         framework = framework_of(module)
@@ -99,15 +108,6 @@ class Loss(NamedTuple):
                 f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
                 f"under {policy!r}. Call the model as it was before `wrap` in the loss."
             )
-
-    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        """Returns its gradient, a function of the parameters and all arrays, and these."""
-        function, trained = self.function(), self.trained()
-
-        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            return function.result(replaced(arrays, trained, params))
-
-        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
 
     def value_and_grad(self, scale: float = 1.0) -> tuple[jax.Array, list[jax.Array]]:
         """Runs it once: the loss, and the gradients of the parameters, in float32 and without the scale."""

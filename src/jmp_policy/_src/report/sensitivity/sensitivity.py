@@ -13,7 +13,6 @@ from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.half_program import Loss, is_below
 from jmp_policy._src.report.sensitivity.probes import Effect, Effects, effects
 from jmp_policy._src.report.sensitivity.ranking import Sensitivity, SensitivityRow
-from jmp_policy._src.report.sensitivity.tapped_program import Sink
 from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 
 
@@ -135,8 +134,7 @@ def _row(found: Effects, part: _Part, applied: AppliedRounding | None) -> Sensit
     parts = [found.own[group] for group in part.groups]
     effect = sum(parts, sum((found.alone[top] for top in part.tops if top in found.alone), Effect()))
     if applied is not None and math.isfinite(effect.error):
-        # To round twice is to round once, so what comes from another of these modules changes no more.
-        gradient, loss = applied(Sink(group, alone) for group in part.groups for alone in (False, True))
+        gradient, loss = applied.of_modules(part.groups)
         effect = effect._replace(gradient=gradient, loss=loss)
     counts = dict(zip(Effect._fields[2:], effect[2:], strict=True))
     return SensitivityRow(part.name, effect.error, effect.loss**0.5, **counts)
