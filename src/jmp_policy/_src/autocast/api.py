@@ -19,7 +19,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
-from jmp_policy._src.policy.recipes import RECIPES
+from jmp_policy._src.policy.recipes import is_recipe
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
 from jmp_policy._src.products import binding
@@ -144,10 +144,10 @@ class Settings:
 def taken_recipe(lower: Any) -> tuple[str | None, tuple[Any, ...]]:
     """Returns the float8 recipe among what is to be lowered, None without one, and the rest."""
     names = (lower,) if isinstance(lower, str) else tuple(lower)
-    recipes = [name for name in names if name in RECIPES]
+    recipes = [name for name in names if is_recipe(name)]
     if len(recipes) > 1:
         raise ValueError(f"autocast follows one recipe, and lower={lower!r} names {len(recipes)} of them.")
-    return (recipes or [None])[0], tuple(name for name in names if name not in RECIPES)
+    return (recipes or [None])[0], tuple(name for name in names if not is_recipe(name))
 
 
 def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:

@@ -116,7 +116,7 @@ def _evaluated(closed: Any, given: Mapping[Any, Any], *values: Any) -> list[Any]
         found = given.get(eqn.primitive)
         return found or primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params)
 
-    eqns = [compat.with_primitive(eqn, ours(eqn), source) for eqn in jaxpr.eqns]
+    eqns = [compat.changed_equation(eqn, ours(eqn), source) for eqn in jaxpr.eqns]
     return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
 
 

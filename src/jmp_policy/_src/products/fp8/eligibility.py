@@ -3,9 +3,11 @@
 from typing import Any
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.matrix_products import size_of
-from jmp_policy._src.policy.recipes import role_by_name
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.matrix_products import Size, size_of
+from jmp_policy._src.policy.recipes import passes_of, role_by_name
+from jmp_policy._src.policy.worthwhile import loses_by
+from jmp_policy._src.products.fp8.profit import loses
 
 #: Tensor Cores take float8 products whose sizes are multiples of this.
 MULTIPLE = 16
@@ -14,10 +16,15 @@ MULTIPLE = 16
 _VOCABULARY = 8
 
 
+def recipe_of(eqn: Any) -> str:
+    """Returns the recipe by which the operands of a product are rounded; "" where they are not."""
+    forward = passes_of(eqn.params.get("recipe", "")).fwd
+    return forward if forward and None not in eqn.params["formats"] else ""
+
+
 def formats_of(eqn: Any) -> tuple[str, str] | None:
     """Returns the float8 dtypes of the operands of a product; None for one of other dtypes."""
-    formats = eqn.params.get("formats")
-    return None if formats is None or None in formats else formats
+    return eqn.params["formats"] if recipe_of(eqn) else None
 
 
 def stays_because(eqn: Any, is_asked_for: bool = False) -> str:
@@ -61,4 +68,14 @@ def why_not(eqn: Any, path: str) -> str:
         return f"recipes are for matrix products, not for {eqn.primitive.name}"
     if any(eqn.params["dimension_numbers"][1]):
         return "one of batches, as in attention"
-    return role_by_name(path) or stays_because(eqn) or "no recipe reaches it"
+    if "recipe" in eqn.params:
+        return "" if None in eqn.params["formats"] else "the recipe is for gradients"
+    return role_by_name(path) or stays_in_half(eqn) or "no recipe reaches it"
+
+
+def stays_in_half(eqn: Any) -> str:
+    """Returns why a product of a layer with a recipe is not in float8, by its size and settings; else ""."""
+    if "recipe" in eqn.params:
+        return ""
+    marked = loses_by(compat.scopes(eqn))
+    return stays_because(eqn) if marked is None else loses(Size(*marked[1]), marked[0])

@@ -5,6 +5,9 @@ same kind, of a cotangent in e5m2 with the other operand, in any order of differ
 one product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap`
 over examples one weight gradient per example, and could not be differentiated twice.
 
+A recipe may be for one pass only. Forward, the product of the other pass is one of half operands that knows
+how its gradients are computed; backward, it is JAX's own.
+
 Operands are kept as they came and rounded again in the backward pass: XLA computes the same once, so that
 what waits for it has 8 bits. Tangents are not rounded: forward-mode derivatives are exact to compute dtype.
 """
@@ -16,20 +19,23 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
 from jmp_policy._src.products.primitives import checkpointed, primitive_for
 
 _JAXS = primitives.dot_general_p
 
-#: Has JAX's name and parameters, and two of its own: `recipe`, and `formats`, the float8 dtype of each
-#: operand; None for one that is a tangent.
+#: Has JAX's name and parameters, and two of its own: `recipe`, of this product and its gradients, and
+#: `formats`, the float8 dtype of each operand; None for one that is a tangent.
 FLOAT8_DOT_GENERAL = Primitive("dot_general")
 
 _OWN = ("recipe", "formats")
@@ -47,14 +53,17 @@ def bind_float8(
 
     Args:
       operands: two float16 or bfloat16 arrays.
-      recipe: "fp8_current" or "fp8_rowwise".
+      recipe: of this product and of its gradients, as a policy has it.
       params: those of JAX's primitive.
       formats: float8 dtype of each operand.
       scales: of each operand; None for the one that the recipe gives it.
       unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
         is the same everywhere nobody communicates the largest value.
     """
-    contracted = params["dimension_numbers"][0] if recipe == "fp8_rowwise" else (None, None)
+    this = passes_of(recipe).fwd
+    if this is None:
+        scales = [np.float32(1)] * 2
+    contracted = params["dimension_numbers"][0] if this == "fp8_rowwise" else (None, None)
     scales = [
         scale_of(x, format, axes) if scale is None else scale
         for x, format, axes, scale in zip(unmarked or operands, formats, contracted, scales, strict=True)
@@ -79,16 +88,50 @@ def _compute(
     """
     given, jaxs = params["formats"], _jaxs_params(params)
     result = jaxs["preferred_element_type"] or lhs.dtype
-    if None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
+    is_rounded = None not in given and passes_of(params["recipe"]).fwd is not None
+    if not is_rounded or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
         return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
+    # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
+    # value before as after. It is half as large.
+    sums = result if as_type is None and result == jnp.bfloat16 else jnp.float32
+    jaxs["preferred_element_type"] = jnp.dtype(sums)
     operands = [quantised(*x) for x in zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)]
+    scales, order = [lhs_scale, rhs_scale], None
+    if _is_of_weight(given, jaxs):
+        jaxs, order = _exchanged(operands, jaxs)
+        operands, scales = operands[::-1], scales[::-1]
     if as_type is not None:
         operands = [x.astype(as_type) for x in operands]
-    jaxs["preferred_element_type"] = jnp.dtype(jnp.float32)
     out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
-    for place, scale in enumerate((lhs_scale, rhs_scale)):
-        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"])
-    return out.astype(result)
+    for place, scale in enumerate(scales):
+        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
+    return (out if order is None else lax.transpose(out, order)).astype(result)
+
+
+def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
+    """Returns whether a product is that of a weight gradient: a cotangent, summed over its first axes."""
+    (left, _), (left_batch, _) = params["dimension_numbers"]
+    first = range(len(left_batch), len(left_batch) + len(left))
+    return formats[0] == GRADIENT and sorted(left) == list(first)
+
+
+def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns the parameters of a product with its operands exchanged, and the axes that restore its result.
+
+    JAX computes a weight gradient as the transpose of cotangent times input, where input times cotangent is
+    the gradient as it is. XLA computes neither transpose, but gives the first the layout of its transpose,
+    and with it all that shares a scale broadcast to the same shape: in a Transformer with as many tokens as
+    features that was the gradient of its input, whose normalisation then took three more kernels.
+    """
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    batch, rank = len(left_batch), sum(x.ndim for x in operands) - 2 * len(left) - len(left_batch)
+    split = operands[0].ndim - len(left)
+    there = [*range(batch), *range(split, rank), *range(batch, split)]
+    exchanged = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    if (sharding := params["out_sharding"]) is not None:
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        exchanged["out_sharding"] = sharding.update(spec=P(*(spec[axis] for axis in there)))
+    return exchanged, sorted(range(rank), key=there.__getitem__)
 
 
 def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
@@ -124,16 +167,17 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero) or place > 1:
         found[place] = ad.Zero(operands[place].aval)
         return found
-    other, recipe, known = operands[1 - place], params["recipe"], params["formats"][1 - place]
+    other, known = operands[1 - place], params["formats"][1 - place]
+    forward, recipe = passes_of(params["recipe"])
     types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
     jaxs = tuple(_jaxs_params(params).items())
     jaxpr = _transposed_jaxpr(place, types, jaxs, jax.sharding.get_abstract_mesh())
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative.
     format = VALUE if known == GRADIENT else GRADIENT
-    keeps_scale = known is not None and recipe == "fp8_current"
+    keeps_scale = known is not None and forward == recipe == "fp8_current"
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if not all(is_half(value.dtype) for value in values):
+        if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
         formats = [(known or VALUE) if value is other else format for value in values]
         scales = [operands[3 - place] if value is other and keeps_scale else None for value in values]
@@ -181,7 +225,7 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
     is_batched = [dim is not None for dim in dims[2:]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if recipe == "fp8_current":
+        if passes_of(recipe).fwd == "fp8_current":
             shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
             return bind_float8(values, recipe, eqn.params, formats, shared)
         if None in formats:  # Of a tangent; the other operand's scale is not used.

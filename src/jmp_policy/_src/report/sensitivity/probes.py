@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.sensitivity.half_program import Loss, Places
 from jmp_policy._src.report.sensitivity.rounding import DTYPES
 from jmp_policy._src.report.sensitivity.rounding_taps import STATISTICS, sink
@@ -116,10 +117,7 @@ def _compiled(
     loss_of: Callable[..., Any], trained: Sequence[int], names: Sequence[Sink]
 ) -> Callable[..., Any]:
     def of_params(params: Sequence[Any], sinks: Any, arrays: Sequence[Any]) -> Any:
-        whole = list(arrays)
-        for i, param in zip(trained, params, strict=True):
-            whole[i] = param
-        return loss_of(sinks, whole).astype(jnp.float32)
+        return loss_of(sinks, replaced(arrays, trained, params)).astype(jnp.float32)
 
     def run(key: Any, scale: Any, arrays: Sequence[Any]) -> _Seen:
         params = [arrays[i].astype(jnp.float32) for i in trained]

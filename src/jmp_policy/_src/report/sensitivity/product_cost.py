@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
-from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.sensitivity.half_program import Loss
 
 
@@ -30,10 +31,7 @@ def products(loss: Loss) -> Sequence[Product]:
     function, trained = loss.function(), loss.trained()
 
     def of_params(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        whole = list(arrays)
-        for i, param in zip(trained, params, strict=True):
-            whole[i] = param
-        return function.result(whole)
+        return function.result(replaced(arrays, trained, params))
 
     return audit(jax.grad(of_params), [function.arrays[i] for i in trained], function.arrays).products
 

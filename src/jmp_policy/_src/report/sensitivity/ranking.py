@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jmp_policy._src.core.report_base import Report, Table, count_text, joined
+from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
 from jmp_policy._src.report.sensitivity.half_program import is_below
 
 
@@ -63,12 +63,7 @@ class Sensitivity(Report):
         Raises:
           KeyError: when there is none; the message lists the paths that there are.
         """
-        for row in self.rows:
-            if row.path == path:
-                return row
-        raise KeyError(
-            f"There is no row {path!r}; there are {joined([r.path for r in self.rows], 20, repr)}."
-        )
+        return row_of(self.rows, path)
 
     @property
     def verdict(self) -> str:
