@@ -295,6 +295,29 @@ def advice() -> str:
     return f"{ranking()}\n\n{recommended()}"
 
 
+def float8() -> str:
+    """What float8 recipes make of a training step."""
+    result = load("fp8_gpu")
+    words = (
+        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(result)}; no GPU). The "
+        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
+    )
+    cells = (
+        [
+            row["size"],
+            f"`{row['policy']}`",
+            f"{row['float8_products']} of {row['float8_products'] + row['other_products']}",
+            str(row["kernels"]),
+            f"{row['gigabytes']:.1f}",
+            f"{row['temp_gigabytes']:.2f}",
+            f"{row['of_bfloat16']:.3f}",
+        ]
+        for row in result["rows"]
+    )
+    header = " step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
+    return "\n".join([*paragraph(words), *table(header, cells)])
+
+
 def gains() -> str:
     """What half precision gains on published models, for the first page."""
     result = load("zoo_cards")
@@ -317,6 +340,7 @@ def gains() -> str:
 FILES = {
     "README.md": section,
     "docs/autocast.md": autocast,
+    "docs/float8.md": float8,
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
