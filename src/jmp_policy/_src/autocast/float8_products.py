@@ -40,7 +40,7 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
     if all(value.source == "leaf" for value in ins):
         return "both operands are arguments, as in a first layer"
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))))
-    return f"by its name it belongs to {role}" if role else stays_because(eqn)
+    return f"by its name it belongs to {role}" if role else stays_because(eqn, region.recipe or "")
 
 
 class _Float8Product:

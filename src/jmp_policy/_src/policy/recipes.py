@@ -20,6 +20,8 @@ from jmp_policy._src.core.suggest import did_you_mean
 RECIPES = {
     "fp8_current": "one scale per tensor, from the largest value that it has now",
     "fp8_rowwise": "one scale per row and column, from the largest value that it has now",
+    "fp8_block": "one scale per 128 terms of a sum, and per 128 x 128 values of a weight",
+    "mxfp8": "one scale per 32 terms of a sum",
 }
 
 #: What a name of a layer, or of one above it, ends in or is, and what it tells: where 8 bits cost the most

@@ -41,7 +41,7 @@ class Float8DotGeneral:
             # Inside shard_map an operand may be marked as varying first.
             if eqn.primitive.name != "dot_general":
                 return compat.bind_primitive(eqn.primitive, operands, eqn.params)
-            if stays_because(eqn, self.is_asked_for):
+            if stays_because(eqn, self.recipe, self.is_asked_for):
                 return [functions.dot_general(*operands, **eqn.params)]
             return [bind_float8(operands, self.recipe, eqn.params, unmarked=(lhs, rhs))]
 
