@@ -43,9 +43,13 @@ class Float8DotGeneral:
                 return compat.bind_primitive(eqn.primitive, operands, eqn.params)
             if stays_because(eqn, self.recipe, self.is_asked_for):
                 return [functions.dot_general(*operands, **eqn.params)]
-            return [bind_float8(operands, self.recipe, eqn.params, unmarked=(lhs, rhs))]
+            return [self.product(operands, eqn.params, (lhs, rhs))]
 
         return evaluate(jaxpr, (lhs, rhs), step)[0]
+
+    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        """Computes a float8 product; the arguments are those of `bind_float8`."""
+        return bind_float8(operands, self.recipe, params, unmarked=unmarked)
 
 
 def without_recipe(function: Any) -> Any:

@@ -1,10 +1,10 @@
 """The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
 
-It has two more operands, the scales; those of blocks it computes itself. As it is bilinear in the first two,
-its derivatives are products of the same kind, of a cotangent in e5m2 with the other operand, in any order of
-differentiation, and `vmap` makes one product of many. A `custom_vjp`, as Flax's and TransformerEngine's
-products are, would make of a `vmap` over examples one weight gradient per example, and could not be
-differentiated twice.
+It has three more operands, the scales: of both, and of the cotangent where that is known beforehand. Those
+of blocks it computes itself. As it is bilinear in the first two, its derivatives are products of the same
+kind, of a cotangent in e5m2 with the other operand, in any order of differentiation, and `vmap` makes one
+product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap` over
+examples one weight gradient per example, and could not be differentiated twice.
 
 A recipe may be for one pass only. Forward, the product of the other pass is one of half operands that knows
 how its gradients are computed; backward, it is JAX's own.
@@ -47,7 +47,7 @@ def bind_float8(
     recipe: str,
     params: dict[str, Any],
     formats: Sequence[str] = (VALUE, VALUE),
-    scales: Sequence[Any] = (None, None),
+    scales: Sequence[Any] = (None, None, None),
     unmarked: Sequence[Any] | None = None,
     weight: int | None = 1,
 ) -> Any:
@@ -58,19 +58,22 @@ def bind_float8(
       recipe: of this product and of its gradients, as a policy has it.
       params: those of JAX's primitive.
       formats: float8 dtype of each operand.
-      scales: of each operand; None for the one that the recipe gives it.
+      scales: of each operand, and of the result's cotangent; None for the one that the recipe gives it.
       unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
         is the same everywhere nobody communicates the largest value.
       weight: the operand whose blocks are those of weights, if any.
     """
     this = passes_of(recipe).fwd
+    none = np.float32(1)
     if this is None or this in BLOCKS:
-        scales = [np.float32(1)] * 2
+        scales = [none] * 3
     contracted = params["dimension_numbers"][0] if this == "fp8_rowwise" else (None, None)
+    *own_scales, of_cotangent = scales
     scales = [
         scale_of(x, format, axes) if scale is None else scale
-        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, scales, strict=True)
+        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, own_scales, strict=True)
     ]
+    scales.append(none if of_cotangent is None else of_cotangent)
     own = {"recipe": recipe, "formats": tuple(formats), "weight": weight}
     return FLOAT8_DOT_GENERAL.bind(*operands, *scales, **own, **params)
 
@@ -84,6 +87,7 @@ def _compute(
     rhs: Any,
     lhs_scale: Any,
     rhs_scale: Any,
+    _: Any,
     *,
     on_cpu: bool = False,
     scaled: bool = False,
@@ -111,7 +115,8 @@ def _compute(
     if recipe in BLOCKS:
         blocks = [BLOCKS[recipe][place == params["weight"]] for place in range(2)]
         return block_product((lhs, rhs), given, blocks, numbers, product, result=result, scaled=scaled)
-    operands = [quantised(*x) for x in zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)]
+    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)
+    operands = [quantised(*x, saturates=recipe == "fp8_delayed") for x in both]
     if on_cpu:
         operands = [x.astype(jnp.bfloat16) for x in operands]
     out = product(*operands, numbers)
@@ -161,14 +166,16 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
     format = VALUE if known == GRADIENT or recipe in BLOCKS else GRADIENT
-    keeps_scale = known is not None and forward == recipe == "fp8_current"
+    keeps_scale = known is not None and forward == recipe and recipe in ("fp8_current", "fp8_delayed")
+    is_known = recipe == "fp8_delayed" and format == GRADIENT
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
         formats = [(known or VALUE) if value is other else format for value in values]
         weights = [i for i, value in enumerate(values) if value is other and params["weight"] == 1 - place]
-        scales = [operands[3 - place] if value is other and keeps_scale else None for value in values]
+        kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
+        scales = [*(kept if value is other else new for value in values), operands[4]]
         weight = next(iter(weights), None)
         return bind_float8(values, recipe, eqn.params, formats, scales, weight=weight)
 
@@ -214,7 +221,7 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
     is_batched = [dim is not None for dim in dims[2:]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if passes_of(own["recipe"]).fwd == "fp8_current":
+        if passes_of(own["recipe"]).fwd in ("fp8_current", "fp8_delayed"):
             shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
