@@ -14,9 +14,9 @@ import jmp_policy as jmpp
 from benchmarks import _models, _record, _steps
 from benchmarks.gpu_target import PluginMissingError, count, gpu_devices
 from benchmarks.loss_scaling_cost import WIDTHS
+from jmp_policy._src.core.targets.targets import TARGETS
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import estimates
-from jmp_policy._src.report.lowering.targets import TARGETS
 
 #: Name -> (widths, batch, length).
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {

@@ -23,10 +23,10 @@ import jmp_policy as jmpp
 from benchmarks import _measure, _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, SIZES, Model
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import target_of_device
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import target_of_device
 
 REPEATS = 15
 #: Time for all models, below the ten minutes for which a command often may run.

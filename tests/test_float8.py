@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.scales import scale_of
+from jmp_policy._src.products.fp8.scales import _by_rows, scale_of
 from jmp_policy._src.report.lowering.float8_kernels import check_float8
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import Kernel
@@ -141,6 +142,19 @@ def test_products_and_derivatives_are_those_of_rounded_blocks(recipe, others, we
     assert bad.nonzero()[0].tolist() == [3]
 
 
+@pytest.mark.parametrize("axes", [((2, 3), (0, 1)), ((3, 2), (1, 0))])
+def test_derivatives_of_products_of_many_axes_have_the_operands_order(axes):
+    x = jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)
+    w = jnp.asarray(RNG.normal(size=(4, 8, 16, 2) if axes[1] == (0, 1) else (4, 8, 2, 16)), jnp.bfloat16)
+    dims = (axes, ((), ()))
+    out, vjp = jax.vjp(lambda x, w: PER_TENSOR(x, w, dims), x, w)
+    ct = jnp.asarray(RNG.normal(size=out.shape), jnp.bfloat16)
+    exact = jax.vjp(lambda x, w: lax.dot_general(x, w, dims), *(rounded(v, E4M3) for v in (x, w)))[1](
+        rounded(ct, E5M2)
+    )
+    assert all(error(*pair) < 2**-8 for pair in zip(vjp(ct), exact, strict=True))
+
+
 def test_compiled_and_eager_products_are_equal():
     assert np.array_equal(PER_TENSOR(X, W, DIMS), jax.jit(lambda x, w: PER_TENSOR(x, w, DIMS))(X, W))
 
@@ -197,6 +211,31 @@ def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
     others = [p for p in found if p.backward != is_backward]
     assert {(p.lhs, p.rhs, p.scales) for p in others} == {("bfloat16", "bfloat16", "")}
     assert any(p.stays.startswith(why) for p in others)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 8, 4), (3, 2**14 + 2), (2**13 + 1, 2), (5,)])
+@pytest.mark.parametrize("found_in_it", [1.0, 0.0, np.inf, np.nan])
+def test_the_scale_of_all_rows_is_that_of_the_tensor(shape, found_in_it):
+    x = jnp.asarray(RNG.normal(size=shape) * 2.0 ** RNG.uniform(-9, 9, shape), jnp.bfloat16)
+    x = 0 * x if found_in_it == 0 else x.at[(-1,) * x.ndim].multiply(found_in_it)
+    assert np.array_equal(_by_rows(E5M2, x), [scale_of(x, E5M2)], equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float16", "f32")])
+def test_on_a_gpu_products_of_float8_sum_to_what_the_result_can_hold(dtype, sums):
+    def loss(x, w):
+        return jnp.sum(PER_TENSOR(x, w, DIMS)).astype(jnp.float32)
+
+    products = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    lowered = products.trace(X.astype(dtype), W.astype(dtype)).lower(lowering_platforms=("cuda",))
+    found = re.findall(r"dot_general.*: \((.*)\) -> tensor<(.*)>", lowered.as_text())
+    f8, f5 = "f8E4M3FN", "f8E5M2"
+    # The weight's gradient is input times cotangent, as it is, and not the transpose of the reverse.
+    assert found == [
+        (f"tensor<32x64x{f8}>, tensor<64x48x{f8}>", f"32x48x{sums}"),
+        (f"tensor<32x64x{f8}>, tensor<32x48x{f5}>", f"64x48x{sums}"),
+        (f"tensor<32x48x{f5}>, tensor<64x48x{f8}>", f"32x64x{sums}"),
+    ]
 
 
 def test_vmap_makes_one_product_of_many():
@@ -493,13 +532,20 @@ def test_a_report_requires_float8_kernels():
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 def test_an_h100_multiplies_float8_and_an_a100_does_not():
     def loss(x, w):
-        return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
+        with jax.named_scope("mlp"):
+            return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024, 256))]
     report = jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="H100", require="float8")
     kinds = [kernel.operands for kernel in report.matrix_kernels]
     assert kinds.count("float8_e4m3fn x float8_e4m3fn") == 1
     assert len(kinds) == 3
+    (profit,) = report.recipes
+    assert (profit.path, profit.recipe) == ("mlp", "fp8_current")
+    assert profit.half_seconds - profit.seconds == pytest.approx(profit.saved_seconds - profit.added_seconds)
+    # So small a product loses.
+    assert profit.speedup < 1
+    assert "slower by their recipe: mlp (fp8_current@H100 leaves such out)" in report.verdict
     with pytest.raises(AssertionError, match="gave up float8 in .* for A100"):
         jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="A100", require="float8")
 

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
+from jmp_policy._src.core.targets.targets import TARGETS
 from jmp_policy._src.report.lowering.compiler import compiled
 from jmp_policy._src.report.lowering.export import exported
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of
-from jmp_policy._src.report.lowering.targets import TARGETS
 
 SHAPES = {
     "conv": (3, 3, 32, 64),

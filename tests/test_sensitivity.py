@@ -159,6 +159,14 @@ def test_arguments_are_checked():
         jmpp.sensitivity(lambda p: (loss_fn(p), 1), PARAMS)
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
+    model = jmpp.wrap(nn.Dense(2), policy)
+    params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    with pytest.raises(ValueError, match="Dense is wrapped: .* Call the model as it was before `wrap`"):
+        jmpp.sensitivity(lambda p: model.apply(p, jnp.ones((1, 3))).sum(), params)
+
+
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)
     one, other, both = (

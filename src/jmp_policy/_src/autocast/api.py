@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients
+from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients, row_gather
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
 from jmp_policy._src.autocast.runtime import as_function, run
 from jmp_policy._src.autocast.values import argument, leaves_marked
@@ -34,7 +34,7 @@ _CALLS: dict[str, Rule] = {
 }
 
 #: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **_CALLS}
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **row_gather.RULES, **_CALLS}
 
 
 class Traced(NamedTuple):

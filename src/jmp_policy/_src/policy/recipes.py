@@ -51,8 +51,10 @@ def passes_of(recipe: str) -> Passes:
     """Returns what a recipe means for the two passes: compute dtype in both for a text that is no recipe.
 
     Args:
-      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current".
+      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current"; the
+        device on which it must gain may follow: "fp8_current@H100".
     """
+    recipe = recipe.partition("@")[0]
     if recipe in RECIPES:
         return Passes(recipe, recipe)
     parts = [part.partition(":") for part in recipe.split("+")]
@@ -111,7 +113,7 @@ def check_has_no_state(recipe: str | None, what: str) -> None:
       recipe: as a policy has it.
       what: that cannot keep it, for the message: "autocast".
     """
-    if recipe == DELAYED:
+    if DELAYED in passes_of(recipe or ""):
         raise ValueError(
             f"The recipe {DELAYED} keeps scales in variables of Flax Linen modules, which {what} has not. "
             "Ask for fp8_current, whose scales need no state, or wrap a Linen module."

@@ -11,7 +11,7 @@ from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.flax.linen.delayed_scaling import DelayedDotGeneral
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.recipes import DELAYED
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -83,7 +83,7 @@ def product_overrides(module: nn.Module, precision: ModulePrecision, path: str) 
         if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
             ours = stand_in(function, precision.compute_dtype)
             if recipe and function is lax.dot_general and is_jaxs_own(function):
-                kind = DelayedDotGeneral if recipe == DELAYED else Float8DotGeneral
+                kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
                 ours = kind(recipe, precision.recipe_is_asked_for, now)
             if ours is not function or given is not now:
                 new[field] = ours

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import primitives
 
 from jmp_policy._src.products.fp8.scales import float8_scale, quantised
+from jmp_policy._src.products.primitives import primitive_for
 
 #: Terms that share a scale where hardware takes one; larger blocks repeat theirs.
 TERMS = 32
@@ -39,8 +41,7 @@ def block_product(
     operands: Sequence[Any],
     formats: Sequence[str],
     blocks: Sequence[Block],
-    dimension_numbers: Any,
-    product: Any,
+    params: dict[str, Any],
     *,
     result: Any,
     scaled: bool,
@@ -51,12 +52,11 @@ def block_product(
       operands: two half arrays.
       formats: float8 dtype of each.
       blocks: of each.
-      dimension_numbers: those of `lax.dot_general`.
-      product: computes one of bfloat16 operands with dimension numbers, in a dtype.
+      params: of JAX's primitive.
       result: dtype of the result.
       scaled: whether to leave the scales to the compiler, where the sizes suit it.
     """
-    contracted, batch = dimension_numbers
+    contracted, batch = params["dimension_numbers"]
     matrices = [
         _as_matrices(x, *axes) for x, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)
     ]
@@ -78,7 +78,9 @@ def block_product(
             preferred_element_type=sums,
         )
     else:
-        out = product(*(_rounded(x, _repeated(scale, x), format) for x, scale, format in each), numbers, sums)
+        rounded = [_rounded(x, _repeated(scale, x), format) for x, scale, format in each]
+        new = params | {"dimension_numbers": numbers, "preferred_element_type": jnp.dtype(sums)}
+        out = primitive_for(primitives.dot_general_p, rounded, new).bind(*rounded, **new)
     return out.reshape(_result_shape(operands, contracted, batch)).astype(result)
 
 

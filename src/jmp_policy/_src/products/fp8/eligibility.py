@@ -3,10 +3,12 @@
 from typing import Any
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.matrix_products import size_of
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.matrix_products import Size, size_of
 from jmp_policy._src.policy.recipes import passes_of, role_by_name
+from jmp_policy._src.policy.worthwhile import loses_by
 from jmp_policy._src.products.fp8.blocks import BLOCKS, TERMS
+from jmp_policy._src.products.fp8.profit import loses
 
 #: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.
 MULTIPLE, BLOCK_MULTIPLE = 16, TERMS
@@ -71,4 +73,12 @@ def why_not(eqn: Any, path: str) -> str:
         return "one of batches, as in attention"
     if "recipe" in eqn.params:
         return "" if None in eqn.params["formats"] else "the recipe is for gradients"
-    return role_by_name(path) or stays_because(eqn) or "no recipe reaches it"
+    return role_by_name(path) or stays_in_half(eqn) or "no recipe reaches it"
+
+
+def stays_in_half(eqn: Any) -> str:
+    """Returns why a product of a layer with a recipe is not in float8, by its size and settings; else ""."""
+    if "recipe" in eqn.params:
+        return ""
+    marked = loses_by(compat.scopes(eqn))
+    return stays_because(eqn) if marked is None else loses(Size(*marked[1]), marked[0])

@@ -24,11 +24,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.evaluator import evaluate
-from jmp_policy._src.policy.recipes import passes_of
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.products.fp8.blocks import BLOCKS, block_product
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
 from jmp_policy._src.products.primitives import checkpointed, primitive_for
@@ -38,6 +39,9 @@ _JAXS = primitives.dot_general_p
 #: Has JAX's name and parameters, and three of its own: `recipe`, of this product and its gradients;
 #: `formats`, the float8 dtype of each operand, None for a tangent; `weight`, which of them is a weight.
 FLOAT8_DOT_GENERAL = Primitive("dot_general")
+
+#: Recipes with one scale per tensor, which forward and gradients share.
+_PER_TENSOR = ("fp8_current", DELAYED)
 
 _OWN = ("recipe", "formats", "weight")
 
@@ -106,23 +110,52 @@ def _compute(
     result = jaxs["preferred_element_type"] or lhs.dtype
     if recipe is None or None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
         return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
-
-    def product(lhs: Any, rhs: Any, dimension_numbers: Any, dtype: Any = jnp.float32) -> Any:
-        new = {"dimension_numbers": dimension_numbers, "preferred_element_type": jnp.dtype(dtype)}
-        return primitive_for(_JAXS, (lhs, rhs), jaxs | new).bind(lhs, rhs, **(jaxs | new))
-
-    numbers = jaxs["dimension_numbers"]
     if recipe in BLOCKS:
         blocks = [BLOCKS[recipe][place == params["weight"]] for place in range(2)]
-        return block_product((lhs, rhs), given, blocks, numbers, product, result=result, scaled=scaled)
+        return block_product((lhs, rhs), given, blocks, jaxs, result=result, scaled=scaled)
+    # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
+    # value before as after. It is half as large.
+    sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
+    jaxs["preferred_element_type"] = jnp.dtype(sums)
+    saturates = recipe == DELAYED
     both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)
-    operands = [quantised(*x, saturates=recipe == "fp8_delayed") for x in both]
+    operands = [quantised(*x, saturates=saturates) for x in both]
+    scales, order = [lhs_scale, rhs_scale], None
+    if _is_of_weight(given, jaxs):
+        jaxs, order = _exchanged(operands, jaxs)
+        operands, scales = operands[::-1], scales[::-1]
     if on_cpu:
         operands = [x.astype(jnp.bfloat16) for x in operands]
-    out = product(*operands, numbers)
-    for place, scale in enumerate((lhs_scale, rhs_scale)):
-        out = out * _like_result(scale, place, out.ndim, numbers)
-    return out.astype(result)
+    out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
+    for place, scale in enumerate(scales):
+        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
+    return (out if order is None else lax.transpose(out, order)).astype(result)
+
+
+def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
+    """Returns whether a product is that of a weight gradient: a cotangent, summed over its first axes."""
+    (left, _), (left_batch, _) = params["dimension_numbers"]
+    first = range(len(left_batch), len(left_batch) + len(left))
+    return formats[0] == GRADIENT and sorted(left) == list(first)
+
+
+def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns the parameters of a product with its operands exchanged, and the axes that restore its result.
+
+    JAX computes a weight gradient as the transpose of cotangent times input, where input times cotangent is
+    the gradient as it is. XLA computes neither transpose, but gives the first the layout of its transpose,
+    and with it all that shares a scale broadcast to the same shape: in a Transformer with as many tokens as
+    features that was the gradient of its input, whose normalisation then took three more kernels.
+    """
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    batch, rank = len(left_batch), sum(x.ndim for x in operands) - 2 * len(left) - len(left_batch)
+    split = operands[0].ndim - len(left)
+    there = [*range(batch), *range(split, rank), *range(batch, split)]
+    exchanged = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    if (sharding := params["out_sharding"]) is not None:
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        exchanged["out_sharding"] = sharding.update(spec=P(*(spec[axis] for axis in there)))
+    return exchanged, sorted(range(rank), key=there.__getitem__)
 
 
 def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
@@ -166,8 +199,8 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
     format = VALUE if known == GRADIENT or recipe in BLOCKS else GRADIENT
-    keeps_scale = known is not None and forward == recipe and recipe in ("fp8_current", "fp8_delayed")
-    is_known = recipe == "fp8_delayed" and format == GRADIENT
+    keeps_scale = known is not None and forward == recipe and recipe in _PER_TENSOR
+    is_known = recipe == DELAYED and format == GRADIENT
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if recipe is None or not all(is_half(value.dtype) for value in values):
@@ -221,7 +254,7 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
     is_batched = [dim is not None for dim in dims[2:]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if passes_of(own["recipe"]).fwd in ("fp8_current", "fp8_delayed"):
+        if passes_of(own["recipe"]).fwd in _PER_TENSOR:
             shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.

@@ -68,8 +68,11 @@ class Loss(NamedTuple):
 
     def under(self, rules: PolicyMap) -> "Loss":
         """Returns the loss whose modules are governed by rules; a function without modules under autocast."""
-        if not self.modules():
+        modules = self.modules()
+        if not modules:
             return self._replace(call=autocast(self.call, rules))
+        for path, module in modules.items():
+            self._check_bare("/".join(path), module)
 
         @functools.wraps(self.call)
         def governed(*args: Any, **kwargs: Any) -> Any:
@@ -86,6 +89,16 @@ class Loss(NamedTuple):
             wrapped, (self.params, self.args, dict(self.kwargs)), is_leaf=_is_module
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
+
+    def _check_bare(self, path: str, module: Any) -> None:
+        """Raises ValueError for a module that would keep its own policy under any other."""
+        framework = framework_of(module)
+        policy = framework and framework.policy_of(module)
+        if policy:
+            raise ValueError(
+                f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
+                f"under {policy!r}. Call the model as it was before `wrap` in the loss."
+            )
 
     def value_and_grad(self, scale: float = 1.0) -> tuple[jax.Array, list[jax.Array]]:
         """Runs it once: the loss, and the gradients of the parameters, in float32 and without the scale."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
 from jmp_policy._src.report.function import replaced
-from jmp_policy._src.report.lowering.target import Target
 from jmp_policy._src.report.sensitivity.half_program import Loss
 
 

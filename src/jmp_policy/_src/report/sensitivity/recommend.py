@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import find_target
 from jmp_policy._src.report.sensitivity import float32_modules, product_cost
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss

@@ -7,7 +7,7 @@ descriptions are those that the cards give XLA themselves (openxla/xla, `target_
 import dataclasses
 from typing import Any, ClassVar
 
-from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.core.targets.target import Target
 
 #: Seconds between the end of one small kernel and the start of the next. Launches from a stream take 2 to 5
 #: microseconds; XLA records most of a step as a CUDA graph, where 1.5 to 2.5 are usual.
