@@ -110,3 +110,8 @@ _OF_TENSOR = {
 def quantised(x: Any, scale: Any, format: str) -> jax.Array:
     """Returns an array, divided by its scale, in float8: 0 or NaN where the scale is infinite."""
     return (x.astype(jnp.float32) / scale).astype(format)
+
+
+def is_float8_scale(eqn: Any) -> bool:
+    """Returns whether an equation computes scales: the call of `float8_scale` as jaxprs show it."""
+    return eqn.params.get("name") == "float8_scale"

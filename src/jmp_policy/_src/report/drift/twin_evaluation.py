@@ -31,6 +31,8 @@ from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.products.fp8.scales import is_float8_scale
 from jmp_policy._src.report.drift.recorder import Node, Recorder
 
 
@@ -82,6 +84,9 @@ class TwinEvaluation:
         )
 
     def _equation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        if is_float8_scale(eqn):
+            # The float32 run has no use for it: what it makes of the operands is the product's error.
+            return list(map(same, _traced(eqn, twins)))
         if all(twin.node is None for twin in twins) and not _involves_half(eqn):
             return list(map(same, replay_equation(eqn, [twin.exact for twin in twins])))
         kind, called = calls.kind_of(eqn), calls.called(eqn)
@@ -136,7 +141,7 @@ class TwinEvaluation:
             sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
         before = [nodes[number] for number, inside in operands if inside]
         var = eqn.outvars[i]
-        name, dtype = eqn.primitive.name, ir.dtype_of(var)
+        name, dtype = eqn.primitive.name, _computed_in(eqn, var)
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _SUMS and is_half(dtype) else 1
         # A region is called by what rounds most in it.
         named = max(before, key=_weight, default=None)
@@ -266,7 +271,16 @@ def _runs_as_traced(eqn: Any) -> bool:
     if name in _SUMS_IN_STEPS:
         return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
     is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
-    return name == "reduce_precision" or (is_opaque and _involves_half(eqn))
+    is_scaled = formats_of(eqn) is not None
+    return name == "reduce_precision" or is_scaled or (is_opaque and _involves_half(eqn))
+
+
+def _computed_in(eqn: Any, out: Any) -> Any:
+    """Returns the dtype that decides how exact an operation is: of a float8 product the coarser operand's."""
+    formats = formats_of(eqn)
+    return (
+        ir.dtype_of(out) if formats is None else max(map(jnp.dtype, formats), key=lambda d: jnp.finfo(d).eps)
+    )
 
 
 def _traced(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
