@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmpp
-from jmp_policy._src.policy.recipes import RECIPES
+from jmp_policy._src.policy.recipes import DELAYED, RECIPES
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
 
 RNG = np.random.default_rng(0)
@@ -35,7 +35,8 @@ def vector(tree):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+#: Of fp8_delayed the scales are those of the steps before.
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {DELAYED}))
 def test_drift_measures_what_eight_bits_introduce(recipe):
     policy = f"mixed_bfloat16, r={recipe}"
     found, half = jmpp.drift(loss(policy), PARAMS), jmpp.drift(loss("mixed_bfloat16"), PARAMS)

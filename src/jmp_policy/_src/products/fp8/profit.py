@@ -10,6 +10,7 @@ from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.policy.worthwhile import target_of
+from jmp_policy._src.products.fp8.blocks import BLOCKS
 
 
 class _Rounding(NamedTuple):
@@ -18,8 +19,8 @@ class _Rounding(NamedTuple):
     Args:
       activations: bytes of traffic for each element of the input and of the output's cotangent. Two bytes are
         read for the largest value and again for the cast, where no other kernel has them at hand.
-      weights: bytes for each element of the weight, read in float32, and of its gradient.
-      kernels: for the three tensors the largest value in two stages and the cast.
+      weights: bytes for each element of the weight and of its gradient.
+      kernels: how many there are more.
     """
 
     activations: int
@@ -27,10 +28,11 @@ class _Rounding(NamedTuple):
     kernels: int
 
 
-#: By measurement of what is compiled for H100, between 1024 and 16384 features (`benchmarks/fp8_profit.py`).
-_PER_TENSOR = _Rounding(4, 13, 9)
+#: As compiled for H100 at 1024 to 12288 features: a little more than all that was counted there
+#: (`benchmarks/fp8_profit.py`), so that what is chosen gains.
+_PER_TENSOR = _Rounding(3, 4, 6)
 #: The products of a tensor sum over different axes, along which it has other scales: it is rounded twice.
-_PER_BLOCK = _Rounding(10, 20, 14)
+_PER_BLOCK = _Rounding(8, 15, 12)
 _ROUNDING = {"fp8_current": _PER_TENSOR, "fp8_delayed": _PER_TENSOR}
 
 
@@ -75,7 +77,8 @@ def profit_of(size: Size, recipe: str, target: Target) -> Profit:
         before = sum(_seconds(product, 2, target) for product in products)
         half += batch * before
         if name is not None:
-            saved += batch * (before - sum(_seconds(product, 1, target) for product in products))
+            width = 2 if name in BLOCKS and "mxfp8" not in target.on_tensor_cores else 1
+            saved += batch * (before - sum(_seconds(product, width, target) for product in products))
             rounding = _ROUNDING.get(name, _PER_BLOCK)
             traffic = batch * (rounding.activations * activations + rounding.weights * k * n)
             added += traffic / target.bandwidth + rounding.kernels * target.launch_seconds
