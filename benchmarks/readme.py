@@ -268,27 +268,32 @@ def ranking() -> str:
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 
-def float8() -> str:
-    """What float8 recipes make of a training step."""
-    result = load("fp8_gpu")
+def recommended() -> str:
+    """What `recommend` gives for the same models."""
+    result = load("recommend_zoo")
+    budget = {row["budget"] for row in result["rows"]}.pop()
     words = (
-        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(result)}; no GPU). The "
-        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
+        f"What `recommend` gives for such models in float16, from one batch and with its budget of {budget} "
+        f"({provenance(result)}). Errors are those of the gradient as this machine computes it: under the "
+        "recommended policy, and with everything in half."
     )
     cells = (
         [
-            row["size"],
-            f"`{row['policy']}`",
-            f"{row['float8_products']} of {row['float8_products'] + row['other_products']}",
-            str(row["kernels"]),
-            f"{row['gigabytes']:.1f}",
-            f"{row['temp_gigabytes']:.2f}",
-            f"{row['of_bfloat16']:.3f}",
+            row["model"],
+            f"{row['error']:.1e}",
+            f"{row['error with all in half']:.1e}",
+            f"{row['share of FLOPs in half']:.0%}",
+            str(len(row["rules"])),
         ]
         for row in result["rows"]
     )
-    header = " step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
+    header = " | error | error with all in half | FLOPs in half | rules"
     return "\n".join([*paragraph(words), *table(header, cells)])
+
+
+def advice() -> str:
+    """How well modules are ranked, and policies chosen."""
+    return f"{ranking()}\n\n{recommended()}"
 
 
 def gains() -> str:
@@ -319,7 +324,7 @@ FILES: dict[str, Numbers | tuple[Numbers, ...]] = {
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
-    "docs/recommend.md": ranking,
+    "docs/recommend.md": advice,
     "docs/reliability.md": checkpoints,
     "docs/reports.md": reports,
     "docs/scaling_out.md": scaling,
