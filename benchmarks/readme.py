@@ -267,29 +267,6 @@ def ranking() -> str:
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 
-def float8() -> str:
-    """What float8 recipes make of a training step."""
-    result = load("fp8_gpu")
-    words = (
-        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(result)}; no GPU). The "
-        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
-    )
-    cells = (
-        [
-            row["size"],
-            f"`{row['policy']}`",
-            f"{row['float8_products']} of {row['float8_products'] + row['other_products']}",
-            str(row["kernels"]),
-            f"{row['gigabytes']:.1f}",
-            f"{row['temp_gigabytes']:.2f}",
-            f"{row['of_bfloat16']:.3f}",
-        ]
-        for row in result["rows"]
-    )
-    header = " step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
-    return "\n".join([*paragraph(words), *table(header, cells)])
-
-
 def gains() -> str:
     """What half precision gains on published models, for the first page."""
     result = load("zoo_cards")
@@ -306,6 +283,36 @@ def gains() -> str:
         for half, whole in [[models[model]["A100", precision] for precision in ("float16", "float32")]]
     )
     return "\n".join([*paragraph(words), *table(" | estimated speed-up | temporary memory", cells)])
+
+
+def float8() -> str:
+    """What float8 recipes make of a step, and of one product on cards with and without scales for blocks."""
+    steps, product = load("fp8_gpu"), load("fp8_blocks")
+    words = (
+        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(steps)}; no GPU). The "
+        "roofline is a lower bound of the step's time, launches included."
+    )
+    cells = (
+        [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
+         f"{row['gigabytes']:.2f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
+        for row in steps["rows"]
+        for total in [row["float8_products"] + row["other_products"]]
+    )  # fmt: skip
+    header = "step | policy | float8 products | kernels | GB moved | temporary GB | roofline, of bfloat16"
+    size = product["size"]
+    blocks = (
+        f"One product of {size} x {size} x {size} and its two gradients, on one device "
+        f"({provenance(product)}; compiled only). Recipes with blocks are multiplied in float8 by a B200."
+    )
+    more = (
+        [row["target"], f"`{row['recipe']}`", row["arithmetic"], str(row["kernels"]),
+         f"{row['gigabytes']:.2f}", f"{row['of_bfloat16']:.2f}"]
+        for row in product["rows"]
+    )  # fmt: skip
+    columns = "card | recipe | multiplied in | kernels | GB moved | roofline, of bfloat16"
+    return "\n".join(
+        [*paragraph(words), *table(" " + header, cells), "", *paragraph(blocks), *table(" " + columns, more)]
+    )
 
 
 #: Files with measured numbers between markers, and what writes them.
