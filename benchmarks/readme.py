@@ -267,6 +267,34 @@ def ranking() -> str:
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 
+def recommended() -> str:
+    """What `recommend` gives for the same models."""
+    result = load("recommend_zoo")
+    budget = {row["budget"] for row in result["rows"]}.pop()
+    words = (
+        f"What `recommend` gives for such models in float16, from one batch and with its budget of {budget} "
+        f"({provenance(result)}). Errors are those of the gradient as this machine computes it: under the "
+        "recommended policy, and with everything in half."
+    )
+    cells = (
+        [
+            row["model"],
+            f"{row['error']:.1e}",
+            f"{row['error with all in half']:.1e}",
+            f"{row['share of FLOPs in half']:.0%}",
+            str(len(row["rules"])),
+        ]
+        for row in result["rows"]
+    )
+    header = " | error | error with all in half | FLOPs in half | rules"
+    return "\n".join([*paragraph(words), *table(header, cells)])
+
+
+def advice() -> str:
+    """How well modules are ranked, and policies chosen."""
+    return f"{ranking()}\n\n{recommended()}"
+
+
 def gains() -> str:
     """What half precision gains on published models, for the first page."""
     result = load("zoo_cards")
@@ -323,7 +351,7 @@ FILES = {
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
-    "docs/recommend.md": ranking,
+    "docs/recommend.md": advice,
     "docs/reliability.md": checkpoints,
     "docs/reports.md": reports,
     "docs/scaling_out.md": scaling,
