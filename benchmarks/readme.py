@@ -318,15 +318,15 @@ def float8() -> str:
     steps, product = load("fp8_gpu"), load("fp8_blocks")
     words = (
         f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(steps)}; no GPU). The "
-        "roofline is a lower bound of the step's time, launches included."
+        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
     )
     cells = (
         [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
-         f"{row['gigabytes']:.2f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
+         f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
         for row in steps["rows"]
         for total in [row["float8_products"] + row["other_products"]]
     )  # fmt: skip
-    header = "step | policy | float8 products | kernels | GB moved | temporary GB | roofline, of bfloat16"
+    header = "step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
     size = product["size"]
     blocks = (
         f"One product of {size} x {size} x {size} and its two gradients, on one device "
