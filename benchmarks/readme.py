@@ -318,7 +318,7 @@ def float8() -> str:
     size = product["size"]
     on_one = (
         f"One product of {size} x {size} x {size} and its two gradients, on one device "
-        f"({provenance(product)}; compiled only). Operands with blocks are multiplied in float8 by a B200 only:"
+        f"({provenance(product)}; compiled only). Operands with blocks are multiplied in float8 by a B200:"
     )
     cards = (
         [
