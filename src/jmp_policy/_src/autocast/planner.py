@@ -214,6 +214,7 @@ class Planner:
         while True:
             plan = self._pass_forward(jaxpr, ins, outs, region, halved)
             if plan.is_unchanged:
+                plan.last_uses = last_uses(jaxpr)
                 return plan
             joined = self._join(plan)
             if isinstance(joined, Program):
@@ -253,7 +254,7 @@ class Planner:
             steps,
             results,
             as_program(jaxpr, opened.eqns, steps),
-            last_uses(jaxpr),
+            [],  # Known when it is known what is joined.
             _reads(opened, steps, results),
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),
