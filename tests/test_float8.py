@@ -90,6 +90,16 @@ def rounded(x, format, axis=None):
     return (x / scale).astype(jnp.dtype(format)).astype(np.float32) * scale
 
 
+def rounded_in_blocks(x, rows, terms):
+    """What is left of the rows of a matrix in e4m3, with a scale for each block, by numpy alone."""
+    x = np.asarray(x, np.float32)
+    out = np.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], terms):
+            out[i : i + rows, j : j + terms] = rounded(x[i : i + rows, j : j + terms], E4M3)
+    return out
+
+
 def error(found, exact):
     found, exact = (np.asarray(x, np.float32) for x in (found, exact))
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
@@ -106,6 +116,30 @@ def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axe
     # Scales of rows are those of what is summed over, which is another axis here.
     assert error(by_x, rounded(ct, E5M2, axes[0]) @ rounded(W, E4M3, axes[0]).T) < 2**-8
     assert error(by_w, rounded(X, E4M3, axes[1]).T @ rounded(ct, E5M2, axes[1])) < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "others", "weights"),
+    [("mxfp8", (1, 32), (1, 32)), ("fp8_block", (1, 128), (128, 128))],
+)
+def test_products_and_derivatives_are_those_of_rounded_blocks(recipe, others, weights):
+    product = Float8DotGeneral(recipe)
+    # Blocks of very different size, and sizes that are no multiples of 128.
+    sizes = 2.0 ** RNG.integers(-20, 20, (3, 5))
+    x = jnp.asarray(np.repeat(np.repeat(sizes, 32, 0), 32, 1) * RNG.normal(size=(96, 160)), jnp.bfloat16)
+    w = jnp.asarray(RNG.normal(size=(160, 192)) * np.repeat(sizes[0], 32)[::-1, None], jnp.bfloat16)
+    ct = jnp.asarray(RNG.normal(size=(96, 192)) * np.repeat(sizes[:, 0], 32)[:, None], jnp.bfloat16)
+    out, vjp = jax.vjp(lambda x, w: product(x.reshape(3, 32, 160), w, (((2,), (0,)), ((), ()))), x, w)
+    assert (
+        error(out.reshape(96, 192), rounded_in_blocks(x, *others) @ rounded_in_blocks(w.T, *weights).T)
+        < 2**-8
+    )
+    by_x, by_w = vjp(ct.reshape(3, 32, 192))
+    assert error(by_x, rounded_in_blocks(ct, *others) @ rounded_in_blocks(w, *weights).T) < 2**-8
+    # Terms are those of all axes that are summed over.
+    assert error(by_w, rounded_in_blocks(x.T, *others) @ rounded_in_blocks(ct.T, *others).T) < 2**-8
+    bad = np.isnan(np.asarray(product(x.at[3, 3].set(np.inf), w, DIMS), np.float32)).any(1)
+    assert bad.nonzero()[0].tolist() == [3]
 
 
 @pytest.mark.parametrize("axes", [((2, 3), (0, 1)), ((3, 2), (1, 0))])
@@ -283,6 +317,10 @@ def test_shapes_that_the_hardware_refuses_stay():
         model = jmpp.wrap(nn.Dense(features), CURRENT)
         x = jnp.ones((rows, 64))
         assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == float8
+    for features, blocks in ((64, 1), (48, 0)):
+        model = jmpp.wrap(nn.Dense(features), f"{HALF}, r=mxfp8")
+        x = jnp.ones((32, 64))
+        assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == blocks
     precise = jmpp.wrap(nn.Dense(48, precision="highest"), CURRENT)
     x = jnp.ones((16, 64))
     assert float8_count(precise.apply, jax.eval_shape(precise.init, jax.random.key(0), x), x) == 0
@@ -433,12 +471,12 @@ SHARDED, WHOLE = (NamedSharding(MESH, spec) for spec in (P("d"), P()))
 ROWS = jnp.asarray(RNG.normal(size=(128, 64)) * 2.0 ** np.linspace(-16, 16, 128)[:, None], jnp.bfloat16)
 
 
-def squares(x, w):
-    return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
-
-
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type):
+def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type, recipe):
+    def squares(x, w):
+        return jnp.sum(Float8DotGeneral(recipe)(x, w, DIMS).astype(jnp.float32) ** 2)
+
     mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         x, w = jax.device_put(ROWS, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
@@ -479,7 +517,7 @@ def test_a_report_requires_float8_kernels():
     jaxpr = jax.make_jaxpr(layer)(X, W, W.T)
     head = Kernel("gemm", "triton", path="head", flops=2, operands="bfloat16 x bfloat16")
     mlp = Kernel("gemm", "triton", path="mlp", line="net.py:3", flops=2, operands="bfloat16 x bfloat16")
-    eight = dataclasses.replace(mlp, operands="float8_e4m3fn x float8_e4m3fn")
+    eight = dataclasses.replace(mlp, operands="float8_e4m3fn x float8_e4m3fn", arithmetic="float8")
     check_float8(jaxpr, [head, eight], "layer for H100")
     with pytest.raises(
         AssertionError, match=r"gave up float8 in layer for A100: mlp \(net.py:3\): bfloat16 x"
@@ -510,3 +548,22 @@ def test_an_h100_multiplies_float8_and_an_a100_does_not():
     assert "slower by their recipe: mlp (fp8_current@H100 leaves such out)" in report.verdict
     with pytest.raises(AssertionError, match="gave up float8 in .* for A100"):
         jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="A100", require="float8")
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+def test_a_b200_multiplies_blocks_in_float8_and_others_the_same_numbers_in_bfloat16():
+    product = Float8DotGeneral("mxfp8")
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+
+    def squared(x):
+        return product(x, x, (((1,), (1,)), ((), ())))
+
+    report = jmpp.lowering_report(squared, x, target="B200", require="float8")
+    (kernel,) = report.matrix_kernels
+    assert (kernel.operands, kernel.arithmetic) == ("float8_e4m3fn x float8_e4m3fn", "float8")
+    assert kernel.flops == 2 * 512 * 512 * 1024
+    with pytest.raises(AssertionError, match="gave up float8 in .* for H100"):
+        jmpp.lowering_report(squared, x, target="H100", require="float8")
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDED)
+    with pytest.raises(AssertionError, match="gave up float8 in .* for B200"):
+        jmpp.lowering_report(squared, x, target="B200", require="float8")

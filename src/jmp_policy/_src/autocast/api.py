@@ -19,7 +19,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
-from jmp_policy._src.policy.recipes import is_recipe
+from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
 from jmp_policy._src.products import binding
@@ -165,7 +165,9 @@ def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
     if not isinstance(policy, PolicyMap | Policy | str):
         policy = f"params=float32,compute={parse_dtype(policy, 'of autocast').name},output=float32"
     policy_map = as_policy_map(policy)
-    return policy_map if recipe is None else policy_map.with_recipe(recipe)
+    policy_map = policy_map if recipe is None else policy_map.with_recipe(recipe)
+    check_has_no_state(policy_map.default.recipe, "autocast")
+    return policy_map
 
 
 def _is_nnx_node(value: Any) -> bool:

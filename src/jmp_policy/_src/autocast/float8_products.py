@@ -45,7 +45,8 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))))
     if role:
         return f"by its name it belongs to {role}"
-    return stays_because(eqn) or loses(size_of(eqn), region.recipe or "")
+    recipe = region.recipe or ""
+    return stays_because(eqn, recipe) or loses(size_of(eqn), recipe)
 
 
 class _Float8Product:

@@ -20,7 +20,13 @@ from jmp_policy._src.core.suggest import did_you_mean
 RECIPES = {
     "fp8_current": "one scale per tensor, from the largest value that it has now",
     "fp8_rowwise": "one scale per row and column, from the largest value that it has now",
+    "fp8_block": "one scale per 128 terms of a sum, and per 128 x 128 values of a weight",
+    "mxfp8": "one scale per 32 terms of a sum",
+    "fp8_delayed": "one scale per tensor, from the largest values of the steps before",
 }
+
+#: The recipe that keeps state: scales and largest values, in variables of Flax Linen.
+DELAYED = "fp8_delayed"
 
 #: What a name of a layer, or of one above it, ends in or is, and what it tells: where 8 bits cost the most
 #: accuracy and save the least time.
@@ -90,9 +96,28 @@ def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
             f"'mixed_bfloat16,recipe={recipe}' does."
         )
     passes = passes_of(recipe)
+    if passes.fwd != passes.bwd and DELAYED in passes:
+        raise ValueError(
+            f"The policy {policy!r} has recipe={recipe}: {DELAYED} keeps one state for both passes, and "
+            f"cannot be the recipe of one of them. Write recipe={DELAYED}."
+        )
     if passes.fwd == passes.bwd:
         return str(passes.fwd)
     return "+".join(f"{key}:{name}" for key, name in passes._asdict().items() if name)
+
+
+def check_has_no_state(recipe: str | None, what: str) -> None:
+    """Raises ValueError for a recipe that keeps state, where there is no place for it.
+
+    Args:
+      recipe: as a policy has it.
+      what: that cannot keep it, for the message: "autocast".
+    """
+    if DELAYED in passes_of(recipe or ""):
+        raise ValueError(
+            f"The recipe {DELAYED} keeps scales in variables of Flax Linen modules, which {what} has not. "
+            "Ask for fp8_current, whose scales need no state, or wrap a Linen module."
+        )
 
 
 def role_by_name(path: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from jmp_policy._src.core.dtypes import check_has_range, parse_dtype
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.policy.rules import PolicyMap, matches
 from jmp_policy._src.policy.worthwhile import is_staying
 
@@ -131,6 +132,7 @@ def _region_word(given: "str | Policy | DTypeLike") -> str:
         parse_dtype(word, f"of region({precision!r}), which is neither 'off' nor 'lower'"), precision
     )
     recipe = given.recipe if isinstance(given, Policy) else None
+    check_has_no_state(recipe, "autocast")
     return "off" if half is None else half.name if recipe is None else f"{half.name}:{recipe}"
 
 

@@ -7,10 +7,11 @@ from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.matrix_products import Size, size_of
 from jmp_policy._src.policy.recipes import passes_of, role_by_name
 from jmp_policy._src.policy.worthwhile import loses_by
+from jmp_policy._src.products.fp8.blocks import BLOCKS, TERMS
 from jmp_policy._src.products.fp8.profit import loses
 
-#: Tensor Cores take float8 products whose sizes are multiples of this.
-MULTIPLE = 16
+#: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.
+MULTIPLE, BLOCK_MULTIPLE = 16, TERMS
 
 #: What has so many times as many outputs as inputs makes logits of a vocabulary, or looks it up backwards.
 _VOCABULARY = 8
@@ -27,11 +28,12 @@ def formats_of(eqn: Any) -> tuple[str, str] | None:
     return eqn.params["formats"] if recipe_of(eqn) else None
 
 
-def stays_because(eqn: Any, is_asked_for: bool = False) -> str:
+def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str:
     """Returns why a half product is not computed in float8, or "".
 
     Args:
       eqn: a `dot_general` of a jaxpr.
+      recipe: the one that it would have.
       is_asked_for: whether somebody asked for this very product, so that only the hardware's limits count.
     """
     size, dtype = size_of(eqn), ir.dtype_of(eqn.invars[0])
@@ -41,9 +43,10 @@ def stays_because(eqn: Any, is_asked_for: bool = False) -> str:
         return f"it asks for precision={eqn.params['precision']}"
     # A size that is known only when an exported program is called is that of a batch.
     sizes = {name: n for name in "mnk" if isinstance(n := getattr(size, name), int)}
-    refused = [f"{name}={n}" for name, n in sizes.items() if n % MULTIPLE or not n]
+    multiple = BLOCK_MULTIPLE if any(name in BLOCKS for name in passes_of(recipe)) else MULTIPLE
+    refused = [f"{name}={n}" for name, n in sizes.items() if n % multiple or not n]
     if refused:
-        return f"{', '.join(refused)} is no multiple of {MULTIPLE}"
+        return f"{', '.join(refused)} is no multiple of {multiple}"
     n, k = sizes.get("n", 1), sizes.get("k", 1)
     if not is_asked_for and max(n, k) > _VOCABULARY * min(n, k):
         return "a vocabulary's size: " + (f"n={n} of k={k}" if n > k else f"k={k} to n={n}")

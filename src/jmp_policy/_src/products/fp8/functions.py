@@ -44,16 +44,19 @@ class Float8DotGeneral:
             # Inside shard_map an operand may be marked as varying first.
             if eqn.primitive.name != "dot_general":
                 return compat.bind_primitive(eqn.primitive, operands, eqn.params)
-            if stays_because(eqn, self.is_asked_for):
+            if stays_because(eqn, self.recipe, self.is_asked_for):
                 return [functions.dot_general(*operands, **eqn.params)]
             size = size_of(eqn)
             if loses(size, self.recipe):
                 with staying(self.recipe, size):
                     return [functions.dot_general(*operands, **eqn.params)]
-            recipe = without_target(self.recipe)
-            return [bind_float8(operands, recipe, eqn.params, unmarked=(lhs, rhs))]
+            return [self.product(operands, eqn.params, (lhs, rhs))]
 
         return evaluate(jaxpr, (lhs, rhs), step)[0]
+
+    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        """Computes a float8 product; the arguments are those of `bind_float8`."""
+        return bind_float8(operands, without_target(self.recipe), params, unmarked=unmarked)
 
 
 def without_recipe(function: Any) -> Any:

@@ -10,6 +10,7 @@ from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.policy.worthwhile import target_of
+from jmp_policy._src.products.fp8.blocks import BLOCKS
 
 
 class _Rounding(NamedTuple):
@@ -75,7 +76,8 @@ def profit_of(size: Size, recipe: str, target: Target) -> Profit:
         before = sum(_seconds(product, 2, target) for product in products)
         half += batch * before
         if name is not None:
-            saved += batch * (before - sum(_seconds(product, 1, target) for product in products))
+            width = 2 if name in BLOCKS and "mxfp8" not in target.on_tensor_cores else 1
+            saved += batch * (before - sum(_seconds(product, width, target) for product in products))
             rounding = _ROUNDING.get(name, _PER_BLOCK)
             traffic = batch * (rounding.activations * activations + rounding.weights * k * n)
             added += traffic / target.bandwidth + rounding.kernels * target.launch_seconds

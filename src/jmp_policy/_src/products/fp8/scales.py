@@ -107,6 +107,29 @@ _OF_TENSOR = {
 }
 
 
-def quantised(x: Any, scale: Any, format: str) -> jax.Array:
-    """Returns an array, divided by its scale, in float8: 0 or NaN where the scale is infinite."""
-    return (x.astype(jnp.float32) / scale).astype(format)
+def quantised(x: Any, scale: Any, format: str, *, saturates: bool = False) -> jax.Array:
+    """Returns an array, divided by its scale, in float8: 0 or NaN where the scale is infinite.
+
+    Args:
+      x: a half array.
+      scale: its scale.
+      format: name of the float8 dtype.
+      saturates: whether values beyond the range become the largest. What is not finite is NaN then.
+    """
+    divided = x.astype(jnp.float32) / scale
+    if saturates:
+        largest = float(jnp.finfo(format).max)
+        divided = jnp.where(jnp.isfinite(divided), jnp.clip(divided, -largest, largest), jnp.nan)
+    return divided.astype(format)
+
+
+@jax.custom_batching.custom_vmap
+def largest_of(x: Any) -> jax.Array:
+    """Computes the largest absolute value of an array: inside `shard_map` of the whole, in `vmap` of all."""
+    largest, over = jnp.max(jnp.abs(x)).astype(jnp.float32), _split_over(x)
+    return lax.pmax(largest, over) if over else largest
+
+
+@largest_of.def_vmap
+def _largest_of_batch(axis_size: int, in_batched: Sequence[bool], x: Any) -> tuple[jax.Array, bool]:
+    return largest_of(x), False

@@ -94,7 +94,7 @@ def products_of(
         return [_library_product(instruction, computations, scope, target)]
     if instruction.opcode == "convolution":
         return [_window_product(instruction, scope, target)]
-    if instruction.opcode == "dot":
+    if instruction.opcode in ("dot", "scaled-dot"):
         return [_dot(instruction, computations, scope, None, target, on_cores=target.platform == "tpu")]
     if instruction.opcode != "fusion":
         return []
@@ -106,7 +106,7 @@ def products_of(
         inner = {i.name: i for i in computations.get(name, ())}
         for part in inner.values():
             outside = (instruction, scope)
-            if part.opcode == "dot":
+            if part.opcode in ("dot", "scaled-dot"):
                 found.append(_dot(part, computations, inner, outside, target, on_cores))
             elif part.opcode in ("fusion", "convolution"):
                 found += products_of(part, computations, inner, target)
@@ -209,6 +209,8 @@ def _product(
     else:
         exact = any(word.strip() not in ("", "default") for word in precision.split(","))
         arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
+        if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
+            arithmetic = "bfloat16"
         aligned = _is_aligned(first, sizes[1:])
     return Product(
         operands=(first, second),

@@ -90,6 +90,15 @@ class Loss(NamedTuple):
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
 
+    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """Returns its gradient, a function of the parameters and all arrays, and these."""
+        function, trained = self.function(), self.trained()
+
+        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return function.result(replaced(arrays, trained, params))
+
+        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
     def _check_bare(self, path: str, module: Any) -> None:
         """Raises ValueError for a module that would keep its own policy under any other."""
         framework = framework_of(module)

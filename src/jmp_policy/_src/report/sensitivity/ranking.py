@@ -41,6 +41,8 @@ class Sensitivity(Report):
       loss_scale: power of two that the cotangents were multiplied by: the largest that leaves a factor of 4
         to overflow, at most 2**24. Sums over the trips of loops make it smaller than need be.
       rows: one per module or candidate.
+      measured: whether each row is the error of a gradient with the rounding of its module; else rows are
+        first-order estimates.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,6 +56,7 @@ class Sensitivity(Report):
     dtype: str
     loss_scale: float
     rows: tuple[SensitivityRow, ...]
+    measured: bool = False
 
     _rows = "rows"
 
@@ -94,7 +97,8 @@ class Sensitivity(Report):
                 r.overflow, r.underflow, r.gradient_overflow, r.gradient_underflow)))
             for r in self.rows
         ]  # fmt: skip
-        return [Table(columns, rows, f"Predicted relative errors in {self.dtype}, one module at a time")]
+        how = "with rounding applied" if self.measured else "to first order"
+        return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
 
     def _lines(self) -> Sequence[str]:
         return (f"{self.function}, loss scale {self.loss_scale:g}. {self.verdict}",)
