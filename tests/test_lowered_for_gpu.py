@@ -151,6 +151,11 @@ def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
     assert types == ["tensor<192xf32>", "tensor<96x12x8xbf16>", "tensor<96x12x8xf16>"]
     assert bits(on_gpu(half, others)) == bits(jax.jit(divided)(half, others))
     assert "optimization_barrier" not in text_for_cpu(divided, half, others)
+    # Arguments on a mesh of one device, as those who compile for a described card have them.
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    placed = jax.device_put((half, others), NamedSharding(mesh, P()))
+    text = jax.jit(divided).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("optimization_barrier") == len(types)
 
 
 def test_a_gradient_that_was_cast_keeps_its_derivative_and_its_dtype():

@@ -75,9 +75,9 @@ def before_cast(x: Any) -> Any:
     _, eqn, operands = traced
     if eqn.primitive.name != "convert_element_type":
         return x
-    sharding = eqn.params.get("sharding")
-    # A cast that is the derivative of another one has a sharding, on no mesh where there is none.
-    return operands[0] if sharding is None or sharding.mesh.empty else x
+    # A cast that is the derivative of another one has a sharding; one without axes says nothing.
+    spec = getattr(eqn.params.get("sharding"), "spec", ())
+    return x if any(part is not None for part in spec) else operands[0]
 
 
 def transposes(eqn: Any) -> bool:
