@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import jmp_policy as jmpp
 from jmp_policy import report
-from jmp_policy._src.core.rounding import rounded
+from jmp_policy._src.core.rounding import narrowed, rounded
+from jmp_policy._src.report.drift.comparison import Comparison
 
 HALF = jnp.float16
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
@@ -63,6 +64,8 @@ def test_numbers_are_rounded_as_by_a_cast(dtype):
     with np.errstate(over="ignore"):
         wanted = x.astype(jnp.dtype(dtype)).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(functools.partial(rounded, dtype=dtype))(x), wanted)
+    there_and_back = jax.jit(lambda x: narrowed(x, dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(there_and_back(x), wanted)
 
 
 def planted(w, x, *, forward=False, backward=False):
@@ -272,6 +275,50 @@ def test_scans_show_each_trip(remat):
     assert len(row.trips) == 3
     assert row.total > row.introduced
     add_up(found)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
+    def loss_fn(w, xs):
+        def body(h, x):
+            with jax.named_scope("block"):
+                return jnp.tanh(h * w + x).astype(HALF).astype(jnp.float32), None
+
+        h = w.astype(jnp.bfloat16).astype(jnp.float32)
+        return jax.lax.scan(body, h, xs, reverse=reverse)[0].sum()
+
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
+    w = jnp.linspace(0.1, 0.9, 5)
+    jaxpr = jax.make_jaxpr(loss_fn)(w, xs)
+    comparison = Comparison(jaxpr, "operation")
+    _, measured, _ = jax.jit(comparison)([w, xs])
+    (carry,) = (n for n, node in enumerate(comparison.nodes) if node.operation == "carry")
+    half, exact, wanted = w.astype(jnp.bfloat16).astype(jnp.float32), w, []
+    for x in xs[::-1] if reverse else xs:
+        wanted.append(float(jnp.square(half - exact).sum()))
+        half, exact = jnp.tanh(half * w + x).astype(HALF).astype(jnp.float32), jnp.tanh(exact * w + x)
+    assert measured[carry].total == pytest.approx(wanted[::-1] if reverse else wanted, rel=1e-3)
+
+
+def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
+    def gradients(scale, x):
+        def loss_fn(w):
+            return scale * jnp.sin((x @ w).astype(HALF).astype(jnp.float32)).sum()
+
+        return jax.value_and_grad(loss_fn)(W)
+
+    def run(quick, *args):
+        jaxpr = jax.make_jaxpr(gradients)(*args)
+        comparison = Comparison(jaxpr, "module", quick=quick)
+        compared, measured, _ = jax.device_get(jax.jit(comparison)(args))
+        return list(map(float, compared[1])), comparison.is_reliable(compared, measured)
+
+    (quick, is_reliable), (slow, _) = run(True, jnp.float32(1), X), run(False, jnp.float32(1), X)
+    assert is_reliable
+    assert quick == pytest.approx(slow, rel=1e-5)
+    # Gradients whose squares float32 cannot hold, and an overflow.
+    assert not run(True, jnp.float32(1e-18), X)[1]
+    assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
 def test_random_numbers_are_equal_in_both_runs():
