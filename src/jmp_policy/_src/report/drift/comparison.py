@@ -12,7 +12,8 @@ from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.drift.errors import LEAST, Errors, squares
 from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder
-from jmp_policy._src.report.drift.twin_evaluation import Twin, TwinEvaluation, same
+from jmp_policy._src.report.drift.twin import Twin, same
+from jmp_policy._src.report.drift.twin_evaluation import TwinEvaluation
 
 
 class Compared(NamedTuple):
@@ -65,8 +66,10 @@ class Comparison:
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """Returns what was measured, for each result and by node, and the first result in float32."""
-        outs, measured = self._run(arrays, self._wanted)
-        return [self._compared(twin, measured) for twin in outs], measured, outs[0].exact if outs else None
+        outs, recorder = self._run(arrays, self._wanted)
+        measured = recorder.measured
+        known = {number: measured[number] for number in measured.keys() - recorder.counted_often}
+        return [self._compared(twin, known) for twin in outs], measured, outs[0].exact if outs else None
 
     def is_reliable(self, compared: Sequence[Compared], measured: Mapping[int, Measured]) -> bool:
         """Returns whether quick measurements, on the host, are those that slow ones would be."""
@@ -94,13 +97,13 @@ class Comparison:
         error, exact = self._errors.difference(twin.half, twin.exact), self._errors.finite(twin.exact)
         return Compared(squares(error), squares(exact), half, jnp.max(jnp.abs(error), initial=0.0))
 
-    def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Any]:
+    def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:
         recorder = Recorder(wanted, self._errors)
         outs = TwinEvaluation(recorder, self._every).run(
             self._jaxpr, [same(array) for array in arrays], Site()
         )
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
-        return outs, recorder.measured
+        return outs, recorder
 
 
 def _of_operations(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:

@@ -7,13 +7,15 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.drift.errors import Errors, squares
 
@@ -67,11 +69,17 @@ class Recorder:
     Args:
       wanted: by node, which fields of `Measured` are; nothing is measured of other nodes.
       errors: how errors are computed.
+
+    Attributes:
+      nodes: of the program.
+      measured: by node.
+      counted_often: nodes whose sums may have one value several times, once for each device.
     """
 
     def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
+        self.counted_often: set[int] = set()
         self._wanted, self._errors = wanted, errors
 
     def add(self, node: Node) -> int:
@@ -190,6 +198,27 @@ class Stack:
         stack = object.__new__(cls)
         (stack._array,), (stack._structure, stack._shapes) = arrays, static
         return stack
+
+
+def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
+    """Returns measurements of all devices, for those of one device's shards; within `jax.shard_map`.
+
+    Args:
+      measured: by node.
+      axes: of the mesh.
+      typed: whether arrays say over which axes they vary, so that one that all devices have counts once.
+    """
+
+    def whole(x: Any, reduce: Callable[[Any, tuple[str, ...]], Any]) -> Any:
+        if x is None:
+            return None
+        names = tuple(a for a in axes if not typed or a in varying(jax.typeof(x)))
+        return reduce(x, names) if names else x
+
+    return {
+        number: Measured._make([*(whole(x, lax.psum) for x in values[:-1]), whole(values.largest, lax.pmax)])
+        for number, values in measured.items()
+    }
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:

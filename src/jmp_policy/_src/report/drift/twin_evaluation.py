@@ -18,7 +18,7 @@ What one line of the source does with few operations that are cheap is a region,
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,36 +26,13 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.rounding import narrowed
-from jmp_policy._src.jaxpr import calls, compat, ir, walk
+from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
-from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
+from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack
-
-
-class Twin(NamedTuple):
-    """A value in both runs.
-
-    Args:
-      half: as the program computes it, in the dtype that it was traced in; float32 where both are one.
-      exact: in float32; the very same object where the two cannot differ.
-      node: number of the node that it is; None where the two cannot differ.
-      wide: what float32 gives for the half values that enter its region; None where it is in none.
-      region: module, line and direction of the operations that are measured as one.
-    """
-
-    half: Any
-    exact: Any
-    node: int | None = None
-    wide: Any = None
-    region: Any = None
-
-
-def same(value: Any) -> Twin:
-    """Returns the twin of a value that both runs share; float32 where it is half."""
-    value = to_float32(value)
-    return Twin(value, value)
+from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack, over_devices
+from jmp_policy._src.report.drift.twin import Twin, held, nodes_of, packed, same, unpacked
 
 
 class TwinEvaluation:
@@ -87,7 +64,9 @@ class TwinEvaluation:
         kind, called = calls.kind_of(eqn), calls.called(eqn)
         if kind is Kind.SCAN:
             return self._scan(eqn, twins, site)
-        if called is not None and kind is not Kind.SHARD_MAP:
+        if kind is Kind.SHARD_MAP:
+            return self._shard_map(eqn, twins, site)
+        if called is not None:
             if kind is Kind.CHECKPOINT:
                 twins = _kept_apart(twins)
             return self.run(called.jaxpr, twins[called.skipped :], site)
@@ -116,7 +95,7 @@ class TwinEvaluation:
         if any(within):
             values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
             wide = replay_equation(eqn, values)
-        half = [_held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
+        half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
         return [
             self._result(eqn, site, twins, within, i, Twin(half[i], exact[i], None, wide[i], region), one)
             for i, one in enumerate(rounds)
@@ -150,6 +129,27 @@ class TwinEvaluation:
         self._recorder.measure(number, made.half, made.wide, made.exact)
         return made._replace(node=number)
 
+    def _shard_map(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        params, begin, results = eqn.params, len(self._recorder.nodes), []
+        differs, numbers = nodes_of(twins)
+
+        def on_device(*arrays: Any) -> list[Any]:
+            del self._recorder.nodes[begin:]
+            with self._recorder.inside() as measured:
+                results[:] = self.run(params["jaxpr"], unpacked(arrays, differs, numbers), site)
+            whole = over_devices(measured, tuple(compat.manual_axes(params)), params["check_vma"])
+            return [*packed(results, [True] * len(results)), whole]
+
+        out_specs = (*params["out_specs"], jax.P())
+        *pairs, measured = rebuild_control_flow.shard_map(eqn, on_device, packed(twins, differs), out_specs)
+        self._recorder.measured.update(measured)
+        if not params["check_vma"]:
+            self._recorder.counted_often.update(measured)
+        return [
+            same(exact) if twin.node is None else Twin(half, exact, twin.node)
+            for (half, exact), twin in zip(pairs, results, strict=True)
+        ]
+
     def _scan(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
         params = eqn.params
         consts, carries = compat.scan_sizes(params)
@@ -176,8 +176,8 @@ class TwinEvaluation:
                 nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
         self._recorder.measured.update(measured)
         results = loop.results
-        final = _unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
-        return final + _unpacked(ys, *_nodes(results[carries:]))
+        final = unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
+        return final + unpacked(ys, *nodes_of(results[carries:]))
 
     def _run_scan(self, loop: "_Loop") -> Any:
         """Evaluates a scan; gives its last carry and outputs, and what was measured in each trip."""
@@ -189,15 +189,15 @@ class TwinEvaluation:
             with self._recorder.inside() as measured:
                 carried = [self._carry(loop, i, twin) for i, twin in enumerate(loop.carries(carry))]
                 loop.carried = [twin.node for twin in carried]
-                xs = _unpacked(arrays, *_nodes(loop.xs))
+                xs = unpacked(arrays, *nodes_of(loop.xs))
                 loop.results = self.run(params["jaxpr"], [*loop.fixed, *carried, *xs], loop.site)
             loop.find_made(self._recorder.nodes)
             after, ys = loop.results[: len(loop.start)], loop.results[len(loop.start) :]
             stack = Stack(measured)
-            return loop.packed(after), (_packed(ys, _nodes(ys)[0]), stack)
+            return loop.packed(after), (packed(ys, nodes_of(ys)[0]), stack)
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        xs = _packed(loop.xs, _nodes(loop.xs)[0])
+        xs = packed(loop.xs, nodes_of(loop.xs)[0])
         last, (ys, stack) = lax.scan(trip, loop.packed(loop.start), xs, **options)
         return (last, ys), stack.measured()
 
@@ -249,42 +249,19 @@ class _Loop:
 
     def packed(self, carries: Sequence[Twin]) -> list[Any]:
         """Returns the arrays of carries, before or after a trip, in the same dtypes."""
-        held = [
-            twin._replace(half=_held(twin.half, var)) if two else twin
+        twins = [
+            twin._replace(half=held(twin.half, var)) if two else twin
             for twin, var, two in zip(carries, self.eqn.outvars, self.differs, strict=False)
         ]
-        return _packed(held, self.differs)
+        return packed(twins, self.differs)
 
     def carries(self, arrays: Any) -> list[Twin]:
         """Returns the carries at the start of a trip, still without nodes."""
-        return _unpacked(arrays, self.differs, [None] * len(self.differs))
+        return unpacked(arrays, self.differs, [None] * len(self.differs))
 
 
 def _weight(node: Node) -> tuple[int, bool]:
     return node.terms if node.rounds else 0, node.operation in _PRODUCTS
-
-
-def _nodes(twins: Sequence[Twin]) -> tuple[list[bool], list[int | None]]:
-    """Returns which twins may differ, and their nodes."""
-    return [twin.node is not None for twin in twins], [twin.node for twin in twins]
-
-
-def _packed(twins: Sequence[Twin], differs: Sequence[bool]) -> list[Any]:
-    """Returns the arrays of twins: one of each, or two where they may differ."""
-    return [(t.half, t.exact) if two else t.exact for t, two in zip(twins, differs, strict=True)]
-
-
-def _unpacked(arrays: Sequence[Any], differs: Sequence[bool], nodes: Sequence[int | None]) -> list[Twin]:
-    return [
-        Twin(pair[0], pair[1], node) if two else same(pair)
-        for pair, two, node in zip(arrays, differs, nodes, strict=True)
-    ]
-
-
-def _held(value: Any, var: Any) -> Any:
-    """Returns a value in the half dtype that its variable was traced in: it has no more digits."""
-    dtype = ir.dtype_of(var)
-    return lax.convert_element_type(value, dtype) if is_half(dtype) else value
 
 
 def _involves_half(eqn: Any) -> bool:
