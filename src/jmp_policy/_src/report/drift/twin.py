@@ -45,6 +45,7 @@ def packed(twins: Sequence[Twin], differs: Sequence[bool]) -> list[Any]:
 
 
 def unpacked(arrays: Sequence[Any], differs: Sequence[bool], nodes: Sequence[int | None]) -> list[Twin]:
+    """Returns the twins of arrays that were packed, with their nodes."""
     return [
         Twin(pair[0], pair[1], node) if two else same(pair)
         for pair, two, node in zip(arrays, differs, nodes, strict=True)
