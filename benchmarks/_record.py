@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,20 @@ def save(name: str, rows: list[dict[str, Any]], **about: Any) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     show(name, rows)
+
+
+def update(name: str, new: list[dict[str, Any]], order: dict[str, Sequence[str]], **about: Any) -> None:
+    """Saves new rows beside the saved ones that they do not replace, and prints all.
+
+    Args:
+      name: of the benchmark.
+      new: rows that were measured now.
+      order: columns that tell rows apart, with their values in the order in which rows are listed.
+      **about: as for `save`.
+    """
+    rows = [*kept(name, *order, new=new), *new]
+    rows.sort(key=lambda row: [values.index(row[column]) for column, values in order.items()])
+    save(name, rows, **about)
 
 
 def kept(name: str, *columns: str, new: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,11 +43,9 @@ def main(names: list[str] | None = None) -> None:
         except PluginMissingError as error:
             print(f"Skipped autocast_zoo. {error}")
             return
-        found = [*_record.kept("autocast_zoo", "model", new=new), *new]
-        found.sort(key=lambda row: list(MODELS).index(row["model"]))
-        _record.save(
-            "autocast_zoo", found, target="NVIDIA H100 80GB, compiled only", size="full", optimizer="AdamW"
-        )
+        order = {"model": list(MODELS)}
+        target = "NVIDIA H100 80GB, compiled only"
+        _record.update("autocast_zoo", new, order, target=target, size="full", optimizer="AdamW")
 
 
 if __name__ == "__main__":

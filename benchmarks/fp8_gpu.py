@@ -14,17 +14,17 @@ import jmp_policy as jmpp
 from benchmarks import _models, _record, _steps
 from benchmarks.gpu_target import PluginMissingError, count, gpu_devices
 from benchmarks.loss_scaling_cost import WIDTHS
+from jmp_policy._src.core.targets.targets import TARGETS
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import estimates
-from jmp_policy._src.report.lowering.targets import TARGETS
 
+WIDE = {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384}
 #: Name -> (widths, batch, length).
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {
     "BERT width, 4 layers": (WIDTHS, 32, 128),
-    "4096 wide, 1 layer": (
-        {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384, "layers": 1}, 8, 512
-    ),
-}  # fmt: skip
+    "4096 wide, 1 layer": ({**WIDE, "layers": 1}, 8, 512),
+    "4096 wide, 4 layers, 4 times as many tokens": ({**WIDE, "layers": 4}, 32, 512),
+}
 POLICIES = {
     "bfloat16": "mixed_bfloat16",
     "fp8_current": "mixed_bfloat16, r=fp8_current",

@@ -19,7 +19,7 @@ from benchmarks.gpu_target import PluginMissingError, Report, compile_for_gpu
 from benchmarks.models import MODELS, Model
 from benchmarks.models._model import cross_entropy, images
 from benchmarks.zoo_gpu import step_and_arguments
-from jmp_policy._src.report.lowering.gpus import GPUS
+from jmp_policy._src.core.targets.gpus import GPUS
 
 CARDS = ("H100", "A100", "V100")
 NAME = "loss_scaling_zoo"
@@ -92,9 +92,8 @@ def row(model: str, card: str, found: dict[str, Report]) -> dict[str, Any]:
 
 def save(new: list[dict[str, Any]], size: str = "full") -> None:
     """Writes rows in the place of those of the same models and cards."""
-    rows = [*_record.kept(NAME, "model", "card", new=new), *new]
-    rows.sort(key=lambda row: (list(ALL).index(row["model"]), CARDS.index(row["card"])))
-    _record.save(NAME, rows, target="compiled only", cards=CARDS, size=size, optimizer="AdamW")
+    order = {"model": list(ALL), "card": CARDS}
+    _record.update(NAME, new, order, target="compiled only", cards=CARDS, size=size, optimizer="AdamW")
 
 
 def main(chosen: list[str] | None = None, size: str = "full") -> None:

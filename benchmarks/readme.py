@@ -267,6 +267,34 @@ def ranking() -> str:
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 
+def recommended() -> str:
+    """What `recommend` gives for the same models."""
+    result = load("recommend_zoo")
+    budget = {row["budget"] for row in result["rows"]}.pop()
+    words = (
+        f"What `recommend` gives for such models in float16, from one batch and with its budget of {budget} "
+        f"({provenance(result)}). Errors are those of the gradient as this machine computes it: under the "
+        "recommended policy, and with everything in half."
+    )
+    cells = (
+        [
+            row["model"],
+            f"{row['error']:.1e}",
+            f"{row['error with all in half']:.1e}",
+            f"{row['share of FLOPs in half']:.0%}",
+            str(len(row["rules"])),
+        ]
+        for row in result["rows"]
+    )
+    header = " | error | error with all in half | FLOPs in half | rules"
+    return "\n".join([*paragraph(words), *table(header, cells)])
+
+
+def advice() -> str:
+    """How well modules are ranked, and policies chosen."""
+    return f"{ranking()}\n\n{recommended()}"
+
+
 def gains() -> str:
     """What half precision gains on published models, for the first page."""
     result = load("zoo_cards")
@@ -285,14 +313,45 @@ def gains() -> str:
     return "\n".join([*paragraph(words), *table(" | estimated speed-up | temporary memory", cells)])
 
 
+def float8() -> str:
+    """What float8 recipes make of a step, and of one product on cards with and without scales for blocks."""
+    steps, product = load("fp8_gpu"), load("fp8_blocks")
+    words = (
+        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(steps)}; no GPU). The "
+        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
+    )
+    cells = (
+        [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
+         f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
+        for row in steps["rows"]
+        for total in [row["float8_products"] + row["other_products"]]
+    )  # fmt: skip
+    header = "step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
+    size = product["size"]
+    blocks = (
+        f"One product of {size} x {size} x {size} and its two gradients, on one device "
+        f"({provenance(product)}; compiled only). Recipes with blocks are multiplied in float8 by a B200."
+    )
+    more = (
+        [row["target"], f"`{row['recipe']}`", row["arithmetic"], str(row["kernels"]),
+         f"{row['gigabytes']:.2f}", f"{row['of_bfloat16']:.2f}"]
+        for row in product["rows"]
+    )  # fmt: skip
+    columns = "card | recipe | multiplied in | kernels | GB moved | roofline, of bfloat16"
+    return "\n".join(
+        [*paragraph(words), *table(" " + header, cells), "", *paragraph(blocks), *table(" " + columns, more)]
+    )
+
+
 #: Files with measured numbers between markers, and what writes them.
 FILES = {
     "README.md": section,
     "docs/autocast.md": autocast,
+    "docs/float8.md": float8,
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
-    "docs/recommend.md": ranking,
+    "docs/recommend.md": advice,
     "docs/reliability.md": checkpoints,
     "docs/reports.md": reports,
     "docs/scaling_out.md": scaling,

@@ -22,7 +22,7 @@ BATCH = 256
 
 
 class Fourier(nn.Module):
-    """Sine and cosine of a number at eight frequencies up to 2e4."""
+    """Sine and cosine of a number at eight frequencies up to 2e4, as EDM has them of a noise level."""
 
     @nn.compact
     def __call__(self, x):
@@ -41,7 +41,7 @@ class Signal(nn.Module):
 
 
 class LogOfSoftmax(nn.Module):
-    """The logarithm of probabilities: what it is of those that float16 makes zero is infinite."""
+    """Logarithms of probabilities: those that float16 makes zero are infinite."""
 
     @nn.compact
     def __call__(self, x):

@@ -15,6 +15,8 @@ import jmp_policy as jmpp
 from benchmarks import _record, _steps
 from benchmarks.models import MODELS, Model
 from benchmarks.zoo_gpu import step_and_arguments, variants
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import TARGETS
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
@@ -23,8 +25,6 @@ from jmp_policy._src.report.lowering.export import Exported, exported
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
 from jmp_policy._src.report.lowering.lowered import HALVES
 from jmp_policy._src.report.lowering.roofline import estimates
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import TARGETS
 
 CARDS = ("V100", "A100", "H100")
 
@@ -111,10 +111,9 @@ def main(names: list[str] | None = None, size: str = "full") -> None:
             except jmpp.LoweringUnavailableError as error:
                 print(f"Skipped zoo_cards. {error}")
                 return
-            found = [*_record.kept("zoo_cards", "model", "card", new=new), *new]
-            found.sort(key=lambda row: (list(MODELS).index(row["model"]), CARDS.index(row["card"])))
-            _record.save(
-                "zoo_cards", found, target="compiled only", cards=CARDS, size=size, optimizer="AdamW"
+            order = {"model": list(MODELS), "card": CARDS}
+            _record.update(
+                "zoo_cards", new, order, target="compiled only", cards=CARDS, size=size, optimizer="AdamW"
             )
 
 

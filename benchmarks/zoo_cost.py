@@ -76,10 +76,9 @@ def rows(name: str, size: str = "small", repeats: int = REPEATS) -> list[dict[st
 
 def main(names: list[str] | None = None) -> None:
     for name in names or MODELS:
-        new = rows(name)
-        found = [*_record.kept("zoo_cost", "model", new=new), *new]
-        found.sort(key=lambda row: list(MODELS).index(row["model"]))
-        _record.save("zoo_cost", found, size="small", repeats=REPEATS, backend=jax.default_backend())
+        order = {"model": list(MODELS)}
+        backend = jax.default_backend()
+        _record.update("zoo_cost", rows(name), order, size="small", repeats=REPEATS, backend=backend)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import jmp_policy as jmpp
 from benchmarks import _measure, _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, SIZES, Model
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import target_of_device
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import target_of_device
 
 REPEATS = 15
 #: Time for all models, below the ten minutes for which a command often may run.
@@ -146,9 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
         if size != "full":
             _record.show(f"zoo_device, {size}, {device}", new)
             continue
-        saved = [*_record.kept("zoo_device", "model", new=new), *new]
-        saved.sort(key=lambda row: list(MODELS).index(row["model"]))
-        _record.save("zoo_device", saved, device=device, size=size, repeats=REPEATS)
+        order = {"model": list(MODELS)}
+        _record.update("zoo_device", new, order, device=device, size=size, repeats=REPEATS)
 
 
 if __name__ == "__main__":

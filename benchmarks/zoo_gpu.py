@@ -66,11 +66,9 @@ def main(names: list[str] | None = None) -> None:
         except (PluginMissingError, jmpp.LoweringUnavailableError) as error:
             print(f"Skipped zoo_gpu. {error}")
             return
-        found = [*_record.kept("zoo_gpu", "model", new=new), *new]
-        found.sort(key=lambda row: list(MODELS).index(row["model"]))
-        _record.save(
-            "zoo_gpu", found, target="NVIDIA H100 80GB, compiled only", size="full", optimizer="AdamW"
-        )
+        order = {"model": list(MODELS)}
+        target = "NVIDIA H100 80GB, compiled only"
+        _record.update("zoo_gpu", new, order, target=target, size="full", optimizer="AdamW")
 
 
 if __name__ == "__main__":

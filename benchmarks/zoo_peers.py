@@ -109,11 +109,10 @@ def measure(part: str, names: list[str]) -> None:
         except PluginMissingError as error:
             print(f"Skipped zoo_peers {part}. {error}")
             return
-        found = [*_record.kept("zoo_peers", "where", "model", new=new), *new]
-        found.sort(key=lambda row: (where.index(row["where"]), list(MODELS).index(row["model"])))
-        _record.save(
+        _record.update(
             "zoo_peers",
-            found,
+            new,
+            {"where": where, "model": list(MODELS)},
             target=TARGET,
             optimizer="AdamW",
             peers=peers.versions(libraries),

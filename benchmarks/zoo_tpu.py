@@ -18,11 +18,11 @@ import jmp_policy as jmpp
 from benchmarks import _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, Model
+from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compiler import compiled
 from jmp_policy._src.report.lowering.export import exported
 from jmp_policy._src.report.lowering.kernels import kernels_of
-from jmp_policy._src.report.lowering.targets import find_target
 
 SLICES = ("v5e", "v6e")
 
@@ -71,11 +71,8 @@ def main(names: list[str] | None = None, size: str = "full") -> None:
                     print(f"Skipped zoo_tpu. {error}")
                     return
                 new.append({"model": name, "target": slice_, "variant": variant, **found})
-            kept = _record.kept("zoo_tpu", "model", "target", new=new)
-            rows = sorted(
-                [*kept, *new], key=lambda row: (list(MODELS).index(row["model"]), SLICES.index(row["target"]))
-            )
-            _record.save("zoo_tpu", rows, size=size, optimizer="AdamW", slices=SLICES)
+            order = {"model": list(MODELS), "target": SLICES}
+            _record.update("zoo_tpu", new, order, size=size, optimizer="AdamW", slices=SLICES)
 
 
 if __name__ == "__main__":

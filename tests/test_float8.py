@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -18,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.policy.recipes import passes_of
+from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.scales import scale_of
+from jmp_policy._src.products.fp8.scales import _by_rows, scale_of
 from jmp_policy._src.report.lowering.float8_kernels import check_float8
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import Kernel
@@ -72,11 +75,11 @@ def of_the_user(*args, **kwargs):
 def formats(fn, *args):
     """Numbers of the products of a program, by the float8 dtypes of their operands and the result's dtype."""
     eqns = [e for e in ir.equations(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "dot_general"]
-    return collections.Counter((e.params.get("formats"), e.outvars[0].aval.dtype.name) for e in eqns)
+    return collections.Counter((formats_of(e), e.outvars[0].aval.dtype.name) for e in eqns)
 
 
 def float8_count(fn, *args):
-    return sum(n for (found, _), n in formats(fn, *args).items() if found is not None and None not in found)
+    return sum(n for (found, _), n in formats(fn, *args).items() if found)
 
 
 def rounded(x, format, axis=None):
@@ -85,6 +88,16 @@ def rounded(x, format, axis=None):
     largest = np.abs(x).max(axis, keepdims=True)
     scale = 2.0 ** np.ceil(np.log2(largest / float(jnp.finfo(format).max)))
     return (x / scale).astype(jnp.dtype(format)).astype(np.float32) * scale
+
+
+def rounded_in_blocks(x, rows, terms):
+    """What is left of the rows of a matrix in e4m3, with a scale for each block, by numpy alone."""
+    x = np.asarray(x, np.float32)
+    out = np.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], terms):
+            out[i : i + rows, j : j + terms] = rounded(x[i : i + rows, j : j + terms], E4M3)
+    return out
 
 
 def error(found, exact):
@@ -103,6 +116,43 @@ def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axe
     # Scales of rows are those of what is summed over, which is another axis here.
     assert error(by_x, rounded(ct, E5M2, axes[0]) @ rounded(W, E4M3, axes[0]).T) < 2**-8
     assert error(by_w, rounded(X, E4M3, axes[1]).T @ rounded(ct, E5M2, axes[1])) < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "others", "weights"),
+    [("mxfp8", (1, 32), (1, 32)), ("fp8_block", (1, 128), (128, 128))],
+)
+def test_products_and_derivatives_are_those_of_rounded_blocks(recipe, others, weights):
+    product = Float8DotGeneral(recipe)
+    # Blocks of very different size, and sizes that are no multiples of 128.
+    sizes = 2.0 ** RNG.integers(-20, 20, (3, 5))
+    x = jnp.asarray(np.repeat(np.repeat(sizes, 32, 0), 32, 1) * RNG.normal(size=(96, 160)), jnp.bfloat16)
+    w = jnp.asarray(RNG.normal(size=(160, 192)) * np.repeat(sizes[0], 32)[::-1, None], jnp.bfloat16)
+    ct = jnp.asarray(RNG.normal(size=(96, 192)) * np.repeat(sizes[:, 0], 32)[:, None], jnp.bfloat16)
+    out, vjp = jax.vjp(lambda x, w: product(x.reshape(3, 32, 160), w, (((2,), (0,)), ((), ()))), x, w)
+    assert (
+        error(out.reshape(96, 192), rounded_in_blocks(x, *others) @ rounded_in_blocks(w.T, *weights).T)
+        < 2**-8
+    )
+    by_x, by_w = vjp(ct.reshape(3, 32, 192))
+    assert error(by_x, rounded_in_blocks(ct, *others) @ rounded_in_blocks(w, *weights).T) < 2**-8
+    # Terms are those of all axes that are summed over.
+    assert error(by_w, rounded_in_blocks(x.T, *others) @ rounded_in_blocks(ct.T, *others).T) < 2**-8
+    bad = np.isnan(np.asarray(product(x.at[3, 3].set(np.inf), w, DIMS), np.float32)).any(1)
+    assert bad.nonzero()[0].tolist() == [3]
+
+
+@pytest.mark.parametrize("axes", [((2, 3), (0, 1)), ((3, 2), (1, 0))])
+def test_derivatives_of_products_of_many_axes_have_the_operands_order(axes):
+    x = jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)
+    w = jnp.asarray(RNG.normal(size=(4, 8, 16, 2) if axes[1] == (0, 1) else (4, 8, 2, 16)), jnp.bfloat16)
+    dims = (axes, ((), ()))
+    out, vjp = jax.vjp(lambda x, w: PER_TENSOR(x, w, dims), x, w)
+    ct = jnp.asarray(RNG.normal(size=out.shape), jnp.bfloat16)
+    exact = jax.vjp(lambda x, w: lax.dot_general(x, w, dims), *(rounded(v, E4M3) for v in (x, w)))[1](
+        rounded(ct, E5M2)
+    )
+    assert all(error(*pair) < 2**-8 for pair in zip(vjp(ct), exact, strict=True))
 
 
 def test_compiled_and_eager_products_are_equal():
@@ -126,6 +176,66 @@ def test_scales_are_powers_of_two_that_use_the_range():
     assert np.isfinite(scale_of(jnp.zeros((0, 16), jnp.bfloat16), E4M3))
     assert np.array_equal(PER_TENSOR(0 * X, W, DIMS), np.zeros((32, 48)))
     assert scale_of(X, E4M3, (1,)).shape == (32, 1)
+
+
+@pytest.mark.parametrize("recipe", ["fwd:fp8_current", "bwd:fp8_current", "fwd:fp8_rowwise+bwd:fp8_current"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_passes_have_recipes_of_their_own(recipe, batched):
+    def call(product):
+        if batched:
+            return lambda x, w: jax.vmap(lambda x: product(x[None], w, DIMS)[0])(x)
+        return lambda x, w: product(x, w, DIMS)
+
+    products = {"fp8_current": PER_TENSOR, "fp8_rowwise": PER_ROW, None: lax.dot_general}
+    forward, backward = (call(products[name]) for name in passes_of(recipe))
+    out, vjp = jax.vjp(call(Float8DotGeneral(recipe)), X, W)
+    assert np.array_equal(out, forward(X, W))
+    for ours, theirs in zip(vjp(out), jax.vjp(backward, X, W)[1](out), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("grad", ["", ", g=f32"])
+@pytest.mark.parametrize(
+    ("recipe", "kind", "why"),
+    [
+        ("fwd:fp8_current", FORWARD, "no recipe reaches it"),
+        ("bwd:fp8_current", BACKWARD, "the recipe is for"),
+    ],
+)
+def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
+    model, x = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.Dense(48)]), f"{HALF}, r={recipe}{grad}"), X[:, :32]
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = jmpp.audit(lambda p: jnp.mean(model.apply(p, x) ** 2), params, grad=True).products
+    is_backward = kind == BACKWARD
+    assert {(p.lhs, p.rhs, p.scales) for p in found if p.backward == is_backward} == {(*kind, "fp8_current")}
+    others = [p for p in found if p.backward != is_backward]
+    assert {(p.lhs, p.rhs, p.scales) for p in others} == {("bfloat16", "bfloat16", "")}
+    assert any(p.stays.startswith(why) for p in others)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 8, 4), (3, 2**14 + 2), (2**13 + 1, 2), (5,)])
+@pytest.mark.parametrize("found_in_it", [1.0, 0.0, np.inf, np.nan])
+def test_the_scale_of_all_rows_is_that_of_the_tensor(shape, found_in_it):
+    x = jnp.asarray(RNG.normal(size=shape) * 2.0 ** RNG.uniform(-9, 9, shape), jnp.bfloat16)
+    x = 0 * x if found_in_it == 0 else x.at[(-1,) * x.ndim].multiply(found_in_it)
+    assert np.array_equal(_by_rows(E5M2, x), [scale_of(x, E5M2)], equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float16", "f32")])
+def test_on_a_gpu_products_of_float8_sum_to_what_the_result_can_hold(dtype, sums):
+    def loss(x, w):
+        return jnp.sum(PER_TENSOR(x, w, DIMS)).astype(jnp.float32)
+
+    products = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    lowered = products.trace(X.astype(dtype), W.astype(dtype)).lower(lowering_platforms=("cuda",))
+    found = re.findall(r"dot_general.*: \((.*)\) -> tensor<(.*)>", lowered.as_text())
+    f8, f5 = "f8E4M3FN", "f8E5M2"
+    # The weight's gradient is input times cotangent, as it is, and not the transpose of the reverse.
+    assert found == [
+        (f"tensor<32x64x{f8}>, tensor<64x48x{f8}>", f"32x48x{sums}"),
+        (f"tensor<32x64x{f8}>, tensor<32x48x{f5}>", f"64x48x{sums}"),
+        (f"tensor<32x48x{f5}>, tensor<64x48x{f8}>", f"32x64x{sums}"),
+    ]
 
 
 def test_vmap_makes_one_product_of_many():
@@ -207,6 +317,10 @@ def test_shapes_that_the_hardware_refuses_stay():
         model = jmpp.wrap(nn.Dense(features), CURRENT)
         x = jnp.ones((rows, 64))
         assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == float8
+    for features, blocks in ((64, 1), (48, 0)):
+        model = jmpp.wrap(nn.Dense(features), f"{HALF}, r=mxfp8")
+        x = jnp.ones((32, 64))
+        assert float8_count(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x) == blocks
     precise = jmpp.wrap(nn.Dense(48, precision="highest"), CURRENT)
     x = jnp.ones((16, 64))
     assert float8_count(precise.apply, jax.eval_shape(precise.init, jax.random.key(0), x), x) == 0
@@ -242,6 +356,16 @@ def test_autocast_tells_heads_and_attention_by_the_program():
     assert float8_count(jax.grad(half), ws, x, labels) == 3
     policy = jmpp.autocast(loss, "p=f32,c=bf16,o=f32,g=f32,r=fp8_current")
     assert formats(jax.grad(policy), ws, x, labels)[BACKWARD, "float32"] == 1
+    for recipe, count in (("fwd:fp8_current", 1), ("bwd:fp8_current", 2)):
+        assert float8_count(jax.grad(jmpp.autocast(loss, lower=recipe)), ws, x, labels) == count
+
+    def marked(w, x):
+        with jmpp.region(jmpp.get_policy(f"{HALF}, r=fwd:fp8_rowwise+bwd:fp8_current")):
+            return jnp.sum(jax.nn.gelu(jnp.tanh(x) @ w) @ w)
+
+    found = jmpp.audit(jmpp.autocast(marked, HALF), ws[0], x, grad=True).products
+    scales = {(p.backward, p.scales) for p in found if p.scales}
+    assert scales == {(False, "fp8_rowwise"), (True, "fp8_current")}
     model, params = Net(), Net().init(jax.random.key(0), IDS)
     by_rule = jmpp.autocast(model.apply, jmpp.PolicyMap(CURRENT, {"block/Dense_0": HALF}))
     assert float8_count(by_rule, params, IDS) == 5
@@ -309,6 +433,15 @@ def test_policies_keep_their_recipe():
     assert jmpp.from_config(precision.to_dict()) == precision
     by_dtypes = jmpp.from_config({"compute": "bfloat16", "recipe": "fp8_current"})
     assert by_dtypes.policy.default.recipe == "fp8_current"
+    for one, shortest in (
+        ("fwd:fp8_current", None),
+        ("bwd:fp8_current+fwd:fp8_rowwise", "fwd:fp8_rowwise+bwd:fp8_current"),
+        ("fwd:fp8_current+bwd:fp8_current", "fp8_current"),
+    ):
+        policy = jmpp.get_policy(f"{HALF}, r={one}")
+        assert policy.recipe == (shortest or one)
+        assert policy == jmpp.Policy.from_dict(policy.to_dict()) == jmpp.get_policy(str(policy))
+        assert jmpp.from_config(jmpp.from_config(str(policy)).to_dict()).policy.default == policy
     kept = jmpp.wrap(nn.Dense(32, dtype=jnp.float32), jmpp.PolicyMap(CURRENT, keep_module_dtypes=True))
     x = jnp.ones((16, 32))
     assert float8_count(kept.apply, jax.eval_shape(kept.init, jax.random.key(0), x), x) == 0
@@ -322,6 +455,9 @@ def test_policies_keep_their_recipe():
         ("float64, recipe=fp8_current", "compute=float64.*is for products in 16 bits"),
         ("fp8_current", "is a recipe, which goes with the dtypes.*'mixed_bfloat16,recipe=fp8_current'"),
         ("mixed_bfloat16, r=fp8_current, r=fp8_rowwise", "sets 'recipe' twice"),
+        ("mixed_bfloat16, r=fwd:fp8_curent", "Unknown recipe 'fwd:fp8_curent'.*Did you mean 'fp8_current'"),
+        ("mixed_bfloat16, r=forward:fp8_current", "Unknown recipe .*'fwd:fp8_current' or 'bwd:fp8_current'"),
+        ("mixed_bfloat16, r=fwd:fp8_current+fwd:fp8_current", "Unknown recipe"),
     ],
 )
 def test_wrong_recipes_are_refused(text, message):
@@ -335,12 +471,12 @@ SHARDED, WHOLE = (NamedSharding(MESH, spec) for spec in (P("d"), P()))
 ROWS = jnp.asarray(RNG.normal(size=(128, 64)) * 2.0 ** np.linspace(-16, 16, 128)[:, None], jnp.bfloat16)
 
 
-def squares(x, w):
-    return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
-
-
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type):
+def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type, recipe):
+    def squares(x, w):
+        return jnp.sum(Float8DotGeneral(recipe)(x, w, DIMS).astype(jnp.float32) ** 2)
+
     mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         x, w = jax.device_put(ROWS, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
@@ -381,7 +517,7 @@ def test_a_report_requires_float8_kernels():
     jaxpr = jax.make_jaxpr(layer)(X, W, W.T)
     head = Kernel("gemm", "triton", path="head", flops=2, operands="bfloat16 x bfloat16")
     mlp = Kernel("gemm", "triton", path="mlp", line="net.py:3", flops=2, operands="bfloat16 x bfloat16")
-    eight = dataclasses.replace(mlp, operands="float8_e4m3fn x float8_e4m3fn")
+    eight = dataclasses.replace(mlp, operands="float8_e4m3fn x float8_e4m3fn", arithmetic="float8")
     check_float8(jaxpr, [head, eight], "layer for H100")
     with pytest.raises(
         AssertionError, match=r"gave up float8 in layer for A100: mlp \(net.py:3\): bfloat16 x"
@@ -396,12 +532,38 @@ def test_a_report_requires_float8_kernels():
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 def test_an_h100_multiplies_float8_and_an_a100_does_not():
     def loss(x, w):
-        return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
+        with jax.named_scope("mlp"):
+            return jnp.sum(PER_TENSOR(x, w, DIMS).astype(jnp.float32) ** 2)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024, 256))]
     report = jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="H100", require="float8")
     kinds = [kernel.operands for kernel in report.matrix_kernels]
     assert kinds.count("float8_e4m3fn x float8_e4m3fn") == 1
     assert len(kinds) == 3
+    (profit,) = report.recipes
+    assert (profit.path, profit.recipe) == ("mlp", "fp8_current")
+    assert profit.half_seconds - profit.seconds == pytest.approx(profit.saved_seconds - profit.added_seconds)
+    # So small a product loses.
+    assert profit.speedup < 1
+    assert "slower by their recipe: mlp (fp8_current@H100 leaves such out)" in report.verdict
     with pytest.raises(AssertionError, match="gave up float8 in .* for A100"):
         jmpp.lowering_report(jax.grad(loss, (0, 1)), *shapes, target="A100", require="float8")
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+def test_a_b200_multiplies_blocks_in_float8_and_others_the_same_numbers_in_bfloat16():
+    product = Float8DotGeneral("mxfp8")
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+
+    def squared(x):
+        return product(x, x, (((1,), (1,)), ((), ())))
+
+    report = jmpp.lowering_report(squared, x, target="B200", require="float8")
+    (kernel,) = report.matrix_kernels
+    assert (kernel.operands, kernel.arithmetic) == ("float8_e4m3fn x float8_e4m3fn", "float8")
+    assert kernel.flops == 2 * 512 * 512 * 1024
+    with pytest.raises(AssertionError, match="gave up float8 in .* for H100"):
+        jmpp.lowering_report(squared, x, target="H100", require="float8")
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDED)
+    with pytest.raises(AssertionError, match="gave up float8 in .* for B200"):
+        jmpp.lowering_report(squared, x, target="B200", require="float8")

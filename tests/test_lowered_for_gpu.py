@@ -5,6 +5,7 @@ test compiles, where that compiler is installed.
 """
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -16,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
+from jmp_policy._src.core.targets.targets import TARGETS
 from jmp_policy._src.report.lowering.compiler import compiled
 from jmp_policy._src.report.lowering.export import exported
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of
-from jmp_policy._src.report.lowering.targets import TARGETS
 
 SHAPES = {
     "conv": (3, 3, 32, 64),
@@ -128,6 +129,38 @@ def test_small_gradients_are_divided_as_one_vector_per_dtype():
     assert got["bias float16"].dtype == jnp.float32
     assert got["bias complex64"].dtype == jnp.complex64
     assert operations(text_for_cpu(lambda s, g: s.unscale(g), scale, grads))[:2] == [0, 0]
+
+
+def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
+    shapes = {"heads": (96, 12, 8), "small": (4, 4, 4), "matrix": (96, 96), "conv": (3, 3, 96, 32)}
+    half = draw("float16", "bfloat16", shapes=shapes)
+    # Of float32 to begin with.
+    others = {"heads float32": jnp.ones((96, 12, 8)), "small float32": jnp.ones((4, 4, 4))}
+    scale = jmpp.StaticLossScale(SCALE)
+
+    def divided(grads, others):
+        return scale.unscale({name: g.astype(jnp.float32) for name, g in grads.items()} | others)
+
+    text, on_gpu = lowered_for_gpu(divided, half, others)
+    types = sorted(re.findall(r"stablehlo.optimization_barrier .* : (tensor<\w+>)", text))
+    # The small ones are joined: three arrays of 64 elements.
+    assert types == ["tensor<192xf32>", "tensor<96x12x8xbf16>", "tensor<96x12x8xf16>"]
+    assert bits(on_gpu(half, others)) == bits(jax.jit(divided)(half, others))
+    assert "optimization_barrier" not in text_for_cpu(divided, half, others)
+
+
+def test_a_gradient_that_was_cast_keeps_its_derivative_and_its_dtype():
+    x = jnp.linspace(1, 2, 24 * 24 * 24).reshape(24, 24, 24)
+
+    def total(x):
+        return (jmpp.StaticLossScale(4.0).unscale(x.astype("bfloat16").astype("float32")) ** 2).sum()
+
+    want = (x.astype("bfloat16").astype("float32") / 8).astype("bfloat16")
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(x), want)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(total)))(x[None])[0], want)
+    with jax.enable_x64(True):
+        wide = jax.jit(lambda x: jmpp.StaticLossScale(4.0).unscale(x.astype("float64")))(x.astype("float16"))
+        assert wide.dtype == jnp.float64
 
 
 @pytest.mark.parametrize("grads", [{}, None, {"n": 3}, {"e": jnp.zeros((0, 2))}, {"a": jnp.float32(SCALE)}])

@@ -17,11 +17,12 @@ import pytest
 from data import record
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmp_policy._src.core.targets.gpus import GPUS, LAUNCH_SECONDS
+from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
 from jmp_policy._src.report.lowering import compiler as xla_compiler
 from jmp_policy._src.report.lowering import lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.export import Exported, exported
-from jmp_policy._src.report.lowering.gpus import GPUS, LAUNCH_SECONDS
 from jmp_policy._src.report.lowering.hlo import parse, result_bytes, shape_bytes
 from jmp_policy._src.report.lowering.installed import LoweringUnavailableError, is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of, module_path
@@ -29,7 +30,6 @@ from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
 from jmp_policy._src.report.lowering.roofline import Estimate, estimates
 from jmp_policy._src.report.lowering.runs import executed
-from jmp_policy._src.report.lowering.targets import TARGETS, find_target, target_of_device
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -230,6 +230,41 @@ def test_scratch_memory_of_libraries_is_no_traffic(library, shape, size):
         f"ENTRY %main (a: f16[2]) -> f16[8,4] {{\n  %a = f16[2] parameter(0)\n{line}\n}}"
     )
     assert result_bytes(computations[entry][-1]) == size
+
+
+@pytest.mark.parametrize("batch", ["", "2,"])
+def test_products_with_a_scale_per_block_count(batch):
+    values = [f"f8e4m3fn[{batch}{rows},1024]" for rows in (256, 512)]
+    result = f"(bf16[{batch}256,512], u8[0])"
+    text = f"""ENTRY %main (a: {values[0]}, b: {values[1]}) -> {result} {{
+  %a = {values[0]} parameter(0)
+  %b = {values[1]} parameter(1)
+  %s = f8e8m0fnu[{batch}256,32] parameter(2)
+  %t = f8e8m0fnu[{batch}512,32] parameter(3)
+  ROOT %c = {result} custom-call(%a, %b, %s, %t), custom_call_target="__cudnn$blockScaledDot"
+}}"""
+    (kernel,) = kernels_of(text, TARGETS["B200"])
+    assert kernel.flops == (2 if batch else 1) * 2 * 256 * 512 * 1024
+    assert (kernel.kind, kernel.arithmetic, kernel.tensor_cores) == ("cudnn", "float8", True)
+    assert kernel.operands == "float8_e4m3fn x float8_e4m3fn"
+    assert (
+        estimates({"bfloat16": ("as given", (kernel,))}, TARGETS["B200"])[0].seconds >= kernel.flops / 4.5e15
+    )
+
+
+def test_programs_with_custom_calls_of_any_name_are_exported():
+    call = jax.ffi.ffi_call("__op$of_mine", jax.ShapeDtypeStruct((8,), jnp.float32))
+    program = exported(lambda arrays: call(jnp.sin(arrays[0])), [jax.ShapeDtypeStruct((8,), jnp.float32)])
+    assert b"__op$of_mine" in program.data
+
+
+@live
+def test_a_b200_multiplies_blocks_with_scales_in_one_kernel():
+    values = [jax.ShapeDtypeStruct((1, rows, 1024), jnp.float8_e4m3fn) for rows in (256, 512)]
+    scales = [jax.ShapeDtypeStruct((1, rows, 32), jnp.float8_e8m0fnu) for rows in (256, 512)]
+    report = lowering_report(jax.nn.scaled_matmul, *values, *scales, target="B200")
+    (kernel,) = report.matrix_kernels
+    assert (kernel.operands, kernel.flops) == ("float8_e4m3fn x float8_e4m3fn", 2 * 256 * 512 * 1024)
 
 
 def test_estimates_are_the_roofline_by_kernel(version):

@@ -11,7 +11,7 @@ from flax import nnx
 from planted_models import PLANTED
 
 import jmp_policy as jmpp
-from jmp_policy._src.report.lowering.targets import find_target
+from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.report.sensitivity import float32_modules, product_cost
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.probes import Effect, Effects
@@ -125,6 +125,32 @@ def test_an_nnx_model_and_a_budget_from_batches():
     found = jmpp.recommend(model, X, probes=1, dtype="float16", budget=1e-9)
     assert found.policy == jmpp.PolicyMap("float32")
     assert found.measured == 0
+
+
+class Kink(nn.Module):
+    """With a weight of 1 + 2**-12 and a bias of -1 the relu's input is 0 in half.
+
+    To first order `smooth` is worse.
+    """
+
+    @nn.compact
+    def __call__(self, x, z):
+        decided = nn.relu(nn.Dense(1, name="decided")(x))
+        return decided.sum() + jnp.square(nn.Dense(1, name="smooth")(z)).sum()
+
+
+def test_modules_whose_rounding_turns_decisions_are_found():
+    z = jax.random.normal(jax.random.key(1), (4, 8))
+    arguments = jnp.ones((1, 1)), z
+    params = Kink().init(jax.random.key(0), *arguments)["params"]
+    params["decided"] = {"kernel": jnp.full((1, 1), 1 + 2**-12), "bias": -jnp.ones(1)}
+
+    def loss_fn(params, *arguments):
+        return Kink().apply({"params": params}, *arguments).astype(jnp.float32)
+
+    found = jmpp.recommend(loss_fn, params, *arguments, dtype="float16", probes=1)
+    assert found.policy == jmpp.PolicyMap("mixed_float16", {"decided": "float32"})
+    assert found.measured < found.budget < found.rows[1].predicted
 
 
 def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():

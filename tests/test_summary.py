@@ -646,7 +646,8 @@ def test_as_data():
 def test_rows_by_path():
     assert FOUND["first"] is FOUND.modules[1]
     assert FOUND[""].type == "Three"
-    with pytest.raises(KeyError, match="There is no module 'frist'; there are .*first, id, norm, last"):
+    known = "There is no module 'frist'; there are .*'first', 'id', 'norm', 'last'"
+    with pytest.raises(KeyError, match=known):
         FOUND["frist"]
 
 

@@ -26,8 +26,8 @@ import optax
 import pytest
 
 import jmp_policy as jmpp
+from jmp_policy._src.core.targets.gpus import GPUS
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.gpus import GPUS
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent

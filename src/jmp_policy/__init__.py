@@ -57,6 +57,7 @@ from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
 from jmp_policy._src.policy.rules import PredicateOnWholePath as _PredicateOnWholePath
+from jmp_policy._src.policy.worthwhile import worthwhile as worthwhile
 from jmp_policy._src.report.audit.audit import audit as audit
 from jmp_policy._src.report.audit.findings import Audit as Audit
 from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose

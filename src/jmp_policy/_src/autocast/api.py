@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients
+from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients, row_gather
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
 from jmp_policy._src.autocast.runtime import as_function, run
 from jmp_policy._src.autocast.values import argument, leaves_marked
@@ -19,7 +19,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
-from jmp_policy._src.policy.recipes import RECIPES
+from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
 from jmp_policy._src.products import binding
@@ -34,7 +34,7 @@ _CALLS: dict[str, Rule] = {
 }
 
 #: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **_CALLS}
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **row_gather.RULES, **_CALLS}
 
 
 class Traced(NamedTuple):
@@ -144,10 +144,10 @@ class Settings:
 def taken_recipe(lower: Any) -> tuple[str | None, tuple[Any, ...]]:
     """Returns the float8 recipe among what is to be lowered, None without one, and the rest."""
     names = (lower,) if isinstance(lower, str) else tuple(lower)
-    recipes = [name for name in names if name in RECIPES]
+    recipes = [name for name in names if is_recipe(name)]
     if len(recipes) > 1:
         raise ValueError(f"autocast follows one recipe, and lower={lower!r} names {len(recipes)} of them.")
-    return (recipes or [None])[0], tuple(name for name in names if name not in RECIPES)
+    return (recipes or [None])[0], tuple(name for name in names if not is_recipe(name))
 
 
 def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
@@ -165,7 +165,9 @@ def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
     if not isinstance(policy, PolicyMap | Policy | str):
         policy = f"params=float32,compute={parse_dtype(policy, 'of autocast').name},output=float32"
     policy_map = as_policy_map(policy)
-    return policy_map if recipe is None else policy_map.with_recipe(recipe)
+    policy_map = policy_map if recipe is None else policy_map.with_recipe(recipe)
+    check_has_no_state(policy_map.default.recipe, "autocast")
+    return policy_map
 
 
 def _is_nnx_node(value: Any) -> bool:

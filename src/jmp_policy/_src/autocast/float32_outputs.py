@@ -16,12 +16,16 @@ from jax import lax
 
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.products import binding
+from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
 from jmp_policy._src.weight_grads.dual_values import FLOAT32_PRODUCT
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
     """Computes the product of an equation, of half operands, with a result in the given dtype."""
-    return binding.bind(eqn, *operands, preferred_element_type=result, precision=None)[0]
+    changed = {"preferred_element_type": result, "precision": None}
+    if result == FLOAT32 and eqn.primitive.name == CONV_WITH_FLOAT32_RESULT.name:
+        return binding.bind_product(CONV_WITH_FLOAT32_RESULT, operands, {**eqn.params, **changed})[0]
+    return binding.bind(eqn, *operands, **changed)[0]
 
 
 def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:

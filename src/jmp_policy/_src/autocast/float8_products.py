@@ -10,10 +10,13 @@ from typing import Any
 
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.policy.recipes import role_by_name
 from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.policy.worthwhile import without_target
 from jmp_policy._src.products.fp8.eligibility import stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
+from jmp_policy._src.products.fp8.profit import loses
 
 
 def choose(eqn: Any, ins: Sequence[Value], region: Region) -> tuple[Any, str]:
@@ -40,7 +43,10 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
     if all(value.source == "leaf" for value in ins):
         return "both operands are arguments, as in a first layer"
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))))
-    return f"by its name it belongs to {role}" if role else stays_because(eqn)
+    if role:
+        return f"by its name it belongs to {role}"
+    recipe = region.recipe or ""
+    return stays_because(eqn, recipe) or loses(size_of(eqn), recipe)
 
 
 class _Float8Product:
@@ -49,7 +55,7 @@ class _Float8Product:
     def run(self, step: Any, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
         params = {**step.eqn.params, "preferred_element_type": None, "precision": None}
-        return [computed(bind_float8(arrays, step.region.recipe, params))]
+        return [computed(bind_float8(arrays, without_target(step.region.recipe), params))]
 
 
 FLOAT8: Any = _Float8Product()

@@ -50,6 +50,7 @@ class EqnPlan:
       note: what the user should know, or "".
       planner: of steps that plan more when they run: rules of derivatives.
       at: the equation on whose behalf it runs, if not `eqn`.
+      is_rewritten: whether other operations give the result or its derivative, whatever the dtypes.
     """
 
     eqn: Any
@@ -62,6 +63,7 @@ class EqnPlan:
     note: str = ""
     planner: "Planner | None" = None
     at: Any = None
+    is_rewritten: bool = False
 
     @property
     def is_unchanged(self) -> bool:
@@ -72,7 +74,7 @@ class EqnPlan:
             if ir.is_float32(var)
         )
         reads = all(d is None or d == FLOAT32 for d in self.reads)
-        return outs and reads and all(plan.is_unchanged for plan in self.inner)
+        return not self.is_rewritten and outs and reads and all(plan.is_unchanged for plan in self.inner)
 
 
 class Program(NamedTuple):

@@ -27,6 +27,18 @@ class Table:
     title: str = ""
 
 
+def row_of(rows: Sequence[Any], path: str, noun: str = "row") -> Any:
+    """Returns the row of a path.
+
+    Raises:
+      KeyError: when there is none; the message lists the paths that there are.
+    """
+    for row in rows:
+        if row.path == path:
+            return row
+    raise KeyError(f"There is no {noun} {path!r}; there are {joined([row.path for row in rows], 20, repr)}.")
+
+
 class Report:
     """Base class of the reports, which are frozen dataclasses of plain fields.
 

@@ -139,12 +139,12 @@ def without_name_stack() -> Any:
     return source_info_util.current().replace(name_stack=source_info_util.new_name_stack())
 
 
-def with_primitive(eqn: Any, primitive: Any, source: Any) -> Any:
-    """Returns an equation of another primitive, with the same operands, results and parameters.
+def changed_equation(eqn: Any, primitive: Any, source: Any = None, **params: Any) -> Any:
+    """Returns an equation of another primitive, source line or other parameters, with the same operands.
 
     Private: the field `source_info` of equations. JAX has no public way to change an equation.
     """
-    return eqn.replace(primitive=primitive, source_info=source)
+    return eqn.replace(primitive=primitive, source_info=source or eqn.source_info, params=eqn.params | params)
 
 
 def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:

@@ -24,8 +24,8 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_sca
 
 T = TypeVar("T")
 
-#: The largest power of two in float16, and so the largest cotangent that a float16 loss may have.
-_LARGEST_FLOAT16_COTANGENT = 2.0**15
+#: The largest power of two in float16.
+_LARGEST_FLOAT16 = 2.0**15
 
 
 @overload
@@ -173,16 +173,20 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
     promoted = loss.astype(promote_dtype(dtype))
     one_if_finite = lax.stop_gradient(promoted - promoted) + 1
     if dtype == jnp.float16:
-        factor = jnp.minimum(jnp.asarray(scale.loss_scale, jnp.float32), _LARGEST_FLOAT16_COTANGENT)
-        return promoted * (factor * one_if_finite)
+        return promoted * (first_cotangent(dtype, jnp.asarray(scale.loss_scale, jnp.float32)) * one_if_finite)
     return scale.scale(loss) * one_if_finite
+
+
+def first_cotangent(dtype: Any, loss_scale: Any) -> Any:
+    """Returns the cotangent of a loss of a dtype: its scale, of which float16 holds at most 2**15."""
+    return jnp.minimum(loss_scale, _LARGEST_FLOAT16) if dtype == jnp.float16 else loss_scale
 
 
 def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
     """Multiplies gradients of a float16 loss by the part of the scale that its cotangent could not hold."""
     if getattr(loss, "dtype", None) != jnp.float16:
         return grads
-    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_FLOAT16_COTANGENT, 1)
+    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_FLOAT16, 1)
 
     def multiply(g: Any) -> Any:
         if not jnp.issubdtype(g.dtype, jnp.inexact):

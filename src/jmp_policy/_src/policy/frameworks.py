@@ -48,6 +48,10 @@ class Framework:
         """
         return contextlib.nullcontext()
 
+    def policy_of(self, module: Any) -> Any:
+        """Returns the policy of a wrapped module, which replaces the one around it; None without one."""
+        return None
+
     def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context manager in which modules that hold no arrays are governed by rules."""
         return contextlib.nullcontext()

@@ -15,7 +15,8 @@ from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, is_half, parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.policy.recipes import RECIPES, check_recipe
+from jmp_policy._src.policy.recipes import checked_recipe, is_recipe
+from jmp_policy._src.policy.worthwhile import worthwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,12 @@ class Policy:
         none.
       grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in
         `compute_dtype` until the transpose of the parameter's cast.
-      recipe: how layers compute their products from scaled 8-bit operands: "fp8_current" or "fp8_rowwise".
-        None for products in compute dtype. Heads, routers, first layers and all else stay as without it.
+      recipe: how layers compute their products from scaled 8-bit operands: "fp8_current", "fp8_rowwise",
+        "fp8_block", "mxfp8" or "fp8_delayed".
+        For the forward pass alone "fwd:fp8_current", for gradients alone "bwd:fp8_current", and in different
+        ways "fwd:fp8_rowwise+bwd:fp8_current". "fp8_current@H100" does so where that gains on the device, at
+        each product's size (`worthwhile`). None for products in compute dtype. Heads, routers, first layers
+        and all else stay as without it.
 
     Raises:
       TypeError: when one of the three dtypes is missing.
@@ -82,7 +87,9 @@ class Policy:
             dtype = parse_dtype(given, f"for {name} of a Policy")
             object.__setattr__(self, name, dtype)
         if self.recipe is not None:
-            check_recipe(self.recipe, self.compute_dtype, ",".join(self._dtype_parts()))
+            given, at, target = str(self.recipe).partition("@")
+            recipe = checked_recipe(given, self.compute_dtype, ",".join(self._dtype_parts()))
+            object.__setattr__(self, "recipe", worthwhile(recipe, target) if at else recipe)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `param_dtype`, and returns all others as the same objects."""
@@ -187,7 +194,7 @@ def get_policy(text: PolicyLike) -> Policy:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE)
-    if name in RECIPES:
+    if is_recipe(name):
         raise ValueError(
             f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
         )

@@ -2,9 +2,15 @@
 
 Names are TransformerEngine's. A recipe says how the operands of a product are scaled before they are rounded
 to 8 bits; everything else about the policy stays: parameters, inputs and results have its other dtypes.
+
+A recipe is one word, so that policies, rules and scopes can name it: "fp8_current" for all products,
+"fwd:fp8_current" for those of the forward pass, "bwd:fp8_current" for those of gradients, and
+"fwd:fp8_rowwise+bwd:fp8_current" for both in different ways.
 """
 
+import functools
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +20,13 @@ from jmp_policy._src.core.suggest import did_you_mean
 RECIPES = {
     "fp8_current": "one scale per tensor, from the largest value that it has now",
     "fp8_rowwise": "one scale per row and column, from the largest value that it has now",
+    "fp8_block": "one scale per 128 terms of a sum, and per 128 x 128 values of a weight",
+    "mxfp8": "one scale per 32 terms of a sum",
+    "fp8_delayed": "one scale per tensor, from the largest values of the steps before",
 }
+
+#: The recipe that keeps state: scales and largest values, in variables of Flax Linen.
+DELAYED = "fp8_delayed"
 
 #: What a name of a layer, or of one above it, ends in or is, and what it tells: where 8 bits cost the most
 #: accuracy and save the least time.
@@ -27,8 +39,37 @@ _KEPT = (
 _NOT_KEPT = re.compile(r"(multi|single|num|n)_heads?", re.IGNORECASE)
 
 
-def check_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> None:
-    """Raises for what is no recipe, and for a recipe that does not go with a policy's compute dtype.
+class Passes(NamedTuple):
+    """Recipes of the products of the forward pass and of those of gradients; None for compute dtype."""
+
+    fwd: str | None
+    bwd: str | None
+
+
+@functools.lru_cache(maxsize=256)
+def passes_of(recipe: str) -> Passes:
+    """Returns what a recipe means for the two passes: compute dtype in both for a text that is no recipe.
+
+    Args:
+      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current"; the
+        device on which it must gain may follow: "fp8_current@H100".
+    """
+    recipe = recipe.partition("@")[0]
+    if recipe in RECIPES:
+        return Passes(recipe, recipe)
+    parts = [part.partition(":") for part in recipe.split("+")]
+    given = {key: name for key, _, name in parts if key in Passes._fields and name in RECIPES}
+    is_whole = len(given) == len(parts)
+    return Passes(given.get("fwd"), given.get("bwd")) if is_whole else Passes(None, None)
+
+
+def is_recipe(text: object) -> bool:
+    """Returns whether a value is the text of a recipe."""
+    return isinstance(text, str) and any(passes_of(text))
+
+
+def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
+    """Returns a recipe as it is written shortest.
 
     Args:
       recipe: what was given.
@@ -36,17 +77,46 @@ def check_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> None:
       policy: the rest of the policy, for the message.
 
     Raises:
-      ValueError: the message lists the recipes, or says which compute dtypes one goes with.
+      ValueError: for what is no recipe, and for a recipe that does not go with the compute dtype. The message
+        lists the recipes, or says which compute dtypes one goes with.
     """
-    if not isinstance(recipe, str) or recipe not in RECIPES:
-        hint = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
+    if not isinstance(recipe, str) or not is_recipe(recipe):
+        names = re.split(r"[:+]", recipe) if isinstance(recipe, str) else []
+        wrong = [name for name in names if name not in (*RECIPES, *Passes._fields)]
+        hint = did_you_mean(wrong[0], RECIPES) if wrong else ""
         known = ", ".join(f"{name!r} ({why})" for name, why in RECIPES.items())
-        raise ValueError(f"Unknown recipe {recipe!r} in policy {policy!r}.{hint} Known: {known}.")
+        raise ValueError(
+            f"Unknown recipe {recipe!r} in policy {policy!r}.{hint} Known: {known}; for one pass alone "
+            "'fwd:fp8_current' or 'bwd:fp8_current', for two 'fwd:fp8_rowwise+bwd:fp8_current'."
+        )
     if compute_dtype.name not in ("bfloat16", "float16"):
         raise ValueError(
             f"The policy {policy!r} has recipe={recipe}: a float8 recipe is for products in 16 bits, and "
             "what it leaves out stays in the compute dtype. Ask for compute=bfloat16 or float16, as "
             f"'mixed_bfloat16,recipe={recipe}' does."
+        )
+    passes = passes_of(recipe)
+    if passes.fwd != passes.bwd and DELAYED in passes:
+        raise ValueError(
+            f"The policy {policy!r} has recipe={recipe}: {DELAYED} keeps one state for both passes, and "
+            f"cannot be the recipe of one of them. Write recipe={DELAYED}."
+        )
+    if passes.fwd == passes.bwd:
+        return str(passes.fwd)
+    return "+".join(f"{key}:{name}" for key, name in passes._asdict().items() if name)
+
+
+def check_has_no_state(recipe: str | None, what: str) -> None:
+    """Raises ValueError for a recipe that keeps state, where there is no place for it.
+
+    Args:
+      recipe: as a policy has it.
+      what: that cannot keep it, for the message: "autocast".
+    """
+    if DELAYED in passes_of(recipe or ""):
+        raise ValueError(
+            f"The recipe {DELAYED} keeps scales in variables of Flax Linen modules, which {what} has not. "
+            "Ask for fp8_current, whose scales need no state, or wrap a Linen module."
         )
 
 

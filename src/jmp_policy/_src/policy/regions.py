@@ -17,12 +17,14 @@ import numpy as np
 from jmp_policy._src.core.dtypes import check_has_range, parse_dtype
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.policy.rules import PolicyMap, matches
+from jmp_policy._src.policy.worthwhile import is_staying
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARKER = re.compile(r"autocast\[([\w:]+)\]")
+_MARKER = re.compile(r"autocast\[([\w:+@]+)\]")
 
 
 class Region(NamedTuple):
@@ -118,7 +120,7 @@ def full_precision(fn: Callable[P, T]) -> Callable[P, T]:
 
 def is_marker(scope: str) -> bool:
     """Returns whether a scope of a name stack is a marker, and not a name that the user gave."""
-    return _MARKER.fullmatch(scope) is not None
+    return _MARKER.fullmatch(scope) is not None or is_staying(scope)
 
 
 def _region_word(given: "str | Policy | DTypeLike") -> str:
@@ -130,6 +132,7 @@ def _region_word(given: "str | Policy | DTypeLike") -> str:
         parse_dtype(word, f"of region({precision!r}), which is neither 'off' nor 'lower'"), precision
     )
     recipe = given.recipe if isinstance(given, Policy) else None
+    check_has_no_state(recipe, "autocast")
     return "off" if half is None else half.name if recipe is None else f"{half.name}:{recipe}"
 
 
@@ -171,7 +174,7 @@ class Regions:
         marker = _MARKER.fullmatch(scope)
         if marker:
             return self._with_precision(region, marker.group(1), f"region({marker.group(1)!r})")
-        if not self._rules:
+        if not self._rules or is_staying(scope):
             # Without rules the path decides nothing, and equal parts of a model share one plan.
             return region
         return functools.reduce(self._enter_name, scope.split("/"), region)

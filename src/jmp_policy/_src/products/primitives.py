@@ -1,4 +1,4 @@
-"""JAX's products as primitives of our own: the same operations, but for how a CPU computes them.
+"""JAX's products as primitives of our own: the same operations, but for how a platform computes them.
 
 A product has to know what it was written for when it is lowered, once the platform is known, and its
 derivatives have to know it too. `lax.platform_dependent` does not carry that far: it is differentiated branch
@@ -7,12 +7,12 @@ by branch, so the CPU's branch would be transposed into a product of float32 wit
 and after differentiation.
 
 Everything else about it is JAX's: it has JAX's name and parameters, its shapes, shardings, derivatives and
-batching are those of JAX's primitive, and on any device but a CPU it is lowered to JAX's operation, so that
-the program is the same. No rule is registered for a primitive of JAX's.
+batching are those of JAX's primitive, and on devices that need no other way it is lowered to JAX's operation,
+so that the program is the same. No rule is registered for a primitive of JAX's.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax.extend.core import Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.device_dispatch import GPUS
 from jmp_policy._src.products import convolution, dot
 
 #: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
@@ -29,12 +30,13 @@ from jmp_policy._src.products import convolution, dot
 _Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
 
 
-def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
-    """Makes a primitive that is one of JAX's bilinear ones, computed in another way on a CPU.
+def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] | None = None) -> Primitive:
+    """Makes a primitive that is one of JAX's bilinear ones, computed in another way on some platforms.
 
     Args:
       like: JAX's primitive.
-      choose: says how a CPU computes it.
+      choose: says how a CPU computes it for bfloat16 operands.
+      on_gpu: how a GPU does; None for JAX's own operation.
     """
     primitive = Primitive(like.name)
 
@@ -50,7 +52,7 @@ def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
         types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
         mesh = jax.sharding.get_abstract_mesh()
         jaxpr = _transpose(like, place, types, tuple(params.items()), mesh)
-        return _evaluated(jaxpr, cotangent, other)[0]
+        return _evaluated(jaxpr, {}, cotangent, other)[0]
 
     ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
 
@@ -62,17 +64,21 @@ def _bfloat16_primitive(like: Any, choose: _Chooser) -> Primitive:
             out, out_dim = batching.fancy_primitive_batchers[like](axis, operands, dims, **params)
             return out
 
-        (out,) = _evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), *operands)
+        (out,) = _evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), {like: primitive}, *operands)
         return out, out_dim
 
     batching.fancy_primitive_batchers[primitive] = batched
 
     def lower_for_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        function = choose(ctx.avals_in, ctx.avals_out[0], params) or like.bind
+        is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+        function = (is_bfloat16 and choose(ctx.avals_in, ctx.avals_out[0], params)) or like.bind
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
 
     mlir.register_lowering(primitive, mlir.lower_fun(like.bind, multiple_results=False))
     mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
+    if on_gpu is not None:
+        for platform in GPUS:
+            mlir.register_lowering(primitive, mlir.lower_fun(on_gpu, multiple_results=False), platform)
     compat.set_checkpoint_rule(primitive, functools.partial(checkpointed, like))
     return primitive
 
@@ -96,15 +102,21 @@ def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple
     return jax.make_jaxpr(call)(cotangent, other)
 
 
-def _evaluated(closed: Any, *values: Any) -> list[Any]:
-    """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line."""
+def _evaluated(closed: Any, given: Mapping[Any, Any], *values: Any) -> list[Any]:
+    """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line.
+
+    Args:
+      closed: the jaxpr.
+      given: which of our primitives to take for one of JAX's; `primitive_for` says it for the others.
+      values: the arguments.
+    """
     jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
-    eqns = [
-        compat.with_primitive(
-            eqn, primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params), source
-        )
-        for eqn in jaxpr.eqns
-    ]
+
+    def ours(eqn: Any) -> Any:
+        found = given.get(eqn.primitive)
+        return found or primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params)
+
+    eqns = [compat.changed_equation(eqn, ours(eqn), source) for eqn in jaxpr.eqns]
     return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
 
 
@@ -123,8 +135,12 @@ def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn:
     return eqn, eqn, [False], [True], needed
 
 
-DOT_GENERAL = _bfloat16_primitive(primitives.dot_general_p, lambda *_: dot.product)
-CONV_GENERAL_DILATED = _bfloat16_primitive(primitives.conv_general_dilated_p, convolution.rule)
+DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: dot.product)
+CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, convolution.rule)
+#: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
+CONV_WITH_FLOAT32_RESULT = _product_primitive(
+    primitives.conv_general_dilated_p, convolution.rule, on_gpu=convolution.in_half
+)
 
 _OURS = {
     primitives.dot_general_p: DOT_GENERAL,
@@ -145,13 +161,15 @@ def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any
     """Returns the primitive to bind in place of another, for these operands.
 
     On a CPU one of ours, for a product of bfloat16 operands with a floating result of at most 32 bits; JAX's
-    for all other products, and any other primitive itself.
+    for all other products, and any other primitive itself, `CONV_WITH_FLOAT32_RESULT` too.
 
     Args:
       primitive: JAX's or ours.
       operands: arrays, or their types.
       params: of the operation.
     """
+    if primitive is CONV_WITH_FLOAT32_RESULT:
+        return primitive
     jaxs = _JAXS.get(primitive, primitive)
     if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
         return jaxs

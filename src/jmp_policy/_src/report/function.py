@@ -48,6 +48,10 @@ class Function(NamedTuple):
     has_state: bool
     args: tuple[Any, ...] = ()
 
+    def trained(self) -> list[int]:
+        """Returns which of the arrays are parameters: the trainable ones of the first argument."""
+        return [i for i, a in enumerate(self.arguments) if a.position == 0 and a.trainable]
+
     def result(self, arrays: Sequence[Any]) -> Any:
         """Returns the function's result, without the state of modules."""
         out = self.call(arrays)
@@ -97,6 +101,14 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return Function(call, given.arrays, arguments, name, has_state=False, args=tuple(args))
 
 
+def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Returns a list of items with new ones in some places."""
+    whole = list(items)
+    for i, item in zip(places, new, strict=True):
+        whole[i] = item
+    return whole
+
+
 def is_floating(array: Any) -> bool:
     """Returns whether an array, or the type of one, is of a real floating dtype."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
@@ -140,10 +152,7 @@ def _of_modules(
 
     def call(arrays: Sequence[Any]) -> Any:
         state = jax.tree.unflatten(structure, arrays[: len(values)])
-        whole = list(split.others)
-        for i, array in zip(others, arrays[len(values) :], strict=True):
-            whole[i] = array
-        return split.call(fn, state, whole)
+        return split.call(fn, state, replaced(split.others, others, arrays[len(values) :]))
 
     arrays = [*values, *(split.others[i] for i in others)]
     return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.jaxpr.flatten import is_array
-from jmp_policy._src.loss_scaling.value_and_grad import split_loss
-from jmp_policy._src.report.function import Function
-
-#: The largest power of two in float16.
-_LARGEST_FLOAT16_SEED = 2.0**15
+from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, split_loss
+from jmp_policy._src.report.function import Function, replaced
 
 
 def returns_scalar(function: Function) -> bool:
@@ -29,7 +26,7 @@ def returns_scalar(function: Function) -> bool:
 
 def trained_arguments(function: Function, use: str) -> list[int]:
     """Returns which arrays are the parameters of a loss; raises ValueError if none is."""
-    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
+    trained = function.trained()
     if not trained:
         raise ValueError(f"{use} found no floating arrays in the parameters of {function.name}.")
     return trained
@@ -42,12 +39,9 @@ def value_and_gradients(
 
     def program(arrays: Sequence[Any]) -> Any:
         def scaled(params: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss, _ = split_loss(function.result(whole), has_aux)
+            loss, _ = split_loss(function.result(replaced(arrays, trained, params)), has_aux)
             loss = jnp.asarray(loss)
-            seed = jnp.asarray(seed_of(loss.dtype, loss_scale), jnp.float32)
+            seed = jnp.asarray(first_cotangent(loss.dtype, loss_scale), jnp.float32)
             product = loss.astype(promote_dtype(loss.dtype)) * seed
             return product, loss
 
@@ -55,11 +49,6 @@ def value_and_gradients(
         return [loss, product, *grads]
 
     return program
-
-
-def seed_of(dtype: Any, loss_scale: Any) -> Any:
-    """Returns what a loss of a dtype is multiplied by, as in training: float16 holds no larger seed."""
-    return jnp.minimum(loss_scale, _LARGEST_FLOAT16_SEED) if dtype == jnp.float16 else loss_scale
 
 
 def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.recipes import is_recipe
 from jmp_policy._src.policy.rules import PolicyMap, show_pattern
+from jmp_policy._src.products.fp8.eligibility import stays_in_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,7 @@ class Summary(Report):
 
     def __getitem__(self, path: str) -> ModuleRow:
         """Returns the row of a module by its path."""
-        for row in self.modules:
-            if row.path == path:
-                return row
-        raise KeyError(
-            f"There is no module {path!r}; there are {joined([r.path for r in self.modules], 20)}."
-        )
+        return row_of(self.modules, path, "module")
 
     @property
     def verdict(self) -> str:
@@ -205,7 +202,13 @@ def rule_text(rules: PolicyMap, index: int | None, precision: ModulePrecision) -
 
 
 def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
-    """Makes the summary of a model from its rows, and from its jaxpr, which shows pointless casts."""
+    """Makes the summary of a model from its rows, and from its jaxpr.
+
+    The jaxpr shows pointless casts, and the layers whose size keeps them from following a recipe.
+    """
+    staying = _Staying()
+    list(walk(jaxpr, staying))
+    rows = [staying.noted(row) for row in rows]
     return Summary(
         model=name,
         policy=str(rules.default) if not rules.overrides else repr(rules),
@@ -216,6 +219,32 @@ def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: 
         no_rule=tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else (),
         pointless_casts=tuple(pointless_casts(jaxpr)),
     )
+
+
+class _Staying:
+    """Visitor of a jaxpr that finds why products of layers with a recipe are not in float8."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, list[str]] = {}
+
+    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
+        return frozenset()
+
+    def loop(self, eqn: Any, site: Site) -> None:
+        """Does nothing: products in loops are seen in them."""
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        if eqn.primitive.name == "dot_general":
+            # The first name is that of the model.
+            self._reasons.setdefault(site.path.partition("/")[2], []).append(stays_in_half(eqn))
+
+    def noted(self, row: ModuleRow) -> ModuleRow:
+        """Returns a row with the reason in place of the recipe, if none of its products follows that."""
+        reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
+        if not all(reasons):
+            return row
+        words = [f"not in float8: {reasons[0]}" if is_recipe(word) else word for word in words]
+        return dataclasses.replace(row, note=", ".join(words))
 
 
 def pointless_casts(jaxpr: Any) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jmp_policy._src.flax.linen import intercept, summary, taps, wrap
 from jmp_policy._src.policy.frameworks import Framework
+from jmp_policy._src.policy.rules import PolicyMap
 
 
 class LinenFramework(Framework):
@@ -28,6 +29,10 @@ class LinenFramework(Framework):
         """Lets each module that is called mark its operations."""
         with intercept.marking(rules) as scope:
             yield scope.seen
+
+    def policy_of(self, module: Any) -> PolicyMap | None:
+        """Returns the rules of a wrapped module."""
+        return wrap.policy_of(module)
 
     def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the modules that are called under a policy."""

@@ -8,8 +8,10 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none
 from jmp_policy._src.flax.linen.attention import attention
+from jmp_policy._src.flax.linen.delayed_scaling import DelayedDotGeneral
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -81,7 +83,8 @@ def product_overrides(module: nn.Module, precision: ModulePrecision, path: str) 
         if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
             ours = stand_in(function, precision.compute_dtype)
             if recipe and function is lax.dot_general and is_jaxs_own(function):
-                ours = Float8DotGeneral(recipe, precision.recipe_is_asked_for, now)
+                kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
+                ours = kind(recipe, precision.recipe_is_asked_for, now)
             if ours is not function or given is not now:
                 new[field] = ours
     fields = {field.name for field in dataclasses.fields(module)}

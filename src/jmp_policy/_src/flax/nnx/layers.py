@@ -15,6 +15,7 @@ from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none,
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own
 
@@ -185,6 +186,7 @@ def settings(
     is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
     has_cls = attributes.get("dot_general_cls") is not None
     if recipe and not has_cls and (is_default or given is lax.dot_general) and is_jaxs_own(lax.dot_general):
+        check_has_no_state(recipe, "NNX")
         new["dot_general"] = Float8DotGeneral(recipe, precision.recipe_is_asked_for, given)
     return new
 

@@ -10,9 +10,12 @@ from jax import lax
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.matrix_products import size_of
+from jmp_policy._src.policy.worthwhile import staying, without_target
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8.eligibility import stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
+from jmp_policy._src.products.fp8.profit import loses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Float8DotGeneral:
     """Function that stands in for `lax.dot_general`: a float8 product, where that suits the operands.
 
     Args:
-      recipe: name of a recipe.
+      recipe: name of a recipe, and of the device on which it must gain.
       is_asked_for: whether a rule names the layer, so that only what the hardware refuses stays.
       instead_of: what the layer had: a function, or None for the default.
     """
@@ -41,11 +44,19 @@ class Float8DotGeneral:
             # Inside shard_map an operand may be marked as varying first.
             if eqn.primitive.name != "dot_general":
                 return compat.bind_primitive(eqn.primitive, operands, eqn.params)
-            if stays_because(eqn, self.is_asked_for):
+            if stays_because(eqn, self.recipe, self.is_asked_for):
                 return [functions.dot_general(*operands, **eqn.params)]
-            return [bind_float8(operands, self.recipe, eqn.params, unmarked=(lhs, rhs))]
+            size = size_of(eqn)
+            if loses(size, self.recipe):
+                with staying(self.recipe, size):
+                    return [functions.dot_general(*operands, **eqn.params)]
+            return [self.product(operands, eqn.params, (lhs, rhs))]
 
         return evaluate(jaxpr, (lhs, rhs), step)[0]
+
+    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        """Computes a float8 product; the arguments are those of `bind_float8`."""
+        return bind_float8(operands, without_target(self.recipe), params, unmarked=unmarked)
 
 
 def without_recipe(function: Any) -> Any:

@@ -1,9 +1,13 @@
 """The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
 
-It has two more operands, the scales. As it is bilinear in the first two, its derivatives are products of the
-same kind, of a cotangent in e5m2 with the other operand, in any order of differentiation, and `vmap` makes
-one product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap`
-over examples one weight gradient per example, and could not be differentiated twice.
+It has three more operands, the scales: of both, and of the cotangent where that is known beforehand. Those
+of blocks it computes itself. As it is bilinear in the first two, its derivatives are products of the same
+kind, of a cotangent in e5m2 with the other operand, in any order of differentiation, and `vmap` makes one
+product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap` over
+examples one weight gradient per example, and could not be differentiated twice.
+
+A recipe may be for one pass only. Forward, the product of the other pass is one of half operands that knows
+how its gradients are computed; backward, it is JAX's own.
 
 Operands are kept as they came and rounded again in the backward pass: XLA computes the same once, so that
 what waits for it has 8 bits. Tangents are not rounded: forward-mode derivatives are exact to compute dtype.
@@ -16,23 +20,30 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
+from jmp_policy._src.products.fp8.blocks import BLOCKS, block_product
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
 from jmp_policy._src.products.primitives import checkpointed, primitive_for
 
 _JAXS = primitives.dot_general_p
 
-#: Has JAX's name and parameters, and two of its own: `recipe`, and `formats`, the float8 dtype of each
-#: operand; None for one that is a tangent.
+#: Has JAX's name and parameters, and three of its own: `recipe`, of this product and its gradients;
+#: `formats`, the float8 dtype of each operand, None for a tangent; `weight`, which of them is a weight.
 FLOAT8_DOT_GENERAL = Primitive("dot_general")
 
-_OWN = ("recipe", "formats")
+#: Recipes with one scale per tensor, which forward and gradients share.
+_PER_TENSOR = ("fp8_current", DELAYED)
+
+_OWN = ("recipe", "formats", "weight")
 
 
 def bind_float8(
@@ -40,26 +51,35 @@ def bind_float8(
     recipe: str,
     params: dict[str, Any],
     formats: Sequence[str] = (VALUE, VALUE),
-    scales: Sequence[Any] = (None, None),
+    scales: Sequence[Any] = (None, None, None),
     unmarked: Sequence[Any] | None = None,
+    weight: int | None = 1,
 ) -> Any:
     """Binds the product of two half operands.
 
     Args:
       operands: two float16 or bfloat16 arrays.
-      recipe: "fp8_current" or "fp8_rowwise".
+      recipe: of this product and of its gradients, as a policy has it.
       params: those of JAX's primitive.
       formats: float8 dtype of each operand.
-      scales: of each operand; None for the one that the recipe gives it.
+      scales: of each operand, and of the result's cotangent; None for the one that the recipe gives it.
       unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
         is the same everywhere nobody communicates the largest value.
+      weight: the operand whose blocks are those of weights, if any.
     """
-    contracted = params["dimension_numbers"][0] if recipe == "fp8_rowwise" else (None, None)
+    this = passes_of(recipe).fwd
+    none = np.float32(1)
+    if this is None or this in BLOCKS:
+        scales = [none] * 3
+    contracted = params["dimension_numbers"][0] if this == "fp8_rowwise" else (None, None)
+    *own_scales, of_cotangent = scales
     scales = [
         scale_of(x, format, axes) if scale is None else scale
-        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, scales, strict=True)
+        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, own_scales, strict=True)
     ]
-    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, recipe=recipe, formats=tuple(formats), **params)
+    scales.append(none if of_cotangent is None else of_cotangent)
+    own = {"recipe": recipe, "formats": tuple(formats), "weight": weight}
+    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, **own, **params)
 
 
 def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -67,28 +87,75 @@ def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compute(
-    lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, *, as_type: Any = None, **params: Any
+    lhs: Any,
+    rhs: Any,
+    lhs_scale: Any,
+    rhs_scale: Any,
+    _: Any,
+    *,
+    on_cpu: bool = False,
+    scaled: bool = False,
+    **params: Any,
 ) -> Any:
     """Computes the product.
 
     Args:
       lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
       lhs_scale, rhs_scale: their scales.
-      as_type: dtype in which the rounded operands are multiplied, where a platform has no float8 products.
+      on_cpu: XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
+      scaled: whether the compiler has products with scales for blocks.
       params: of the primitive.
     """
-    given, jaxs = params["formats"], _jaxs_params(params)
+    given, recipe, jaxs = params["formats"], passes_of(params["recipe"]).fwd, _jaxs_params(params)
     result = jaxs["preferred_element_type"] or lhs.dtype
-    if None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
+    if recipe is None or None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
         return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
-    operands = [quantised(*x) for x in zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)]
-    if as_type is not None:
-        operands = [x.astype(as_type) for x in operands]
-    jaxs["preferred_element_type"] = jnp.dtype(jnp.float32)
+    if recipe in BLOCKS:
+        blocks = [BLOCKS[recipe][place == params["weight"]] for place in range(2)]
+        return block_product((lhs, rhs), given, blocks, jaxs, result=result, scaled=scaled)
+    # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
+    # value before as after. It is half as large.
+    sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
+    jaxs["preferred_element_type"] = jnp.dtype(sums)
+    saturates = recipe == DELAYED
+    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)
+    operands = [quantised(*x, saturates=saturates) for x in both]
+    scales, order = [lhs_scale, rhs_scale], None
+    if _is_of_weight(given, jaxs):
+        jaxs, order = _exchanged(operands, jaxs)
+        operands, scales = operands[::-1], scales[::-1]
+    if on_cpu:
+        operands = [x.astype(jnp.bfloat16) for x in operands]
     out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
-    for place, scale in enumerate((lhs_scale, rhs_scale)):
-        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"])
-    return out.astype(result)
+    for place, scale in enumerate(scales):
+        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
+    return (out if order is None else lax.transpose(out, order)).astype(result)
+
+
+def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
+    """Returns whether a product is that of a weight gradient: a cotangent, summed over its first axes."""
+    (left, _), (left_batch, _) = params["dimension_numbers"]
+    first = range(len(left_batch), len(left_batch) + len(left))
+    return formats[0] == GRADIENT and sorted(left) == list(first)
+
+
+def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns the parameters of a product with its operands exchanged, and the axes that restore its result.
+
+    JAX computes a weight gradient as the transpose of cotangent times input, where input times cotangent is
+    the gradient as it is. XLA computes neither transpose, but gives the first the layout of its transpose,
+    and with it all that shares a scale broadcast to the same shape: in a Transformer with as many tokens as
+    features that was the gradient of its input, whose normalisation then took three more kernels.
+    """
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    batch, rank = len(left_batch), sum(x.ndim for x in operands) - 2 * len(left) - len(left_batch)
+    split = operands[0].ndim - len(left)
+    there = [*range(batch), *range(split, rank), *range(batch, split)]
+    exchanged = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    if (sharding := params["out_sharding"]) is not None:
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        exchanged["out_sharding"] = sharding.update(spec=P(*(spec[axis] for axis in there)))
+    return exchanged, sorted(range(rank), key=there.__getitem__)
 
 
 def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
@@ -124,20 +191,26 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero) or place > 1:
         found[place] = ad.Zero(operands[place].aval)
         return found
-    other, recipe, known = operands[1 - place], params["recipe"], params["formats"][1 - place]
+    other, known = operands[1 - place], params["formats"][1 - place]
+    forward, recipe = passes_of(params["recipe"])
     types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
     jaxs = tuple(_jaxs_params(params).items())
     jaxpr = _transposed_jaxpr(place, types, jaxs, jax.sharding.get_abstract_mesh())
-    # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative.
-    format = VALUE if known == GRADIENT else GRADIENT
-    keeps_scale = known is not None and recipe == "fp8_current"
+    # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
+    # needs no more range than e4m3 has.
+    format = VALUE if known == GRADIENT or recipe in BLOCKS else GRADIENT
+    keeps_scale = known is not None and forward == recipe and recipe in _PER_TENSOR
+    is_known = recipe == DELAYED and format == GRADIENT
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if not all(is_half(value.dtype) for value in values):
+        if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
         formats = [(known or VALUE) if value is other else format for value in values]
-        scales = [operands[3 - place] if value is other and keeps_scale else None for value in values]
-        return bind_float8(values, recipe, eqn.params, formats, scales)
+        weights = [i for i, value in enumerate(values) if value is other and params["weight"] == 1 - place]
+        kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
+        scales = [*(kept if value is other else new for value in values), operands[4]]
+        weight = next(iter(weights), None)
+        return bind_float8(values, recipe, eqn.params, formats, scales, weight=weight)
 
     found[place] = _evaluated(jaxpr, (cotangent, other), product)
     return found
@@ -177,16 +250,16 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
         return out
 
     jaxpr = jax.make_jaxpr(call)(*map(jax.typeof, arrays))
-    recipe, formats = params["recipe"], params["formats"]
+    own = {name: params[name] for name in _OWN}
     is_batched = [dim is not None for dim in dims[2:]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
-        if recipe == "fp8_current":
+        if passes_of(own["recipe"]).fwd in _PER_TENSOR:
             shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
-            return bind_float8(values, recipe, eqn.params, formats, shared)
-        if None in formats:  # Of a tangent; the other operand's scale is not used.
-            return FLOAT8_DOT_GENERAL.bind(*values, *scales, recipe=recipe, formats=formats, **eqn.params)
-        return bind_float8(values, recipe, eqn.params, formats)
+            return bind_float8(values, params=eqn.params, scales=shared, **own)
+        if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
+            return FLOAT8_DOT_GENERAL.bind(*values, *scales, **own, **eqn.params)
+        return bind_float8(values, params=eqn.params, **own)
 
     return _evaluated(jaxpr, arrays, product), out_dim
 
@@ -205,8 +278,12 @@ def _jitted(params: tuple[Any, ...]) -> Callable[..., Any]:
     return jax.jit(lambda *operands: FLOAT8_DOT_GENERAL.bind(*operands, **dict(params)))
 
 
-def _lower(as_type: Any) -> Callable[..., Any]:
-    return mlir.lower_fun(functools.partial(_compute, as_type=as_type), multiple_results=False)
+def _lowering(**where: bool) -> Callable[..., Any]:
+    return mlir.lower_fun(functools.partial(_compute, **where), multiple_results=False)
+
+
+def _lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _lowering(scaled=compat.is_for_one_device(ctx))(ctx, *operands, **params)
 
 
 FLOAT8_DOT_GENERAL.def_impl(_run)
@@ -214,7 +291,7 @@ FLOAT8_DOT_GENERAL.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[FLOAT8_DOT_GENERAL] = _differentiate
 ad.primitive_transposes[FLOAT8_DOT_GENERAL] = _transpose
 batching.fancy_primitive_batchers[FLOAT8_DOT_GENERAL] = _batch
-mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower(None))
-# XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
-mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower(jnp.bfloat16), platform="cpu")
+mlir.register_lowering(FLOAT8_DOT_GENERAL, _lowering())
+mlir.register_lowering(FLOAT8_DOT_GENERAL, _lowering(on_cpu=True), platform="cpu")
+mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower_for_cuda, platform="cuda")
 compat.set_checkpoint_rule(FLOAT8_DOT_GENERAL, functools.partial(checkpointed, _JAXS))

@@ -6,6 +6,7 @@ most one binary digit of range, of the 17 to 32 that float8 has.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
 #: Types of values, with three binary digits after the point and a range of 2**17, and of gradients, with two
 #: and 2**32.
@@ -56,16 +58,78 @@ def float8_scale(x: Any, format: str, axes: tuple[int, ...] | None, over: tuple[
     """Computes a scale; a `jit`, so that jaxprs and profiles show one operation of this name."""
     is_empty = any(isinstance(size, int) and size == 0 for size in x.shape)  # Sizes may be symbolic.
     x = jnp.zeros((1,) * x.ndim, x.dtype) if is_empty else x
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None)
-    if over:
-        largest = lax.pmax(largest, over)
-    # Half as much more, a little less for exact powers, rounds to the next power of two. Multiplications and
-    # roundings of the maximum alone XLA often does in its kernel; tests and bits are one more for each scale.
+    if axes is None:
+        (scale,) = _OF_TENSOR[format](x)
+    else:
+        scale = _power_for(jnp.max(jnp.abs(x), axis=axes, keepdims=True), format)
+    return lax.pmax(scale, over) if over else scale
+
+
+def _power_for(largest: jax.Array, format: str) -> jax.Array:
+    """Returns the least powers of two by which largest values can be divided to fit a format."""
+    # Half as much more, a little less for exact powers, rounds to the next power of two.
     more = largest.astype(jnp.float32) * np.float32(1.499 / float(jnp.finfo(format).max))
     power = lax.reduce_precision(more, exponent_bits=8, mantissa_bits=0)
     return lax.max(power, np.finfo(np.float32).tiny)
 
 
-def quantised(x: Any, scale: Any, format: str) -> jax.Array:
-    """Returns an array, divided by its scale, in float8: 0 or NaN where the scale is infinite."""
-    return (x.astype(jnp.float32) / scale).astype(format)
+def _at_once(format: str, x: jax.Array) -> list[jax.Array]:
+    """Reduces a tensor, then computes the scale: several devices communicate one scalar."""
+    return [_power_for(jnp.max(jnp.abs(x)), format)]
+
+
+def _by_rows(format: str, x: jax.Array) -> list[jax.Array]:
+    """Computes the scale of each row, then the largest of them.
+
+    XLA reduces a large tensor in two kernels either way. Computed from the one result, the scale is often a
+    third kernel, as all that use it would have to compute it again.
+    """
+    axes = max((n for n in range(x.ndim) if math.prod(x.shape[:n]) <= _ROWS), default=0)
+    if math.prod(x.shape[axes:]) > _ROW_SIZE:
+        return _at_once(format, x)
+    rows = jnp.max(jnp.abs(x), axis=range(axes, x.ndim))
+    return [jnp.max(_power_for(rows, format))]
+
+
+#: What XLA reduces in one kernel: so many rows of so many elements to one value each, and their results to
+#: one. A longer row takes two kernels, and so does the second step for more rows.
+_ROWS, _ROW_SIZE = 2**13, 2**14
+
+#: How the scale of a whole tensor is computed, by format.
+_OF_TENSOR = {
+    format: by_devices(
+        "float8_scale",
+        functools.partial(_at_once, format),
+        one_gpu=functools.partial(_by_rows, format),
+        types=lambda _: [jax.ShapeDtypeStruct((), jnp.float32)],
+    )
+    for format in (VALUE, GRADIENT)
+}
+
+
+def quantised(x: Any, scale: Any, format: str, *, saturates: bool = False) -> jax.Array:
+    """Returns an array, divided by its scale, in float8: 0 or NaN where the scale is infinite.
+
+    Args:
+      x: a half array.
+      scale: its scale.
+      format: name of the float8 dtype.
+      saturates: whether values beyond the range become the largest. What is not finite is NaN then.
+    """
+    divided = x.astype(jnp.float32) / scale
+    if saturates:
+        largest = float(jnp.finfo(format).max)
+        divided = jnp.where(jnp.isfinite(divided), jnp.clip(divided, -largest, largest), jnp.nan)
+    return divided.astype(format)
+
+
+@jax.custom_batching.custom_vmap
+def largest_of(x: Any) -> jax.Array:
+    """Computes the largest absolute value of an array: inside `shard_map` of the whole, in `vmap` of all."""
+    largest, over = jnp.max(jnp.abs(x)).astype(jnp.float32), _split_over(x)
+    return lax.pmax(largest, over) if over else largest
+
+
+@largest_of.def_vmap
+def _largest_of_batch(axis_size: int, in_batched: Sequence[bool], x: Any) -> tuple[jax.Array, bool]:
+    return largest_of(x), False

@@ -16,7 +16,7 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.audit.half_sums import HalfSums, sum_terms
-from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.function import as_function, replaced
 from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 
 
@@ -56,14 +56,11 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
 
 
 def _with_gradients(function: Any) -> Any:
-    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
+    trained = function.trained()
 
     def value_and_gradients(arrays: Sequence[Any]) -> Any:
         def loss(params: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            out = function.call(whole)
+            out = function.call(replaced(arrays, trained, params))
             result = out[0] if function.has_state else out
             value = result[0] if isinstance(result, tuple) else result
             if getattr(value, "shape", None) != ():
@@ -154,7 +151,7 @@ class AuditVisitor:
                 "times": site.times,
                 "flops": size.flops * site.times,
                 "pad": matrix_products.padding(eqn, size),
-                "scales": eqn.params["recipe"] if fp8.formats_of(eqn) else "",
+                "scales": fp8.recipe_of(eqn),
                 "stays": fp8.why_not(eqn, site.path),
                 # Named at the end: in a loop the cause may come after the product that it reaches.
                 "cause": causes,

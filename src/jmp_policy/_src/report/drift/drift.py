@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent
 from jmp_policy._src.report.compile_once import run_compiled
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift, exceeding_text
@@ -17,7 +18,6 @@ from jmp_policy._src.report.function import Function, as_function
 from jmp_policy._src.report.loss_program import (
     named_results,
     returns_scalar,
-    seed_of,
     trained_arguments,
     value_and_gradients,
 )
@@ -88,7 +88,7 @@ def drift(
         if quick and comparison.is_reliable(compared, measured):
             break
     if is_loss:
-        loss_scale = float(seed_of(jaxpr.out_avals[0].dtype, loss_scale))
+        loss_scale = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale))
     return _report(
         function,
         comparison,

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.lowering import compile_process
 from jmp_policy._src.report.lowering.compile_process import Compiled, described, last_lines
 from jmp_policy._src.report.lowering.export import Exported
 from jmp_policy._src.report.lowering.installed import check_installed
-from jmp_policy._src.report.lowering.target import Target
 
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S+")
 

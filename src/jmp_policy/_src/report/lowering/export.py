@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 
 from jmp_policy._src.report.lowering.installed import unavailable
 
+#: Names of custom calls in JAX's message: as StableHLO shows them.
+_CUSTOM_CALL = re.compile(r"custom_call @\"?([^\s\"(]+)")
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[((?:\"[^\"]+\"=\d+(?:, )?)+)\]")
 
 
@@ -95,7 +97,6 @@ def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -
         # Targets of custom calls that may change with the version of JAX; here both sides are of one version.
         if "custom calls" not in str(error):
             raise
-        allowed = [
-            jax.export.DisabledSafetyCheck.custom_call(n) for n in re.findall(r"'([^']+)'", str(error))
-        ]
+        names = _CUSTOM_CALL.findall(str(error))
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in dict.fromkeys(names)]
     return jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)(list(types))

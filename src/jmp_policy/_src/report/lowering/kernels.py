@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
@@ -18,7 +19,6 @@ from jmp_policy._src.report.lowering.hlo import (
 )
 from jmp_policy._src.report.lowering.products import Product, backend_config, dtype_name, products_of
 from jmp_policy._src.report.lowering.runs import Runs, executed
-from jmp_policy._src.report.lowering.target import Target
 from jmp_policy._src.report.lowering.traffic import Traffic
 
 _COLLECTIVES = (

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import TARGETS, target_of_device
 from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.profit import LayerProfit
+from jmp_policy._src.report.lowering.profit import LayerProfit, RecipeProfit
 from jmp_policy._src.report.lowering.roofline import Estimate, kernel_seconds, plot_roofline
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import TARGETS, target_of_device
 
 HALVES = ("float16", "bfloat16")
+#: What the program is called whose products are in half where the given one has them in float8 by recipes.
+WITHOUT_RECIPE = "without recipes"
 #: Number of runs whose median is the measured time.
 RUNS = 10
 #: Up to this many modules the table has rows for each; where there are more, modules whose names differ only
@@ -40,6 +42,7 @@ class LoweringReport(Report):
         not say. On TPUs `temp_bytes` is often 0 although memory is used: compare this instead.
       float32_temp_bytes, float32_peak_bytes: the same of the program in float32; None if it did not compile.
       layers: estimated gain of each module from half precision, at these shapes on this device.
+      recipes: estimated gain of each module from its float8 recipe, against the same program without recipes.
 
     Example:
       >>> from jmp_policy import lowering_report
@@ -63,6 +66,7 @@ class LoweringReport(Report):
     float32_temp_bytes: int | None = None
     float32_peak_bytes: int | None = None
     layers: tuple[LayerProfit, ...] = ()
+    recipes: tuple[RecipeProfit, ...] = ()
 
     _rows = "kernels"
 
@@ -115,6 +119,8 @@ class LoweringReport(Report):
             tables.append(_estimates_table(self.estimates))
         if self.layers:
             tables.append(_layers_table(self.layers))
+        if self.recipes:
+            tables.append(_recipes_table(self.recipes))
         return tables
 
     def _lines(self) -> list[str]:
@@ -161,6 +167,24 @@ def _layers_table(layers: Sequence[LayerProfit]) -> Table:
     ]
     title = "Estimated time by module, forward and backward (roofline; float32 at JAX's default precision)"
     return Table(["module", "float32 ", f"{layers[0].precision} ", "gain "], rows, title)
+
+
+def _recipes_table(recipes: Sequence[RecipeProfit]) -> Table:
+    """Makes the table of modules with recipes; where there are many, like names share a row."""
+    shared = len(recipes) > _MOST_MODULES
+    sums: dict[tuple[str, str], list[float]] = {}
+    for found in recipes:
+        name = _NUMBER.sub("*", found.path) if shared else found.path
+        before = sums.get((name, found.recipe), [0.0] * 4)
+        parts = found.half_seconds, found.seconds, found.saved_seconds, found.added_seconds
+        sums[name, found.recipe] = list(map(sum, zip(before, parts, strict=True)))
+    rows = [
+        [*name, *map(_seconds_text, total), f"{total[0] / total[1]:.2f}x"]
+        for name, total in sorted(sums.items(), key=lambda item: -item[1][0])[:_MOST_MODULES]
+    ]
+    title = "Estimated time by module with float8 products, forward and backward (roofline)"
+    columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds ", "gain "]
+    return Table(columns, rows, title)
 
 
 def _products_table(report: LoweringReport) -> Table:
@@ -227,13 +251,19 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate], target: Target | None = None) -> str:
+def verdict_of(
+    kernels: Sequence[Kernel],
+    found: Sequence[Estimate],
+    target: Target | None = None,
+    recipes: Sequence[RecipeProfit] = (),
+) -> str:
     """Returns the report in one line: modules whose products are not fast, and the estimated speed.
 
     Args:
       kernels: those of the program.
       found: estimates.
       target: the card; a half type that its Tensor Cores don't have is not recommended.
+      recipes: what modules gain by their recipes.
     """
     units = target.matrix_units if target is not None else "Tensor Cores"
     products = [kernel for kernel in kernels if kernel.flops]
@@ -259,6 +289,9 @@ def verdict_of(kernels: Sequence[Kernel], found: Sequence[Estimate], target: Tar
     if target is not None and known and (missing := [h for h in HALVES if h in given and h not in known]):
         has = "has no Tensor Cores for" if target.platform == "cuda" else "has no arithmetic for"
         parts.append(f"{target.name} {has} {missing[0]}: use {known[0]}")
+    if losing := [layer for layer in recipes if layer.speedup < 1]:
+        better = f"{losing[0].recipe}@{target.name}" if target is not None else "another recipe"
+        parts.append(f"slower by their recipe: {joined([p.path for p in losing])} ({better} leaves such out)")
     return "; ".join([*parts, *_estimated(found, known)]) + "."
 
 
@@ -280,6 +313,10 @@ def _estimated(found: Sequence[Estimate], known: Sequence[str]) -> list[str]:
     halves = [by_precision[half] for half in HALVES if half in by_precision]
     given = [estimate for estimate in halves if estimate.program == "as given"]
     given = given or [estimate for estimate in halves if estimate.precision in known]
+    plain = next((estimate for estimate in halves if estimate.program == WITHOUT_RECIPE), None)
+    if plain is not None and "float8" in by_precision:
+        gain = plain.seconds / by_precision["float8"].seconds
+        return [f"estimated {gain:.2f}x the speed of the same in {plain.precision}, {WITHOUT_RECIPE}"]
     if not given or "float32" not in by_precision:
         return []
     best = max(given, key=lambda estimate: estimate.speedup)

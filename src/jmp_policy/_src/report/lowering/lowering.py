@@ -11,22 +11,23 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes
+from jmp_policy._src.products.fp8.in_half import products_in_half
 from jmp_policy._src.report.function import Function, as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import compile_here, compiled
 from jmp_policy._src.report.lowering.export import Exported, exported
-from jmp_policy._src.report.lowering.float8_kernels import check_float8
-from jmp_policy._src.report.lowering.gpus import GPUS
+from jmp_policy._src.report.lowering.float8_kernels import check_float8, float8_halves, recipes_by_path
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
-from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, LoweringReport, verdict_of
-from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits
+from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
+from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits, recipe_profits
 from jmp_policy._src.report.lowering.roofline import estimates
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import TARGETS, find_target, target_of_device
 
 Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
@@ -95,7 +96,8 @@ def lowering_report(
         _check_exportable(jaxpr, function.name)
         answers, devices = _compile_elsewhere(programs, function, card, _donated(fn, args, kwargs, function))
         measured = None
-    report = _report(function.name, card, devices, programs, answers, measured)
+    recipes = recipes_by_path(jaxpr)
+    report = _report(function.name, card, devices, programs, answers, measured, recipes)
     if require is not None:
         check_float8(jaxpr, report.kernels, f"{function.name} for {card.name}")
     return report
@@ -108,6 +110,7 @@ def _report(
     programs: Programs,
     answers: Mapping[str, Compiled],
     measured: float | None,
+    recipes: Mapping[str, str],
 ) -> LoweringReport:
     given = answers[""]
     if given.error:
@@ -120,6 +123,8 @@ def _report(
     ]
     known = {p: (programs[p][0], kernels_of(a.text, card)) for p, a in answers.items() if p and not a.error}
     found = estimates(known, card)
+    plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
+    gains = recipe_profits(plain[0], kernels, recipes, card) if plain else ()
     wide = answers.get("float32", Compiled(error="not compiled"))
     return LoweringReport(
         function=name,
@@ -132,18 +137,19 @@ def _report(
         estimates=found,
         measured_seconds=measured,
         notes=(*_unknown(kernels, card), *failed),
-        verdict=verdict_of(kernels, found, card),
+        verdict=verdict_of(kernels, found, card, gains),
         peak_bytes=given.peak_bytes,
         float32_temp_bytes=None if wide.error else wide.temp_bytes,
         float32_peak_bytes=None if wide.error else wide.peak_bytes,
         layers=_layers(known, card),
+        recipes=gains,
     )
 
 
 def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[LayerProfit, ...]:
     """Returns the gains of the half type that is given, or else of one that the device has."""
     halves = [half for half in HALVES if half in known]
-    given = [half for half in halves if known[half][0] == "as given"]
+    given = [half for half in halves if known[half][0] in ("as given", WITHOUT_RECIPE)]
     chosen = given or [half for half in halves if half in card.on_tensor_cores]
     if not chosen or "float32" not in known:
         return ()
@@ -174,9 +180,12 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
         "": ("as given", function.call),
         "float32": ("as given" if is_float32 else "in float32", float32),
     }
+    recipe_halves = float8_halves(jaxpr)
     for half in HALVES:
         if half in halves and not is_float8:
             programs[half] = ("as given", function.call)
+        elif half in recipe_halves:
+            programs[half] = (WITHOUT_RECIPE, products_in_half(function.call))
         else:
             programs[half] = ("under autocast", autocast(float32, half))
     if is_float8:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.lowering.convolutions import product_sizes
 from jmp_policy._src.report.lowering.hlo import Computations, Instruction, arrays
-from jmp_policy._src.report.lowering.target import Target
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
@@ -88,11 +88,13 @@ def products_of(
     library = instruction.attribute("custom_call_target")
     if "conv" in library and "cudnn" in library:
         return [_convolution(instruction, scope, target)]
+    if library == "__cudnn$blockScaledDot":
+        return [_block_scaled_product(instruction, scope, target)]
     if "matmul" in library or library.startswith("__cublas$"):
         return [_library_product(instruction, computations, scope, target)]
     if instruction.opcode == "convolution":
         return [_window_product(instruction, scope, target)]
-    if instruction.opcode == "dot":
+    if instruction.opcode in ("dot", "scaled-dot"):
         return [_dot(instruction, computations, scope, None, target, on_cores=target.platform == "tpu")]
     if instruction.opcode != "fusion":
         return []
@@ -104,7 +106,7 @@ def products_of(
         inner = {i.name: i for i in computations.get(name, ())}
         for part in inner.values():
             outside = (instruction, scope)
-            if part.opcode == "dot":
+            if part.opcode in ("dot", "scaled-dot"):
                 found.append(_dot(part, computations, inner, outside, target, on_cores))
             elif part.opcode in ("fusion", "convolution"):
                 found += products_of(part, computations, inner, target)
@@ -145,6 +147,13 @@ def _library_product(
     exact = "highest" if "HIGHEST" in precision.get("operand_precision", ()) else ""
     sizes = _sizes(_shapes(call, scope), *axes)
     return _product(call, scope, sizes, precision.get("algorithm", ""), exact, padded, target, True)
+
+
+def _block_scaled_product(call: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
+    """Returns a product of operands with a scale per block, which is always of rows with rows."""
+    shapes = _shapes(call, scope)
+    *batch, _, k = range(len(shapes[0][1]))
+    return _product(call, scope, _sizes(shapes, [k], [k], batch, batch), "", "", False, target, True)
 
 
 def _convolution(call: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
@@ -200,6 +209,8 @@ def _product(
     else:
         exact = any(word.strip() not in ("", "default") for word in precision.split(","))
         arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
+        if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
+            arithmetic = "bfloat16"
         aligned = _is_aligned(first, sizes[1:])
     return Product(
         operands=(first, second),

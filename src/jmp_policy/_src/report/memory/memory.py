@@ -16,11 +16,11 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
+from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.targets import find_target
 from jmp_policy._src.report.memory import buffers
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
 from jmp_policy._src.report.memory.programs import Traced, compiled_elsewhere, compiled_here, traced

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.report.lowering.compile_process import Compiled, described
 from jmp_policy._src.report.lowering.compiler import compiled
 from jmp_policy._src.report.lowering.export import exported
-from jmp_policy._src.report.lowering.target import Target
 from jmp_policy._src.report.memory import buffers
 
 

@@ -1,7 +1,7 @@
 """Chooses the modules that must compute in float32, and writes them as rules."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
@@ -26,11 +26,16 @@ class Choice(NamedTuple):
     @property
     def predicted(self) -> float:
         """Returns the relative error of the gradient that is left."""
-        return math.sqrt(sum(e.gradient for path, e in self.found.own.items() if path not in self.reasons))
+        return math.sqrt(sum(self.found.own[path].gradient for path in self.half))
+
+    @property
+    def half(self) -> list[str]:
+        """Returns the paths of the modules that stay in half."""
+        return [path for path in self.found.own if path not in self.reasons]
 
     def next(self) -> str | None:
         """Returns the module in half that brings most of the error that is left; None if there is none."""
-        left = {path: e.gradient for path, e in self.found.own.items() if path not in self.reasons}
+        left = {path: self.found.own[path].gradient for path in self.half}
         return max(left, key=left.__getitem__) if left else None
 
 
@@ -46,9 +51,11 @@ def overflowing(found: Effects) -> Choice:
     return Choice(found, reasons)
 
 
-def within(choice: Choice, budget: float) -> Choice:
+def within(
+    choice: Choice, budget: float, error: Callable[[Choice], float] = lambda choice: choice.predicted
+) -> Choice:
     """Adds the modules that bring most of the error, until what is left is within a budget."""
-    while choice.predicted > budget and (path := choice.next()) is not None:
+    while error(choice) > budget and (path := choice.next()) is not None:
         choice = widened(choice, path)
     return choice
 
@@ -81,7 +88,7 @@ def rules_of(choice: Choice) -> PolicyMap:
 def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     """Returns the default and every rule, with the reason."""
     own, rows = choice.found.own, []
-    left = [path for path in own if path not in choice.reasons]
+    left = choice.half
     why = "" if is_half(rules.default.compute_dtype) else choice.reasons[""]
     rows.append(
         _row("", rules.default, why or f"{len(left)} of {len(own)} modules fit the budget", own, left)

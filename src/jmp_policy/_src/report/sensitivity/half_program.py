@@ -13,7 +13,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.function import Function, as_function, replaced
 from jmp_policy._src.report.loss_program import trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
@@ -68,8 +68,11 @@ class Loss(NamedTuple):
 
     def under(self, rules: PolicyMap) -> "Loss":
         """Returns the loss whose modules are governed by rules; a function without modules under autocast."""
-        if not self.modules():
+        modules = self.modules()
+        if not modules:
             return self._replace(call=autocast(self.call, rules))
+        for path, module in modules.items():
+            self._check_bare("/".join(path), module)
 
         @functools.wraps(self.call)
         def governed(*args: Any, **kwargs: Any) -> Any:
@@ -87,15 +90,31 @@ class Loss(NamedTuple):
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
 
+    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """Returns its gradient, a function of the parameters and all arrays, and these."""
+        function, trained = self.function(), self.trained()
+
+        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return function.result(replaced(arrays, trained, params))
+
+        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
+    def _check_bare(self, path: str, module: Any) -> None:
+        """Raises ValueError for a module that would keep its own policy under any other."""
+        framework = framework_of(module)
+        policy = framework and framework.policy_of(module)
+        if policy:
+            raise ValueError(
+                f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
+                f"under {policy!r}. Call the model as it was before `wrap` in the loss."
+            )
+
     def value_and_grad(self, scale: float = 1.0) -> tuple[jax.Array, list[jax.Array]]:
         """Runs it once: the loss, and the gradients of the parameters, in float32 and without the scale."""
         function, trained = self.function(), self.trained()
 
         def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            whole = list(arrays)
-            for i, param in zip(trained, params, strict=True):
-                whole[i] = param
-            loss = function.result(whole).astype(jnp.float32)
+            loss = function.result(replaced(arrays, trained, params)).astype(jnp.float32)
             return loss * scale, loss
 
         @jax.jit

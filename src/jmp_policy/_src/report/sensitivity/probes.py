@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.sensitivity.half_program import Loss, Places
-from jmp_policy._src.report.sensitivity.rounding import DTYPES
-from jmp_policy._src.report.sensitivity.rounding_taps import STATISTICS, sink
-from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
+from jmp_policy._src.report.sensitivity import rounding_taps
+from jmp_policy._src.report.sensitivity.rounding_taps import STATISTICS
+from jmp_policy._src.report.sensitivity.tapped_program import Sink
+from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
 
 #: The largest loss scale that is proposed.
 _LARGEST_SCALE = 2.0**24
@@ -63,44 +62,22 @@ class Effects(NamedTuple):
     alone: dict[str, Effect]
 
 
-def effects(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], probes: int) -> Effects:
-    """Measures what rounding does to a loss and its gradient.
-
-    Raises:
-      ValueError: where nothing would be computed in half; for batches of other shapes.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
-    modules = loss.modules()
-    half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))
-    function, trained = half.function(), half.trained()
-    given = [function.arrays, *(half._replace(args=tuple(b)).function().arrays for b in batches)]
-    _check_shapes(given, loss.use)
-    jaxpr, group_of = jax.make_jaxpr(function.result)(function.arrays), Places(modules).of
-    empty = TappedProgram(group_of, {}, dtype)
-    jax.eval_shape(lambda arrays: empty(jaxpr, arrays), function.arrays)
-    if not empty.groups:
-        raise ValueError(
-            f"Nothing of {function.name} would be computed in {dtype}: it calls no module of Flax that "
-            "computes in half under a policy, and has no matrix product for autocast. Give it the loss of "
-            "the float32 model."
-        )
-    sinks = [Sink(group, alone) for group in empty.groups for alone in (False, True)]
-    run = _compiled(
-        lambda sinks, arrays: TappedProgram(group_of, sinks, dtype)(jaxpr, arrays)[0], trained, sinks
-    )
+def effects(traced: TracedLoss, probes: int) -> Effects:
+    """Measures what rounding does to a loss and its gradient."""
+    run = _compiled(traced)
     scale = 1.0  # bfloat16 has float32's range.
-    if dtype == "float16":
-        scale = _loss_scale(run(jax.random.key(0), 1.0, given[0]).first)
-    found = dict.fromkeys(sinks, Effect())
-    for i, arrays in enumerate(given):
+    if traced.dtype == "float16":
+        scale = _loss_scale(run(jax.random.key(0), 1.0, traced.batches[0]).first)
+    found = dict.fromkeys(traced.sinks, Effect())
+    for i, arrays in enumerate(traced.batches):
         for j in range(probes):
             seen = jax.device_get(run(jax.random.key(i * probes + j + 1), scale, arrays))
             # Counts are those of one batch; squares are means.
-            for name in sinks:
-                found[name] += _effect(seen, name, probes * len(given), counted=not i and not j)
-    own, alone = ({g: found[Sink(g, which)] for g in empty.groups} for which in (False, True))
-    return Effects(function.name, dtype, scale, modules, own, alone)
+            for name in traced.sinks:
+                runs = probes * len(traced.batches)
+                found[name] += _effect(seen, name, runs, counted=not i and not j)
+    own, alone = ({g: found[Sink(g, which)] for g in traced.groups} for which in (False, True))
+    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone)
 
 
 class _Seen(NamedTuple):
@@ -112,17 +89,12 @@ class _Seen(NamedTuple):
     square: Any
 
 
-def _compiled(
-    loss_of: Callable[..., Any], trained: Sequence[int], names: Sequence[Sink]
-) -> Callable[..., Any]:
+def _compiled(traced: TracedLoss) -> Callable[..., Any]:
     def of_params(params: Sequence[Any], sinks: Any, arrays: Sequence[Any]) -> Any:
-        whole = list(arrays)
-        for i, param in zip(trained, params, strict=True):
-            whole[i] = param
-        return loss_of(sinks, whole).astype(jnp.float32)
+        return traced.run(rounding_taps, sinks, params, arrays)
 
     def run(key: Any, scale: Any, arrays: Sequence[Any]) -> _Seen:
-        params = [arrays[i].astype(jnp.float32) for i in trained]
+        params = traced.params(arrays)
         signs = [
             jax.random.rademacher(jax.random.fold_in(key, i), param.shape, jnp.float32)
             for i, param in enumerate(params)
@@ -135,12 +107,11 @@ def _compiled(
             product = sum(jnp.sum(a * b) for a, b in zip(signs, grads, strict=True))
             return product, _Seen(first, None, loss, sum(jnp.sum(jnp.square(g)) for g in grads))
 
-        second, seen = jax.grad(along, has_aux=True)({name: sink(scale) for name in names})
+        sinks = {name: rounding_taps.sink(scale) for name in traced.sinks}
+        second, seen = jax.grad(along, has_aux=True)(sinks)
         return seen._replace(second=second)
 
-    # The program runs a few times. On a CPU, code that is not optimised is compiled in half of the time.
-    quick: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(run, compiler_options=quick if jax.default_backend() == "cpu" else None)
+    return compiled_quickly(run)
 
 
 def _loss_scale(first: Any) -> float:
@@ -161,13 +132,3 @@ def _effect(seen: _Seen, name: Sink, runs: int, counted: bool) -> Effect:
     square, loss = float(seen.square), float(np.square(seen.loss))
     gradient = float(seen.second[name][0]) / square if square else 0.0
     return Effect(gradient / runs, float(statistics["loss_variance"]) / loss / runs if loss else 0.0, *counts)
-
-
-def _check_shapes(given: Sequence[Sequence[Any]], use: str) -> None:
-    shapes = [[(x.shape, str(x.dtype)) for x in arrays] for arrays in given]
-    for batch in shapes[1:]:
-        if batch != shapes[0]:
-            raise ValueError(
-                f"{use} compiles one program for all batches, so those in `batches` must have the shapes and "
-                f"dtypes of the first; got {batch} after {shapes[0]}."
-            )

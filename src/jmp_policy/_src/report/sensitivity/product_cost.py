@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
-from jmp_policy._src.report.lowering.target import Target
 from jmp_policy._src.report.sensitivity.half_program import Loss
 
 
@@ -27,15 +26,7 @@ class Cost(NamedTuple):
 
 def products(loss: Loss) -> Sequence[Product]:
     """Returns the products of a loss and its gradient, which is traced and not run."""
-    function, trained = loss.function(), loss.trained()
-
-    def of_params(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        whole = list(arrays)
-        for i, param in zip(trained, params, strict=True):
-            whole[i] = param
-        return function.result(whole)
-
-    return audit(jax.grad(of_params), [function.arrays[i] for i in trained], function.arrays).products
+    return audit(*loss.gradient()).products
 
 
 def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> Cost:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jmp_policy._src.core.report_base import Report, Table, count_text, joined
+from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
 from jmp_policy._src.report.sensitivity.half_program import is_below
 
 
@@ -41,6 +41,8 @@ class Sensitivity(Report):
       loss_scale: power of two that the cotangents were multiplied by: the largest that leaves a factor of 4
         to overflow, at most 2**24. Sums over the trips of loops make it smaller than need be.
       rows: one per module or candidate.
+      measured: whether each row is the error of a gradient with the rounding of its module; else rows are
+        first-order estimates.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,6 +56,7 @@ class Sensitivity(Report):
     dtype: str
     loss_scale: float
     rows: tuple[SensitivityRow, ...]
+    measured: bool = False
 
     _rows = "rows"
 
@@ -63,12 +66,7 @@ class Sensitivity(Report):
         Raises:
           KeyError: when there is none; the message lists the paths that there are.
         """
-        for row in self.rows:
-            if row.path == path:
-                return row
-        raise KeyError(
-            f"There is no row {path!r}; there are {joined([r.path for r in self.rows], 20, repr)}."
-        )
+        return row_of(self.rows, path)
 
     @property
     def verdict(self) -> str:
@@ -99,7 +97,8 @@ class Sensitivity(Report):
                 r.overflow, r.underflow, r.gradient_overflow, r.gradient_underflow)))
             for r in self.rows
         ]  # fmt: skip
-        return [Table(columns, rows, f"Predicted relative errors in {self.dtype}, one module at a time")]
+        how = "with rounding applied" if self.measured else "to first order"
+        return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
 
     def _lines(self) -> Sequence[str]:
         return (f"{self.function}, loss scale {self.loss_scale:g}. {self.verdict}",)

@@ -9,17 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.targets import find_target
-from jmp_policy._src.report.sensitivity import float32_modules, product_cost
+from jmp_policy._src.report.sensitivity import float32_modules, product_cost, rounding_taps
+from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
 from jmp_policy._src.report.sensitivity.probes import effects
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation
+from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
 #: two to ten times what a Transformer or a convolutional network has in float16 (docs/recommend.md).
@@ -52,7 +54,8 @@ def recommend(
     Everything is in half that leaves the gradient within a budget of error. A module computes in float32
     if values or cotangents overflow in it, and otherwise those do that bring most of the error, as
     `sensitivity` predicts it, until the rest fits. The policy is then run, and its gradient compared with
-    that of float32; if it is off by more, further modules are added.
+    that of float32; if it is off by more, further modules are added, in models that make decisions (relu,
+    maximum) by measured errors.
 
     Args:
       loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
@@ -113,10 +116,17 @@ def _in(
     card: Target | None,
 ) -> Recommendation:
     """Returns what to recommend in one dtype."""
-    seen = effects(loss, dtype, batches, probes)
+    traced = traced_loss(loss, dtype, batches, rounding_taps)
+    seen = effects(traced, probes)
     choice = float32_modules.within(float32_modules.overflowing(seen), budget)
     scale = seen.loss_scale if dtype == "float16" else 1.0
     rules, measured = _measured(loss, choice, scale, exact)
+    if measured > budget and traced.decides:
+        # First order has not seen decisions that rounding turns, so it does not say which modules matter.
+        applied = AppliedRounding(traced, seen.loss_scale)
+        choice = float32_modules.overflowing(applied.own(seen))
+        choice = float32_modules.within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+        rules, measured = _measured(loss, choice, scale, exact)
     for _ in range(_ROUNDS):
         path = choice.next()
         if measured <= budget or path is None:

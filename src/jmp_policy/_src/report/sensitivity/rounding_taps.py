@@ -76,6 +76,12 @@ def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: 
     return _summed(transposable, dtype, x, _varying_like(sink, x))
 
 
+def transposed(transposable: Callable[[Any], Any], like: Any, dtype: str, g: Any) -> Any:
+    """Returns the transpose of a linear function, computed in a dtype and cast to float32."""
+    (out,) = jax.linear_transpose(transposable, like.astype(dtype))(g.astype(dtype))
+    return out.astype(jnp.float32)
+
+
 def _varying_like(sink: Any, x: Any) -> Any:
     missing = varying(jax.typeof(x)) - varying(jax.typeof(sink))
     return jax.lax.pcast(sink, tuple(sorted(missing)), to="varying") if missing else sink
@@ -143,13 +149,9 @@ def _summed_forward(transposable: Any, dtype: str, x: Any, sink: Any) -> Any:
 
 def _summed_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
     like, sink = residuals
-
-    def transposed(dtype: Any, g: Any) -> Any:
-        (out,) = jax.linear_transpose(transposable, like.astype(dtype))(g.astype(dtype))
-        return out.astype(jnp.float32)
-
-    exact = transposed(jnp.float32, g)
-    error = transposed(dtype, jax.lax.stop_gradient(g) * sink[0]) / sink[0] - jax.lax.stop_gradient(exact)
+    exact = transposed(transposable, like, "float32", g)
+    half = transposed(transposable, like, dtype, jax.lax.stop_gradient(g) * sink[0]) / sink[0]
+    error = half - jax.lax.stop_gradient(exact)
     error = jnp.where(jnp.isfinite(error), error, 0.0)
     found = [_zero(exact)] * len(STATISTICS)
     found[3] = overflows(jax.lax.stop_gradient(exact) * sink[0], dtype)

@@ -1,15 +1,19 @@
 """Predicts what computing one module in half precision would do to the loss and its gradient."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.rules import Pattern, matches, path_text, show_pattern, unused_error
+from jmp_policy._src.report.sensitivity import rounding_taps
+from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.half_program import Loss, is_below
 from jmp_policy._src.report.sensitivity.probes import Effect, Effects, effects
 from jmp_policy._src.report.sensitivity.ranking import Sensitivity, SensitivityRow
+from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 
 
 def sensitivity(
@@ -20,6 +24,7 @@ def sensitivity(
     dtype: DTypeLike = "float16",
     batches: Sequence[tuple[Any, ...]] = (),
     probes: int = 4,
+    measure: bool | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Sensitivity:
@@ -29,7 +34,11 @@ def sensitivity(
     says where it would round. Then the float32 program runs once forward and backward, and the product of
     its gradient with a random vector once backward, as often as there are probes. To first order that gives
     the mean square of the gradient's error, module by module, if rounding errors are independent of each
-    other. See docs/recommend.md for how well it agrees with what half precision does.
+    other.
+
+    First order does not see decisions that rounding turns: that of a relu whose input is nearly 0. Where the
+    program makes any, each row is measured: the error of a gradient with the rounding of its module. See
+    docs/recommend.md for how well both agree with what half precision does.
 
     Args:
       loss_fn: the loss of the float32 model: `(params, *args) -> scalar`, of NNX modules
@@ -41,6 +50,8 @@ def sensitivity(
       dtype: "float16" or "bfloat16".
       batches: further values of `args`, of the same shapes; errors are the mean over all batches.
       probes: number of random vectors per batch. With 4 the errors are right to 10 to 20 %.
+      measure: whether each row is measured, by a gradient of its own, in place of first order. Left out: in
+        programs that decide by half values (relu, maximum, sign).
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
@@ -63,24 +74,33 @@ def sensitivity(
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
-    found = effects(loss, np.dtype(dtype).name, batches, probes)
+    traced = traced_loss(loss, np.dtype(dtype).name, batches, rounding_taps)
+    found = effects(traced, probes)
     if candidates is None:
-        rows = [_row(path, of_subtree(found, path)) for path in _paths(found)]
+        parts = [_subtree(found, path) for path in _paths(found)]
     else:
-        rows = [_row(path_text_of(pattern), _of_pattern(found, pattern)) for pattern in candidates]
-    return ranked(found, rows)
+        parts = [_of_pattern(found, pattern) for pattern in candidates]
+    is_measured = traced.decides if measure is None else measure
+    applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
+    rows = sorted(
+        (_row(found, part, applied) for part in parts),
+        key=lambda row: (-row.predicted, -row.overflow, row.path),
+    )
+    return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
 
 
-def ranked(found: Effects, rows: Iterable[SensitivityRow]) -> Sensitivity:
-    """Returns the rows in order: what overflows first, then by the gradient's error."""
-    ordered = sorted(rows, key=lambda row: (-row.predicted, -row.overflow, row.path))
-    return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(ordered))
+class _Part(NamedTuple):
+    """What a row is about.
 
+    Args:
+      name: as the row shows it.
+      tops: paths of modules.
+      groups: those that round, among these and below them.
+    """
 
-def of_subtree(found: Effects, path: str) -> Effect:
-    """Returns what a module and all below it do, when all other modules compute in float32."""
-    inside = (effect for other, effect in found.own.items() if is_below(other, path))
-    return sum(inside, found.alone.get(path, Effect()))
+    name: str
+    tops: Sequence[str]
+    groups: Sequence[str]
 
 
 def path_text_of(pattern: Pattern) -> str:
@@ -95,17 +115,26 @@ def _paths(found: Effects) -> list[str]:
     return sorted(known | set(found.own))
 
 
-def _of_pattern(found: Effects, pattern: Pattern) -> Effect:
-    """Returns what the modules do that a pattern matches, with all below them."""
+def _subtree(found: Effects, path: str) -> _Part:
+    return _Part(path, [path], [group for group in found.own if is_below(group, path)])
+
+
+def _of_pattern(found: Effects, pattern: Pattern) -> _Part:
+    """Returns the modules that a pattern matches, with all below them."""
     modules = {path_text(names[1:]): module for names, module in found.modules.items()}
     paths = sorted({*modules, *found.own})
     hits = [path for path in paths if matches(pattern, path, modules.get(path))]
     if not hits:
         raise unused_error([pattern], found.name, paths)
-    inside = (e for path, e in found.own.items() if any(is_below(path, hit) for hit in hits))
-    return sum(inside, sum((found.alone.get(hit, Effect()) for hit in hits), Effect()))
+    return _Part(path_text_of(pattern), hits, [g for g in found.own if any(is_below(g, hit) for hit in hits)])
 
 
-def _row(path: str, effect: Effect) -> SensitivityRow:
+def _row(found: Effects, part: _Part, applied: AppliedRounding | None) -> SensitivityRow:
+    """Returns what modules do, when all other modules compute in float32."""
+    parts = [found.own[group] for group in part.groups]
+    effect = sum(parts, sum((found.alone[top] for top in part.tops if top in found.alone), Effect()))
+    if applied is not None and math.isfinite(effect.error):
+        gradient, loss = applied.of_modules(part.groups)
+        effect = effect._replace(gradient=gradient, loss=loss)
     counts = dict(zip(Effect._fields[2:], effect[2:], strict=True))
-    return SensitivityRow(path, effect.error, effect.loss**0.5, **counts)
+    return SensitivityRow(part.name, effect.error, effect.loss**0.5, **counts)

@@ -11,7 +11,7 @@ code made the value:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jax
 import numpy as np
@@ -24,10 +24,22 @@ from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import size
 from jmp_policy._src.report.sensitivity import exact_operations
 from jmp_policy._src.report.sensitivity.custom_derivatives import custom_jvp, custom_vjp
-from jmp_policy._src.report.sensitivity.rounding_taps import Which, tap, tap_sum
+from jmp_policy._src.report.sensitivity.rounding_taps import Which
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
 _BROADCASTING = having(Trait.BROADCASTS)
+
+
+class Taps(Protocol):
+    """What is done where the program would round: `rounding_taps` counts, `rounding_switches` rounds."""
+
+    def tap(self, which: Which, x: jax.Array, sink: Any) -> jax.Array:
+        """Returns a value."""
+        ...
+
+    def tap_sum(self, transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: Any) -> jax.Array:
+        """Returns a linear function of x, whose transpose adds up."""
+        ...
 
 
 class Sink(NamedTuple):
@@ -77,14 +89,19 @@ class TappedProgram:
     Args:
       group_of: function from the names of the scopes around an operation to what its rounding counts for;
         None for what is not asked about.
-      sinks: of `rounding_taps`.
+      sinks: what each tap is given.
       dtype: "float16" or "bfloat16".
+      taps: what is done at each of them.
     """
 
     def __init__(
-        self, group_of: Callable[[tuple[str, ...]], str | None], sinks: Mapping[Sink, Any], dtype: str
+        self,
+        group_of: Callable[[tuple[str, ...]], str | None],
+        sinks: Mapping[Sink, Any],
+        dtype: str,
+        taps: Taps,
     ):
-        self._group_of, self._sinks, self._dtype = group_of, sinks, dtype
+        self._group_of, self._sinks, self._dtype, self._taps = group_of, sinks, dtype, taps
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -96,7 +113,7 @@ class TappedProgram:
         """Returns an array with a tap on it, if somebody asks about the group."""
         if not (value or cotangent) or not self._is_asked(group):
             return array
-        return tap(Which(value, cotangent, self._dtype), array, self._sinks[Sink(group, alone)])
+        return self._taps.tap(Which(value, cotangent, self._dtype), array, self._sinks[Sink(group, alone)])
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -160,10 +177,10 @@ class TappedProgram:
             def moved(x: Any) -> Any:
                 return compat.bind_primitive(eqn.primitive, [x, *arrays[1:]], eqn.params)[0]
 
-            return [tap_sum(moved, self._dtype, arrays[0], sink)]
+            return [self._taps.tap_sum(moved, self._dtype, arrays[0], sink)]
         (result,) = eqn.outvars
         full = [
-            tap_sum(lambda x: ir.broadcast_like(x, result), self._dtype, array, sink)
+            self._taps.tap_sum(lambda x: ir.broadcast_like(x, result), self._dtype, array, sink)
             if _is_half_and_smaller(atom, result)
             else array
             for array, atom in zip(arrays, eqn.invars, strict=True)

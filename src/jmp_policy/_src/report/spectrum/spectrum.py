@@ -14,10 +14,11 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
-from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
+from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report.compile_once import run_compiled
-from jmp_policy._src.report.function import Function, as_function, is_floating
+from jmp_policy._src.report.function import Function, as_function, is_floating, replaced
+from jmp_policy._src.report.loss_program import trained_arguments
 from jmp_policy._src.report.loss_scale import as_loss_scale
 from jmp_policy._src.report.spectrum import histogram, tapping
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
@@ -69,15 +70,10 @@ def gradient_spectrum(
     """
     function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
     loss_scale = as_loss_scale(scale)
-    trained = [i for i, a in enumerate(function.arguments) if a.position == 0 and a.trainable]
-    if not trained:
-        raise ValueError(f"gradient_spectrum found no floating arrays in the parameters of {function.name}.")
+    trained = trained_arguments(function, "gradient_spectrum")
 
     def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        whole = list(arrays)
-        for i, param in zip(trained, params, strict=True):
-            whole[i] = param
-        return function.result(whole)
+        return function.result(replaced(arrays, trained, params))
 
     params = [function.arrays[i] for i in trained]
     names = _tap_names(function) if activations else []
@@ -131,10 +127,9 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
     ) -> Any:
         _check(state, params)
         scale = as_loss_scale(scale_or_opt_state)
-        half = _is_float16_loss(loss_fn, has_aux, params, args, kwargs)
-        # The backward pass starts with this cotangent: a float16 loss takes no larger one, and
-        # `restore_scale` multiplies the gradients by the rest.
-        cotangent = jnp.minimum(scale.loss_scale, 2.0**15) if half else scale.loss_scale
+        # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
+        dtype = _loss_dtype(loss_fn, has_aux, params, args, kwargs)
+        cotangent = first_cotangent(dtype, scale.loss_scale)
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
             taps = tapping.Taps(histogram.count, sinks, 1.0 / cotangent)
@@ -310,7 +305,7 @@ def _tap_names(function: Function) -> list[str]:
 
 def _trained_paths(function: Function) -> list[str]:
     """Returns the paths of the parameters, without the argument's name."""
-    paths = [a.path for a in function.arguments if a.position == 0 and a.trainable]
+    paths = [function.arguments[i].path for i in function.trained()]
     return [path.partition("/")[2] or path for path in paths]
 
 
@@ -328,6 +323,6 @@ def _check(state: Any, params: PyTree) -> None:
         raise TypeError("For a function of NNX modules use jmp_policy.nnx.spectrum_value_and_grad.")
 
 
-def _is_float16_loss(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> bool:
+def _loss_dtype(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
     out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
-    return getattr(out, "dtype", None) == jnp.float16
+    return getattr(out, "dtype", None)

@@ -3,9 +3,9 @@
 import re
 
 from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.report.lowering.gpus import GPUS
-from jmp_policy._src.report.lowering.target import Target
-from jmp_policy._src.report.lowering.tpus import TPUS, slice_named
+from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets.tpus import TPUS, slice_named
 
 #: The devices by name.
 TARGETS: dict[str, Target] = {**GPUS, **TPUS}

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, ClassVar
 
-from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.core.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

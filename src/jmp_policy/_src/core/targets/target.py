@@ -18,7 +18,8 @@ class Target:
       rates: operations per second by arithmetic: "float64", "float32", "tf32", "float16", "bfloat16",
         "bfloat16_x3", "float8", "int8", where it has them. "float32" is exact: of a GPU's ordinary units, or
         of six bfloat16 products each in a TPU.
-      on_tensor_cores: kinds of arithmetic that its matrix units do.
+      on_tensor_cores: kinds of arithmetic that its matrix units do; "mxfp8" where they take the scales of
+        blocks of float8 values, which others multiply in bfloat16.
 
     Attributes:
       platform: JAX's name of the kind of device.

@@ -7,7 +7,7 @@ descriptions are those that the cards give XLA themselves (openxla/xla, `target_
 import dataclasses
 from typing import Any, ClassVar
 
-from jmp_policy._src.report.lowering.target import Target
+from jmp_policy._src.core.targets.target import Target
 
 #: Seconds between the end of one small kernel and the start of the next. Launches from a stream take 2 to 5
 #: microseconds; XLA records most of a step as a CUDA graph, where 1.5 to 2.5 are usual.
@@ -80,6 +80,7 @@ _TURING = _VOLTA | {"int8"}
 _AMPERE = _TURING | {"bfloat16", "tf32", "float64"}
 _ADA = (_AMPERE - {"float64"}) | {"float8"}
 _HOPPER = _AMPERE | {"float8"}
+_BLACKWELL = _HOPPER | {"mxfp8"}
 
 
 def _rates(**tera: float) -> dict[str, float]:
@@ -135,10 +136,10 @@ GPUS = {
         Gpu(
             "B200", "NVIDIA B200", capability=(10, 0), cores=148, bandwidth=7672.32e9, link=900e9,
             memory=191_514_411_008, l2=132_644_864, clock_ghz=1.965, shared_per_core=233_472,
-            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
+            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_BLACKWELL,
             rates=_rates(
                 float64=37.0, float32=75.0, tf32=1100.0, float16=2250.0, bfloat16=2250.0, float8=4500.0,
-                int8=4500.0,
+                mxfp8=4500.0, int8=4500.0,
             ),
         ),
     )
