@@ -138,8 +138,12 @@ def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
     others = {"heads float32": jnp.ones((96, 12, 8)), "small float32": jnp.ones((4, 4, 4))}
     scale = jmpp.StaticLossScale(SCALE)
 
+    def of_float32(half):
+        """As the gradient of a parameter that was cast for its product."""
+        return jax.vjp(lambda w: w.astype(half.dtype), jnp.zeros(half.shape))[1](half)[0]
+
     def divided(grads, others):
-        return scale.unscale({name: g.astype(jnp.float32) for name, g in grads.items()} | others)
+        return scale.unscale({name: of_float32(g) for name, g in grads.items()} | others)
 
     text, on_gpu = lowered_for_gpu(divided, half, others)
     types = sorted(re.findall(r"stablehlo.optimization_barrier .* : (tensor<\w+>)", text))
@@ -147,6 +151,11 @@ def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
     assert types == ["tensor<192xf32>", "tensor<96x12x8xbf16>", "tensor<96x12x8xf16>"]
     assert bits(on_gpu(half, others)) == bits(jax.jit(divided)(half, others))
     assert "optimization_barrier" not in text_for_cpu(divided, half, others)
+    # Arguments on a mesh of one device, as those who compile for a described card have them.
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    placed = jax.device_put((half, others), NamedSharding(mesh, P()))
+    text = jax.jit(divided).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("optimization_barrier") == len(types)
 
 
 def test_a_gradient_that_was_cast_keeps_its_derivative_and_its_dtype():

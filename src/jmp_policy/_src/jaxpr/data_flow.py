@@ -73,8 +73,11 @@ def before_cast(x: Any) -> Any:
     if traced is None or traced[0] is not x or traced[1] is None:
         return x
     _, eqn, operands = traced
-    is_cast = eqn.primitive.name == "convert_element_type" and eqn.params.get("sharding") is None
-    return operands[0] if is_cast else x
+    if eqn.primitive.name != "convert_element_type":
+        return x
+    # A cast that is the derivative of another one has a sharding; one without axes says nothing.
+    spec = getattr(eqn.params.get("sharding"), "spec", ())
+    return x if any(part is not None for part in spec) else operands[0]
 
 
 def transposes(eqn: Any) -> bool:
