@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import fp8_page
 from benchmarks._tables import ROOT, counts, grouped, load, median, paragraph, provenance, table
 from benchmarks.zoo_page import models
 
@@ -313,41 +314,13 @@ def gains() -> str:
     return "\n".join([*paragraph(words), *table(" | estimated speed-up | temporary memory", cells)])
 
 
-def float8() -> str:
-    """What float8 recipes make of a step, and of one product on cards with and without scales for blocks."""
-    steps, product = load("fp8_gpu"), load("fp8_blocks")
-    words = (
-        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(steps)}; no GPU). The "
-        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
-    )
-    cells = (
-        [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
-         f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
-        for row in steps["rows"]
-        for total in [row["float8_products"] + row["other_products"]]
-    )  # fmt: skip
-    header = "step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
-    size = product["size"]
-    blocks = (
-        f"One product of {size} x {size} x {size} and its two gradients, on one device "
-        f"({provenance(product)}; compiled only). Recipes with blocks are multiplied in float8 by a B200."
-    )
-    more = (
-        [row["target"], f"`{row['recipe']}`", row["arithmetic"], str(row["kernels"]),
-         f"{row['gigabytes']:.2f}", f"{row['of_bfloat16']:.2f}"]
-        for row in product["rows"]
-    )  # fmt: skip
-    columns = "card | recipe | multiplied in | kernels | GB moved | roofline, of bfloat16"
-    return "\n".join(
-        [*paragraph(words), *table(" " + header, cells), "", *paragraph(blocks), *table(" " + columns, more)]
-    )
+Numbers = Callable[[], str]
 
-
-#: Files with measured numbers between markers, and what writes them.
-FILES = {
+#: Files with measured numbers between markers, and what writes them; several for several pairs of markers.
+FILES: dict[str, Numbers | tuple[Numbers, ...]] = {
     "README.md": section,
     "docs/autocast.md": autocast,
-    "docs/float8.md": float8,
+    "docs/float8.md": (fp8_page.steps, fp8_page.blocks, fp8_page.chosen, fp8_page.training),
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
@@ -358,11 +331,14 @@ FILES = {
 }
 
 
-def written(text: str, numbers: Callable[[], str] = section) -> str:
+def written(text: str, numbers: Numbers | tuple[Numbers, ...] = section) -> str:
     """A file's text with what is between the markers replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{numbers()}\n{END}{after}"
+    done = ""
+    for write in numbers if isinstance(numbers, tuple) else (numbers,):
+        before, _, rest = text.partition(BEGIN)
+        _, _, text = rest.partition(END)
+        done += f"{before}{BEGIN}\n{write()}\n{END}"
+    return done + text
 
 
 def main() -> None:

@@ -567,3 +567,26 @@ def test_a_b200_multiplies_blocks_in_float8_and_others_the_same_numbers_in_bfloa
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDED)
     with pytest.raises(AssertionError, match="gave up float8 in .* for B200"):
         jmpp.lowering_report(squared, x, target="B200", require="float8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+def test_fully_sharded_weights_are_gathered_in_8_bits():
+    size, layers = 1024, 2
+
+    def gathered(product):
+        def loss(ws, x):
+            for w in ws:
+                x = jnp.tanh(product(x, w.astype(jnp.bfloat16), DIMS))
+                x = lax.with_sharding_constraint(x, SHARDED)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        ws = [jax.ShapeDtypeStruct((size, size), jnp.float32, sharding=SHARDED)] * layers
+        x = jax.ShapeDtypeStruct((2 * size, size), jnp.bfloat16, sharding=SHARDED)
+        report = jmpp.lowering_report(jax.grad(loss), ws, x, target="H100")
+        return sum(kernel.bytes_read for kernel in report.kernels if kernel.collective == "all-gather")
+
+    part = size * size // len(jax.devices())
+    assert gathered(lax.dot_general) == 2 * layers * part
+    # The second layer's weight once more for the gradient of its input, for which bfloat16's is still there.
+    assert gathered(PER_TENSOR) == (layers + 1) * part

@@ -16,12 +16,14 @@ _SMALLER = 8
 
 def is_elementwise(eqn: Any, shape: Any) -> bool:
     """Returns whether an equation makes one array of this shape, element by element."""
+    kind, name = calls.kind_of(eqn), eqn.primitive.name
+    if kind is None and name not in _ELEMENTWISE and name != "convert_element_type":
+        return False
     if len(eqn.outvars) != 1 or eqn.effects or not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
         return False
-    dtype, name = ir.dtype_of(eqn.outvars[0]), eqn.primitive.name
+    dtype = ir.dtype_of(eqn.outvars[0])
     if ir.shape_of(eqn.outvars[0]) != shape or (dtype != FLOAT32 and dtype.kind not in "biu"):
         return False
-    kind = calls.kind_of(eqn)
     if kind is Kind.CUSTOM_JVP or (kind is Kind.JIT and calls.is_inlined(eqn)):
         called = calls.called(eqn)
         assert called is not None
@@ -41,8 +43,9 @@ def _is_elementwise_inside(eqn: Any) -> bool:
 
 def is_constant(eqn: Any) -> bool:
     """Returns whether an equation makes an array of numbers that stand in the program."""
-    is_simple = len(eqn.outvars) == 1 and not eqn.effects and not ir.holds_jaxpr(eqn)
-    return is_simple and bool(eqn.invars) and all(isinstance(a, compat.Literal) for a in eqn.invars)
+    if not eqn.invars or not all(isinstance(a, compat.Literal) for a in eqn.invars):
+        return False
+    return len(eqn.outvars) == 1 and not eqn.effects and not ir.holds_jaxpr(eqn)
 
 
 def is_broadcast(eqn: Any) -> bool:

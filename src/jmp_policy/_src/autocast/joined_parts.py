@@ -19,11 +19,12 @@ import numpy as np
 
 from jmp_policy._src.autocast.elementwise_parts import Part
 from jmp_policy._src.autocast.planner import EqnPlan, Value
-from jmp_policy._src.autocast.softmax import normalized_exp
+from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
 from jmp_policy._src.autocast.uses import Uses, is_half
 from jmp_policy._src.autocast.values import CastCache, computed
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.products import binding
 
 
 class JoinedEqn(NamedTuple):
@@ -56,11 +57,11 @@ class _Elementwise:
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-        part = _Structure(step.eqn)
+        part = _Structure(step.eqn), step.outs[0].dtype
         try:
-            function = kept_function(part, step.outs[0].dtype)
+            function = kept_function(*part, binding.is_derived_by_operation())
         except TypeError:  # A parameter that cannot be hashed.
-            function = _function(part, step.outs[0].dtype)
+            function = _function(*part, False)
         return [computed(function(*arrays))]
 
 
@@ -69,7 +70,8 @@ class _Softmax:
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         axes = tuple(step.eqn.eqns[1].params["axes"])
-        return [computed(normalized_exp(step.outs[0].dtype, axes, True, caches[0].read(ir.FLOAT32)))]
+        function = kept_normalized_exp if binding.is_derived_by_operation() else normalized_exp
+        return [computed(function(step.outs[0].dtype, axes, True, caches[0].read(ir.FLOAT32)))]
 
 
 class _Structure:
@@ -104,8 +106,14 @@ class _Structure:
         return isinstance(other, _Structure) and self._key == other._key
 
 
-def _function(part: _Structure, half: np.dtype) -> Callable[..., Any]:
-    """Returns a function of the operands of a part, in whichever floating dtypes, to its result in half."""
+def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., Any]:
+    """Returns a function of the operands of a part, in whichever floating dtypes, to its result in half.
+
+    Args:
+      part: the equations.
+      half: dtype of the result.
+      is_kept: whether JAX is to keep its derivative, for equal parts of a program that it derives as it runs.
+    """
 
     def step(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return compat.bind_primitive(eqn.primitive, operands, eqn.params)
@@ -147,7 +155,7 @@ def _function(part: _Structure, half: np.dtype) -> Callable[..., Any]:
         return out, tangent_function(active)(primals, [t for t, a in zip(tangents, active, strict=True) if a])
 
     function.defjvp(rule, symbolic_zeros=True)
-    return function
+    return jax.jit(function, inline=compat.INLINED) if is_kept else function
 
 
 #: The same function for parts that do the same: JAX traces and derives it once.

@@ -206,7 +206,8 @@ def _read_broadcast(cache: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
     if dtype is None or not is_half(dtype) or ir.shape_of(atom) == ir.shape_of(like):
         return cache.read(dtype)
     value = cache.read(FLOAT32)
-    return cache.read(dtype) if isinstance(value, np.ndarray) else cast(ir.broadcast_like(value, like), dtype)
+    is_number = isinstance(value, np.ndarray)
+    return cache.read(dtype) if is_number else cast(binding.broadcast_like(value, like), dtype)
 
 
 class Full(_Bound):

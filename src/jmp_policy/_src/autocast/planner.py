@@ -213,9 +213,11 @@ class Planner:
 
     def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
         halved: dict[Any, np.dtype] = {}
+        planned: dict[int, tuple[list[Value], EqnPlan]] = {}
         while True:
-            plan = self._pass_forward(jaxpr, ins, outs, region, halved)
+            plan = self._pass_forward(jaxpr, ins, outs, region, halved, planned)
             if plan.is_unchanged:
+                plan.last_uses = last_uses(jaxpr)
                 return plan
             joined = self._join(plan)
             if isinstance(joined, Program):
@@ -230,16 +232,27 @@ class Planner:
         outs: Sequence[Demand],
         region: Region,
         halved: Mapping[Any, np.dtype],
+        known: dict[int, tuple[list[Value], EqnPlan]],
     ) -> Plan:
+        """Plans each equation.
+
+        Args:
+          jaxpr, ins, outs, region: as for `plan`.
+          halved: variables that are to be held in half.
+          known: by the identity of an equation, what its operands were in the pass before, and its step.
+        """
         opened = compat.open_jaxpr(jaxpr)
         demands = self.demands(jaxpr, outs, region).of
         steps: list[EqnPlan] = []
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
             inside = self.regions.enter(region, compat.scopes(eqn))
-            wanted = [demands.get(var) for var in eqn.outvars]
-            planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
-            planned.region = inside
+            before, planned = known.get(id(eqn), (None, None))
+            if planned is None or before != values:
+                wanted = [demands.get(var) for var in eqn.outvars]
+                planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
+                planned.region = inside
+                known[id(eqn)] = values, planned
             if any(var in halved for var in eqn.outvars):
                 planned = _rounded(planned, halved)
             self.met.add(eqn.primitive.name)
@@ -255,7 +268,7 @@ class Planner:
             steps,
             results,
             as_program(jaxpr, opened.eqns, steps),
-            last_uses(jaxpr),
+            [],  # Known when it is known what is joined.
             _reads(opened, steps, results),
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.jaxpr import compat
 
+
+# JAX keeps the derivative of a jitted function, and derives those of equal layers once.
+@functools.partial(jax.jit, static_argnums=0, inline=compat.INLINED)
 def softmax_in_float32(dtype: np.dtype, x: jax.Array) -> jax.Array:
     """Computes the softmax over the last axis in float32, and returns it in `dtype`."""
     wide = x.astype(jnp.float32)
@@ -42,6 +46,12 @@ def _normalized_exp_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     y = normalized_exp(dtype, axes, prevent_cse, *primals)
     return y, _kept_tangent(axes, prevent_cse)(y, *tangents)
+
+
+#: The same, of which JAX keeps the derivative.
+kept_normalized_exp = jax.jit(
+    lambda *args: normalized_exp(*args), static_argnums=(0, 1, 2), inline=compat.INLINED
+)
 
 
 @functools.cache

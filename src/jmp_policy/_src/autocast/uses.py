@@ -1,5 +1,6 @@
 """Answers what a planned program does with its values: who makes them, who reads them, and in which dtype."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
 from jmp_policy._src.jaxpr.calls import Kind
 
 
+@functools.lru_cache(maxsize=256)
 def is_half(dtype: Any) -> bool:
     """Returns whether a dtype is one of those that autocast lowers to."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2

@@ -1,5 +1,6 @@
 """Reads and classifies floating dtypes, and names the 16-bit dtype that suits the hardware."""
 
+import functools
 import re
 from typing import Any
 
@@ -86,6 +87,8 @@ def _unknown(word: Any, where: str) -> str:
     return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
 
 
+# Asked thousands of times while a model is traced, of a handful of dtypes.
+@functools.lru_cache(maxsize=256)
 def is_floating(dtype: Any) -> bool:
     """Returns whether a dtype is real floating (float8 and bfloat16 are; PRNG keys and float0 are not)."""
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
@@ -98,6 +101,7 @@ def is_complex_or_integer(dtype: Any) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def is_half(dtype: Any) -> bool:
     """Returns whether a dtype is floating with 16 bits or fewer."""
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
@@ -127,6 +131,7 @@ def check_has_range(dtype: np.dtype, asked: str) -> None:
         raise ValueError(f"{asked} asks for {dtype}, which holds nothing above {largest:g}. {NO_SCALES}")
 
 
+@functools.lru_cache(maxsize=256)
 def promote_dtype(dtype: Any) -> np.dtype:
     """Returns float32 for a floating dtype of fewer bits, and any other dtype unchanged."""
     has_fewer_bits = is_floating(dtype) and jnp.finfo(dtype).bits < 32

@@ -1,7 +1,8 @@
-"""Rounds float32 arrays to the values of a narrower dtype, and keeps them in float32.
+"""Rounds float32 arrays to the values of a narrower dtype, such that the compiler does not undo it.
 
-The compiler may drop a cast to float16 and back (XLA's "excess precision"), and then nothing is rounded;
-arithmetic it has to do. `lax.reduce_precision` alone would flush the subnormal numbers of float16 to zero.
+It may drop a cast to float16 and back (XLA's "excess precision"), and then nothing is rounded. It has to do
+arithmetic, and it does not look through a barrier. `lax.reduce_precision` alone would flush the subnormal
+numbers of float16 to zero.
 """
 
 from typing import Any
@@ -37,6 +38,26 @@ def rounded(x: Any, dtype: Any) -> Any:
         y = jnp.where(jnp.abs(x) < np.float32(info.smallest_normal), subnormal, y)
         y = jnp.where(jnp.abs(y) > np.float32(info.max), _beyond(dtype) * jnp.sign(y), y)
     return y
+
+
+def narrowed(x: Any, dtype: Any) -> Any:
+    """Casts an array to a half or float8 dtype for good: casts back give rounded values.
+
+    Use it where the narrow array is kept. It takes half the memory of what `rounded` returns, and a CPU casts
+    to float16 in a third of the time that this arithmetic takes.
+
+    Args:
+      x: array of any shape.
+      dtype: dtype of 16 bits or fewer.
+
+    Returns:
+      `x.astype(dtype)`.
+
+    Example:
+      >>> [float(narrowed(jnp.float32(value), "float16")) for value in (0.1, 1e-7, 65520.0)]
+      [0.0999755859375, 1.1920928955078125e-07, inf]
+    """
+    return lax.optimization_barrier(jnp.asarray(x).astype(dtype))
 
 
 def _beyond(dtype: Any) -> np.float32:

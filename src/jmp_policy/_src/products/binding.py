@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jmp_policy._src.jaxpr import compat, op_lists
+from jmp_policy._src.jaxpr import compat, ir, op_lists
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.primitives import primitive_for
 
@@ -69,10 +69,27 @@ def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]
     return jax.jit(lambda *values: bind_product(primitive, values, dict(params)), inline=compat.INLINED)
 
 
+def is_derived_by_operation() -> bool:
+    """Returns whether a whole program runs, of which JAX derives each operation when it is bound."""
+    return _BOUND.get() is not None
+
+
 def converted(value: Any, dtype: Any) -> Any:
     """Casts an array."""
-    keeps = _BOUND.get() is not None and isinstance(value, Tracer)
-    return _converted(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
+    keeps = is_derived_by_operation() and isinstance(value, Tracer)
+    return converted_as_kept(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
 
 
-_converted = jax.jit(jax.lax.convert_element_type, static_argnums=1, inline=compat.INLINED)
+def broadcast_like(value: Any, atom: Any) -> Any:
+    """Broadcasts a scalar, or axes of size 1, to the shape (and explicit sharding) of an atom."""
+    keeps = is_derived_by_operation() and isinstance(value, Tracer) and not ir.is_explicit([atom])
+    return _broadcast(value, atom.aval.shape) if keeps else ir.broadcast_like(value, atom)
+
+
+#: Casts an array that is traced. JAX keeps the derivative, which takes half the time of deriving it again.
+converted_as_kept = jax.jit(jax.lax.convert_element_type, static_argnums=1, inline=compat.INLINED)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=compat.INLINED)
+def _broadcast(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.broadcast_in_dim(value, shape, range(len(shape)) if value.ndim else ())

@@ -1,18 +1,21 @@
 """Casts of parameters whose gradients are to be float32, told by the named scope around them."""
 
 import contextlib
+import functools
 import re
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
-from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.core.cast import cast_floating, cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.products import binding
 
 Mark: TypeAlias = Literal["own", "argument"]
 
@@ -24,9 +27,14 @@ _MARKED = re.compile(rf"(?:^|[/(])({_PARAMETER}|{_ARGUMENT})\)*$")
 def cast_weight(tree: PyTree, dtype: np.dtype, policy: Policy) -> PyTree:
     """Casts parameters, marked where their gradients are to leave products in float32."""
     if not wants_fp32_weight_grads(policy):
-        return cast_floating(tree, dtype)
+        return map_changed(functools.partial(_cast, np.dtype(dtype)), tree)
     with jax.named_scope(_PARAMETER):
         return cast_floating(tree, dtype)
+
+
+def _cast(dtype: np.dtype, x: Any) -> Any:
+    is_cast = isinstance(x, Tracer) and is_floating_array(x) and x.dtype != dtype
+    return binding.converted_as_kept(x, dtype) if is_cast else cast_leaf(x, dtype)
 
 
 def argument_marked() -> contextlib.AbstractContextManager[Any]:

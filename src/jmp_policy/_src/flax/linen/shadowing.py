@@ -108,7 +108,9 @@ def _shadow_param(module: nn.Module) -> Callable[..., Any]:
             return draw_dtype if _same_dtype(value, precision.compute_dtype) else value
 
         def init(*args: Any, **kwargs: Any) -> Any:
-            if is_half(precision.compute_dtype) and may_see_half((init_fn, init_args, init_kwargs)):
+            # Of a parameter that exists, Flax asks for the shape alone.
+            is_drawn = is_half(precision.compute_dtype) and not module.has_variable("params", name)
+            if is_drawn and may_see_half((init_fn, init_args, init_kwargs)):
                 scope.seen.drawn_in_half.add(scope.relative(place_of(module, scope.place).path))
             # Modules hand self.dtype to initialisers, and close over it; initial values must be those of
             # the bare module, cast, and not drawn in half.

@@ -18,9 +18,13 @@ _VOCABULARY = 8
 
 
 def recipe_of(eqn: Any) -> str:
-    """Returns the recipe by which the operands of a product are rounded; "" where they are not."""
-    forward = passes_of(eqn.params.get("recipe", "")).fwd
-    return forward if forward and None not in eqn.params["formats"] else ""
+    """Returns the recipe by which the operands of a product are rounded; "" where they are not.
+
+    Those of a replay in float32 are not.
+    """
+    forward = passes_of(eqn.params.get("recipe", "")).fwd or ""
+    is_rounded = forward and None not in eqn.params["formats"] and is_half(ir.dtype_of(eqn.invars[0]))
+    return forward if is_rounded else ""
 
 
 def formats_of(eqn: Any) -> tuple[str, str] | None:

@@ -19,8 +19,8 @@ class _Rounding(NamedTuple):
     Args:
       activations: bytes of traffic for each element of the input and of the output's cotangent. Two bytes are
         read for the largest value and again for the cast, where no other kernel has them at hand.
-      weights: bytes for each element of the weight, read in float32, and of its gradient.
-      kernels: for the three tensors the largest value in two stages and the cast.
+      weights: bytes for each element of the weight and of its gradient.
+      kernels: how many there are more.
     """
 
     activations: int
@@ -28,10 +28,11 @@ class _Rounding(NamedTuple):
     kernels: int
 
 
-#: By measurement of what is compiled for H100, between 1024 and 16384 features (`benchmarks/fp8_profit.py`).
-_PER_TENSOR = _Rounding(4, 13, 9)
+#: As compiled for H100 at 1024 to 12288 features: a little more than all that was counted there
+#: (`benchmarks/fp8_profit.py`), so that what is chosen gains.
+_PER_TENSOR = _Rounding(3, 4, 6)
 #: The products of a tensor sum over different axes, along which it has other scales: it is rounded twice.
-_PER_BLOCK = _Rounding(10, 20, 14)
+_PER_BLOCK = _Rounding(8, 15, 12)
 _ROUNDING = {"fp8_current": _PER_TENSOR, "fp8_delayed": _PER_TENSOR}
 
 

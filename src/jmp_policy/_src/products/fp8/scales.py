@@ -133,3 +133,8 @@ def largest_of(x: Any) -> jax.Array:
 @largest_of.def_vmap
 def _largest_of_batch(axis_size: int, in_batched: Sequence[bool], x: Any) -> tuple[jax.Array, bool]:
     return largest_of(x), False
+
+
+def is_float8_scale(eqn: Any) -> bool:
+    """Returns whether an equation computes scales: the call of `float8_scale` as jaxprs show it."""
+    return eqn.params.get("name") == "float8_scale"

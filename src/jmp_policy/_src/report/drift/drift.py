@@ -25,6 +25,9 @@ from jmp_policy._src.report.loss_scale import as_loss_scale
 
 _DETAILS = ("module", "operation")
 
+#: Name of the first result of a loss.
+_LOSS = "the loss"
+
 
 def drift(
     fn: Callable[..., Any],
@@ -79,12 +82,22 @@ def drift(
         raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     loss_scale = float(as_loss_scale(scale).loss_scale)
     jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
-    comparison = Comparison(jaxpr, detail)
-    compared, measured = jax.device_get(run_compiled(comparison, function.arrays))
+    for quick in (True, False):
+        comparison = Comparison(jaxpr, detail, quick=quick)
+        compared, measured, first = jax.device_get(run_compiled(comparison, function.arrays))
+        if quick and comparison.is_reliable(compared, measured):
+            break
     if is_loss:
         loss_scale = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale))
     return _report(
-        function, comparison, names, compared, measured, loss_scale if is_loss else math.nan, detail
+        function,
+        comparison,
+        names,
+        compared,
+        measured,
+        float(first) if is_loss else math.nan,
+        loss_scale,
+        detail,
     )
 
 
@@ -150,15 +163,15 @@ def drift_metrics(
     """
     function = as_function(fn, args, kwargs, "drift_metrics")
     jaxpr, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
-    compared, _ = Comparison(jaxpr, "result")(function.arrays)
+    compared, *_ = Comparison(jaxpr, "result")(function.arrays)
     if not is_loss:
         errors = [_relative(c.error, c.exact) for c in compared]
         return {f"{prefix}error": jnp.max(jnp.stack([jnp.float32(0), *errors]))}
-    error, exact, half, product, *_ = (sum(part) for part in zip(*compared[2:], strict=True))
+    whole = Compared(*(sum(part) for part in zip(*compared[2:], strict=True)))
     return {
         f"{prefix}loss_error": _relative(compared[0].error, compared[0].exact),
-        f"{prefix}gradient_error": _relative(error, exact),
-        f"{prefix}gradient_cosine": jnp.asarray(product / jnp.sqrt(exact * half), jnp.float32),
+        f"{prefix}gradient_error": _relative(whole.error, whole.exact),
+        f"{prefix}gradient_cosine": jnp.asarray(whole.cosine, jnp.float32),
     }
 
 
@@ -178,7 +191,7 @@ def _traced(function: Function, grad: bool, loss_scale: Any, has_aux: bool) -> t
 
 def _of_loss(function: Function, loss_scale: Any, has_aux: bool) -> tuple[Callable[..., Any], list[str]]:
     trained = trained_arguments(function, "drift")
-    names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
+    names = [_LOSS, "the scaled loss", *(function.arguments[i].path for i in trained)]
     return value_and_gradients(function, trained, loss_scale, has_aux), names
 
 
@@ -188,15 +201,16 @@ def _report(
     names: Sequence[str],
     compared: Sequence[Compared],
     measured: Any,
+    loss: float,
     loss_scale: float,
     detail: str,
 ) -> Drift:
-    """Makes the report; the loss scale is nan for a function that is no loss."""
-    is_loss = not math.isnan(loss_scale)
+    """Makes the report; the loss is nan for a function that is none."""
+    is_loss = names[:1] == [_LOSS]
     scales = [1.0, loss_scale, *[loss_scale] * (len(names) - 2)] if is_loss else [1.0] * len(names)
     compared = [_host(c) for c in compared]
     results = [_result(name, c, s) for name, c, s in zip(names, compared, scales, strict=True)]
-    loss = gradient_error = cosine = norm = loss_error = math.nan
+    gradient_error = cosine = norm = loss_error = math.nan
     loss_weights: dict[int, float] = {}
     kept = [i for i in range(len(names)) if not (is_loss and i < 2)]
     if is_loss:
@@ -206,7 +220,6 @@ def _report(
         gradient_error, loss_error = error, results[0].error
         squares = [compared[i].error for i in kept]
         loss_weights = _weights(comparison, [0], [1.0])
-        loss = compared[0].sum
     else:
         squares = [results[i].error ** 2 for i in kept]
         error = math.sqrt(sum(squares) / max(sum(c.exact > 0 for c in compared), 1))
@@ -233,9 +246,9 @@ def _host(compared: Compared) -> Compared:
 
 
 def _result(name: str, compared: Compared, scale: float) -> ResultDrift:
-    error, exact, half, product, largest, _ = compared
+    error, exact, half, largest = compared
     relative = math.sqrt(error / exact) if exact else (math.inf if error else 0.0)
-    cosine = product / math.sqrt(exact * half) if exact and half else math.nan
+    cosine = float(compared.cosine) if exact and half and math.isfinite(error) else math.nan
     return ResultDrift(name, relative, largest / scale, math.sqrt(exact) / scale, cosine)
 
 

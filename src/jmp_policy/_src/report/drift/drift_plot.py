@@ -23,6 +23,7 @@ def plot(found: Any, pyplot: Any) -> Any:
     figure, panels = pyplot.subplots(len(directions), 1, figsize=size, layout="constrained", squeeze=False)
     for axes, direction in zip(panels[:, 0], directions, strict=True):
         _panel(axes, direction, [row for row in found.rows if row.direction == direction])
+    panels[-1, 0].set_xlabel("place in the program")
     figure.suptitle(f"{found.function}: error against float32, in order of the program", fontsize=10)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)

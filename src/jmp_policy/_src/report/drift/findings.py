@@ -87,7 +87,7 @@ class ResultDrift:
       error: relative L2 error.
       largest: largest absolute error of one element.
       norm: L2 norm in float32.
-      cosine: of the angle between both runs; nan for zeros.
+      cosine: of the angle between both runs; nan for zeros, and for errors that are not finite.
     """
 
     name: str

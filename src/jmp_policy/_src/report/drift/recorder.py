@@ -5,17 +5,19 @@ A node is a value that differs. Its sources are the nodes that it was computed f
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.walk import Site
-
-#: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
-_BACKWARD_UNIT = 2.0**32
+from jmp_policy._src.report.drift.errors import Errors, squares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +44,16 @@ class Node:
 
 
 class Measured(NamedTuple):
-    """Sums over the elements of a value, each of shape (), in scans (trips,); squared errors in one unit.
+    """Sums over the elements of a value, each of shape (), in scans (trips,).
+
+    In a traced program None stands for what is not measured, or known to be 0, and errors are in a unit.
 
     Args:
       introduced: squares of the error that the operation itself made.
       inherited: squares of the rest.
       total: squares of the whole error.
       exact: squares of the value in float32.
-      largest: largest absolute error, in the same unit.
+      largest: largest absolute error.
     """
 
     introduced: Any
@@ -63,14 +67,20 @@ class Recorder:
     """Keeps the nodes of a program, and the measurements of those that are wanted.
 
     Args:
-      wanted: by node, whether everything of it is measured or only what shares are computed from; nothing is
-        measured of other nodes.
+      wanted: by node, which fields of `Measured` are; nothing is measured of other nodes.
+      errors: how errors are computed.
+
+    Attributes:
+      nodes: of the program.
+      measured: by node.
+      counted_often: nodes whose sums may have one value several times, once for each device.
     """
 
-    def __init__(self, wanted: Mapping[int, bool]):
+    def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
-        self._wanted = wanted
+        self.counted_often: set[int] = set()
+        self._wanted, self._errors = wanted, errors
 
     def add(self, node: Node) -> int:
         """Adds a node, and returns its number."""
@@ -86,22 +96,57 @@ class Recorder:
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
         """
-        everything = self._wanted.get(number)
-        if everything is None:
+        if number not in self._wanted:
             return
-        unit = _BACKWARD_UNIT if self.nodes[number].site.backward else 1.0
-        error = difference(half, exact, unit)
-        zero = jnp.zeros((), jnp.float32)
-        introduced = inherited = total = largest = zero
-        if self.nodes[number].rounds:
-            introduced = squares(difference(half, wide, unit))
-            inherited = squares(difference(wide, exact, unit))
-        if everything or not self.nodes[number].rounds:
-            total = squares(error)
-        if everything:
+        fields, node = self._wanted[number], self.nodes[number]
+        unit = self._errors.unit(node.site.backward)
+        difference = functools.partial(self._errors.difference, unit=unit)
+        error = difference(half, exact)
+        introduced = inherited = total = largest = square = None
+        if "introduced" in fields and node.rounds:
+            introduced = squares(difference(half, wide))
+        # What is computed from values that are equal in both runs has nothing to inherit.
+        if "inherited" in fields and node.rounds and node.sources:
+            inherited = squares(difference(wide, exact))
+        if "total" in fields:
+            total = squares(error) if node.sources or not node.rounds else introduced
+        if "exact" in fields:
+            square = squares(self._errors.finite(exact, unit))
+        if "largest" in fields:
             largest = jnp.max(jnp.abs(error), initial=0.0)
-        exact = squares(_numbers(exact, unit, finite=True))
-        self.measured[number] = Measured(introduced, inherited, total, exact, largest)
+        self.measured[number] = Measured(introduced, inherited, total, square, largest)
+
+    def measure_carry(
+        self, number: int, start: Any, exact: Any, made: int, measured: dict[int, Measured], reverse: bool
+    ) -> None:
+        """Measures a loop's carry at the start of each trip, from those at the end of the last one.
+
+        Args:
+          number: node of the carry.
+          start: its first value, as the program computes it.
+          exact: the same in the float32 run.
+          made: the node, in the loop, that it is in the trips after the first.
+          measured: of the loop; the carry's is put in.
+          reverse: whether the loop's last trip is the first one.
+        """
+        if number not in self._wanted:
+            return
+        with self.inside() as first:
+            self.measure(number, start, exact, exact)
+        after = measured[made]
+        if after.total is None and after.introduced is not None:
+            total = after.introduced if after.inherited is None else after.introduced + after.inherited
+            after = after._replace(total=total)
+        fields = []
+        for one, others in zip(first[number], after, strict=True):
+            if one is None or others is None:
+                fields.append(None)
+                continue
+            others = others.reshape(len(others), -1).sum(1)
+            one = one[None]
+            both = jnp.concatenate([others, one])[1:] if reverse else jnp.concatenate([one, others])[:-1]
+            fields.append(both)
+        measured[number] = Measured(*fields)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[dict[int, Measured]]:
@@ -121,44 +166,80 @@ class Recorder:
         del self.nodes[count:]
 
 
-def difference(value: Any, exact: Any, unit: float = 1.0) -> Any:
-    """Returns the error of a value in float32; none where both are equally infinite, or both NaN."""
-    if value is exact:
-        return jnp.zeros((), jnp.float32)
-    value, exact = _numbers(value, unit), _numbers(exact, unit)
-    same = (value == exact) | (jnp.isnan(value) & jnp.isnan(exact))
-    return jnp.where(same, 0, value - exact)
+@jax.tree_util.register_pytree_node_class
+class Stack:
+    """What is measured in a trip of a loop as one array: a loop that fills hundreds of small ones is slow.
+
+    Args:
+      measured: by node.
+    """
+
+    def __init__(self, measured: Mapping[int, Measured]):
+        leaves, self._structure = jax.tree.flatten(dict(measured))
+        self._shapes = tuple(map(jnp.shape, leaves))
+        # Of a program in float64 some are.
+        dtype = max((leaf.dtype for leaf in leaves), key=lambda d: d.itemsize, default=jnp.float32)
+        self._array = jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(x).astype(dtype) for x in leaves)])
+
+    def measured(self) -> dict[int, Measured]:
+        """Returns what was put in, with the axes that the array has got in front."""
+        before, starts = self._array.shape[:-1], np.cumsum([0, *map(math.prod, self._shapes)])
+        leaves = [
+            self._array[..., start : start + math.prod(shape)].reshape(before + shape)
+            for start, shape in zip(starts[:-1], self._shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def tree_flatten(self) -> Any:
+        return (self._array,), (self._structure, self._shapes)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "Stack":
+        stack = object.__new__(cls)
+        (stack._array,), (stack._structure, stack._shapes) = arrays, static
+        return stack
 
 
-def squares(x: Any) -> Any:
-    """Returns the sum of the squares of an array's magnitudes."""
-    square = jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
-    # The last axis last: compilers for CPUs vectorise no sum along it.
-    return jnp.sum(jnp.sum(square, range(square.ndim - 1)))
+def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
+    """Returns measurements of all devices, for those of one device's shards; within `jax.shard_map`.
+
+    Args:
+      measured: by node.
+      axes: of the mesh.
+      typed: whether arrays say over which axes they vary, so that one that all devices have counts once.
+    """
+
+    def whole(x: Any, reduce: Callable[[Any, tuple[str, ...]], Any]) -> Any:
+        if x is None:
+            return None
+        names = tuple(a for a in axes if not typed or a in varying(jax.typeof(x)))
+        return reduce(x, names) if names else x
+
+    return {
+        number: Measured._make([*(whole(x, lax.psum) for x in values[:-1]), whole(values.largest, lax.pmax)])
+        for number, values in measured.items()
+    }
 
 
-def _numbers(x: Any, unit: float, finite: bool = False) -> Any:
-    """Returns the numbers of an array in a floating or complex dtype; zeros for keys."""
-    x = jnp.asarray(x)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype == jax.dtypes.float0:
-        return jnp.zeros(x.shape, jnp.float32)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.float32)
-    if finite:
-        x = jnp.where(jnp.isfinite(x), x, 0)
-    return x * np.asarray(unit, x.dtype) if unit != 1.0 else x
+def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:
+    """Returns measurements in float64 and in no unit; NaN becomes infinite, and what was not measured zero.
 
-
-def totals(measured: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Adds up what was measured over the trips of loops, on the host; NaN becomes infinite."""
+    Args:
+      measured: arrays of the host.
+      unit_of: gives what the errors of a node were multiplied by.
+    """
     found = {}
     for number, values in measured.items():
-        rows = [np.nan_to_num(np.asarray(v, np.float64), nan=np.inf, posinf=np.inf) for v in values]
-        introduced, inherited, total, exact = (row.sum() for row in rows[:-1])
-        found[number] = Measured(introduced, inherited, total, exact, rows[-1].max(initial=0.0))
+        *sums, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
+        unit = unit_of(number)
+        scaled = (*(v / unit**2 for v in sums), largest / unit)
+        found[number] = Measured._make(np.nan_to_num(v, nan=np.inf, posinf=np.inf) for v in scaled)
     return found
 
 
-def unit_of(nodes: Sequence[Node], number: int) -> float:
-    """Returns what the errors of a node were multiplied by when they were measured."""
-    return _BACKWARD_UNIT if nodes[number].site.backward else 1.0
+def totals(measured: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Adds up what was measured over the trips of loops, on the host."""
+    return {
+        number: Measured._make((*(value.sum() for value in values[:-1]), values.largest.max(initial=0.0)))
+        for number, values in measured.items()
+    }

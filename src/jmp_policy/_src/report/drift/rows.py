@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.report.drift.comparison import Comparison, group_of
+from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
 from jmp_policy._src.report.drift.error_budget import ErrorBudget
 from jmp_policy._src.report.drift.findings import (
     ACTIVATION_GRADIENTS,
@@ -17,7 +17,7 @@ from jmp_policy._src.report.drift.findings import (
     PARAMETER_GRADIENTS,
     DriftRow,
 )
-from jmp_policy._src.report.drift.recorder import Measured, totals, unit_of
+from jmp_policy._src.report.drift.recorder import Measured, on_host, totals
 
 #: What may stand between a product of the backward pass and the gradient of a parameter.
 _PASSES_ON = frozenset({
@@ -45,8 +45,8 @@ class Rows:
         weights: Mapping[int, float],
         loss_weights: Mapping[int, float],
     ):
-        self._nodes, self._raw = comparison.nodes, measured
-        self._measured = totals(measured)
+        self._nodes, self._raw = comparison.nodes, on_host(measured, comparison.unit_of)
+        self._measured = totals(self._raw)
         self._budget = ErrorBudget(self._nodes, self._measured)
         self.shares = self._budget.shares(weights)
         self._loss_shares = self._budget.shares(loss_weights)
@@ -121,7 +121,7 @@ class Rows:
 
     def _leaving(self, numbers: Sequence[int]) -> list[int]:
         """Returns the values that other modules read, of the same pass if any does; results too."""
-        floating = [n for n in numbers if jnp.issubdtype(self._nodes[n].dtype, jnp.inexact)]
+        floating = [n for n in numbers if is_floating(self._nodes[n])]
         by_pass, by_module = [], []
         for number in floating:
             here = self._nodes[number]
@@ -135,10 +135,10 @@ class Rows:
         return by_pass or by_module or floating
 
     def _squared(self, number: int) -> float:
-        return self._budget.error(number) / unit_of(self._nodes, number) ** 2
+        return self._budget.error(number)
 
     def _sum(self, numbers: Sequence[int], field: str) -> float:
-        return sum(getattr(self._measured[n], field) / unit_of(self._nodes, n) ** 2 for n in numbers)
+        return sum(getattr(self._measured[n], field) for n in numbers)
 
     def _row(
         self,
@@ -163,7 +163,7 @@ class Rows:
         inherited = rest if inside else self._inherited(shown)
         main = max(counted, key=lambda n: (self.shares[n], self._relative(n)))
         node = self._nodes[main]
-        largest = max(self._measured[n].largest / unit_of(self._nodes, n) for n in shown)
+        largest = max(self._measured[n].largest for n in shown)
         return DriftRow(
             module=module,
             operation=node.operation,
@@ -183,9 +183,7 @@ class Rows:
     def _inherited(self, numbers: Sequence[int]) -> float:
         """Returns the sum of the squared errors that operations inherit; all where nothing is rounded."""
         return sum(
-            (self._measured[n].inherited if self._nodes[n].rounds else self._budget.error(n))
-            / unit_of(self._nodes, n) ** 2
-            for n in numbers
+            self._measured[n].inherited if self._nodes[n].rounds else self._budget.error(n) for n in numbers
         )
 
     def _relative(self, number: int) -> float:
@@ -197,9 +195,8 @@ class Rows:
         shapes = {np.shape(self._raw[n].exact) for n in numbers}
         if len(shapes) != 1 or shapes == {()}:
             return ()
-        units = {n: unit_of(self._nodes, n) ** 2 for n in numbers}
-        error = sum(_total(self._raw[n]) / units[n] for n in numbers)
-        exact = sum(np.asarray(self._raw[n].exact, np.float64) / units[n] for n in numbers)
+        error = np.sum([_total(self._raw[n]) for n in numbers], axis=0)
+        exact = np.sum([self._raw[n].exact for n in numbers], axis=0)
         return tuple(_root(e, x) for e, x in zip(np.ravel(error), np.ravel(exact), strict=True))
 
 
@@ -209,8 +206,7 @@ def _share(shares: np.ndarray, numbers: Sequence[int]) -> float:
 
 
 def _total(at: Measured) -> np.ndarray:
-    total, parts = (np.asarray(x, np.float64) for x in (at.total, np.add(at.introduced, at.inherited)))
-    return np.where(total == 0, parts, total)
+    return np.where(at.total == 0, at.introduced + at.inherited, at.total)
 
 
 def _root(error: float, exact: float) -> float:

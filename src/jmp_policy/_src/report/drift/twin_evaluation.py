@@ -1,11 +1,11 @@
 """Evaluates a program twice at once: as it was written, and in float32.
 
-Every value is a twin: what the program computes in half precision, kept in float32, and what it would be if
-every operation were float32. An operation in half is done in float32 for the operands of either run, and of
-the first the result is rounded::
+Every value is a twin: what the program computes in half precision, and what it would be if every operation
+were float32. An operation in half is done in float32 for the operands of either run, and of the first the
+result is rounded::
 
     wide  = op(x.half, y.half)           # float32
-    half  = rounded(wide)                # what the operation introduces is half - wide
+    half  = narrowed(wide)               # what the operation introduces is half - wide
     exact = op(x.exact, y.exact)         # what it inherits is wide - exact
 
 So the two parts add up to the whole error, element by element. Rounding once is what hardware does: products
@@ -18,44 +18,23 @@ What one line of the source does with few operations that are cheap is a region,
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.rounding import rounded
-from jmp_policy._src.jaxpr import calls, compat, ir, walk
+from jmp_policy._src.core.rounding import narrowed
+from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
-from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation, to_float32
+from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.report.drift.recorder import Node, Recorder
-
-
-class Twin(NamedTuple):
-    """A value in both runs.
-
-    Args:
-      half: as the program computes it; float32 where it was traced in half.
-      exact: in float32; the very same object where the two cannot differ.
-      node: number of the node that it is; None where the two cannot differ.
-      wide: what float32 gives for the half values that enter its region; None where it is in none.
-      region: module, line and direction of the operations that are measured as one.
-    """
-
-    half: Any
-    exact: Any
-    node: int | None = None
-    wide: Any = None
-    region: Any = None
-
-
-def same(value: Any) -> Twin:
-    """Returns the twin of a value that both runs share; float32 where it is half."""
-    value = to_float32(value)
-    return Twin(value, value)
+from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.products.fp8.scales import is_float8_scale
+from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack, over_devices
+from jmp_policy._src.report.drift.twin import Twin, held, nodes_of, packed, same, unpacked
 
 
 class TwinEvaluation:
@@ -82,12 +61,17 @@ class TwinEvaluation:
         )
 
     def _equation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        if is_float8_scale(eqn):
+            # The float32 run has no use for it: what it makes of the operands is the product's error.
+            return list(map(same, _traced(eqn, twins)))
         if all(twin.node is None for twin in twins) and not _involves_half(eqn):
             return list(map(same, replay_equation(eqn, [twin.exact for twin in twins])))
         kind, called = calls.kind_of(eqn), calls.called(eqn)
         if kind is Kind.SCAN:
             return self._scan(eqn, twins, site)
-        if called is not None and kind is not Kind.SHARD_MAP:
+        if kind is Kind.SHARD_MAP:
+            return self._shard_map(eqn, twins, site)
+        if called is not None:
             if kind is Kind.CHECKPOINT:
                 twins = _kept_apart(twins)
             return self.run(called.jaxpr, twins[called.skipped :], site)
@@ -103,7 +87,7 @@ class TwinEvaluation:
             dtypes = map(ir.dtype_of, eqn.outvars)
             rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
             half = [
-                rounded(value, ir.dtype_of(var)) if rounding else value
+                narrowed(value, ir.dtype_of(var)) if rounding else value
                 for value, var, rounding in zip(computed, eqn.outvars, rounds, strict=True)
             ]
         if not differs and not any(rounds):
@@ -116,6 +100,7 @@ class TwinEvaluation:
         if any(within):
             values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
             wide = replay_equation(eqn, values)
+        half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
         return [
             self._result(eqn, site, twins, within, i, Twin(half[i], exact[i], None, wide[i], region), one)
             for i, one in enumerate(rounds)
@@ -136,7 +121,7 @@ class TwinEvaluation:
             sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
         before = [nodes[number] for number, inside in operands if inside]
         var = eqn.outvars[i]
-        name, dtype = eqn.primitive.name, ir.dtype_of(var)
+        name, dtype = eqn.primitive.name, _computed_in(eqn, var)
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _SUMS and is_half(dtype) else 1
         # A region is called by what rounds most in it.
         named = max(before, key=_weight, default=None)
@@ -148,6 +133,27 @@ class TwinEvaluation:
         number = self._recorder.add(node)
         self._recorder.measure(number, made.half, made.wide, made.exact)
         return made._replace(node=number)
+
+    def _shard_map(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+        params, begin, results = eqn.params, len(self._recorder.nodes), []
+        differs, numbers = nodes_of(twins)
+
+        def on_device(*arrays: Any) -> list[Any]:
+            del self._recorder.nodes[begin:]
+            with self._recorder.inside() as measured:
+                results[:] = self.run(params["jaxpr"], unpacked(arrays, differs, numbers), site)
+            whole = over_devices(measured, tuple(compat.manual_axes(params)), params["check_vma"])
+            return [*packed(results, [True] * len(results)), whole]
+
+        out_specs = (*params["out_specs"], jax.P())
+        *pairs, measured = rebuild_control_flow.shard_map(eqn, on_device, packed(twins, differs), out_specs)
+        self._recorder.measured.update(measured)
+        if not params["check_vma"]:
+            self._recorder.counted_often.update(measured)
+        return [
+            same(exact) if twin.node is None else Twin(half, exact, twin.node)
+            for (half, exact), twin in zip(pairs, results, strict=True)
+        ]
 
     def _scan(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
         params = eqn.params
@@ -162,17 +168,21 @@ class TwinEvaluation:
                 break
             loop.differs = differs
         (last, ys), measured = self._run_scan(loop)
-        self._recorder.measured.update(measured)
         nodes = self._recorder.nodes
-        for number, begun, result in zip(loop.carried, start, loop.results, strict=False):
+        for i, (number, begun, result) in enumerate(zip(loop.carried, start, loop.results, strict=False)):
             if number is not None:
+                if (own := loop.made[i]) is not None:
+                    self._recorder.measure_carry(
+                        number, begun.half, begun.exact, own, measured, params["reverse"]
+                    )
                 # Its place is that of what makes it in every trip, so that it is in the same module.
                 made = nodes[number if result.node is None else result.node]
                 sources = tuple(n for n in (begun.node, result.node) if n is not None)
                 nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
+        self._recorder.measured.update(measured)
         results = loop.results
-        final = _unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
-        return final + _unpacked(ys, *_nodes(results[carries:]))
+        final = unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
+        return final + unpacked(ys, *nodes_of(results[carries:]))
 
     def _run_scan(self, loop: "_Loop") -> Any:
         """Evaluates a scan; gives its last carry and outputs, and what was measured in each trip."""
@@ -184,15 +194,17 @@ class TwinEvaluation:
             with self._recorder.inside() as measured:
                 carried = [self._carry(loop, i, twin) for i, twin in enumerate(loop.carries(carry))]
                 loop.carried = [twin.node for twin in carried]
-                xs = _unpacked(arrays, *_nodes(loop.xs))
+                xs = unpacked(arrays, *nodes_of(loop.xs))
                 loop.results = self.run(params["jaxpr"], [*loop.fixed, *carried, *xs], loop.site)
+            loop.find_made(self._recorder.nodes)
             after, ys = loop.results[: len(loop.start)], loop.results[len(loop.start) :]
-            return _packed(after, loop.differs), (_packed(ys, _nodes(ys)[0]), measured)
+            stack = Stack(measured)
+            return loop.packed(after), (packed(ys, nodes_of(ys)[0]), stack)
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        xs = _packed(loop.xs, _nodes(loop.xs)[0])
-        last, (ys, measured) = lax.scan(trip, _packed(loop.start, loop.differs), xs, **options)
-        return (last, ys), measured
+        xs = packed(loop.xs, nodes_of(loop.xs)[0])
+        last, (ys, stack) = lax.scan(trip, loop.packed(loop.start), xs, **options)
+        return (last, ys), stack.measured()
 
     def _carry(self, loop: "_Loop", i: int, twin: Twin) -> Twin:
         """Returns a carry at the start of a trip, as a node of its own if it may differ."""
@@ -200,7 +212,8 @@ class TwinEvaluation:
             return twin
         node = Node(loop.site, "carry", ir.dtype_of(loop.eqn.outvars[i]), 1, (), rounds=False, adds=True)
         number = self._recorder.add(node)
-        self._recorder.measure(number, twin.half, twin.exact, twin.exact)
+        if loop.made[i] is None:
+            self._recorder.measure(number, twin.half, twin.exact, twin.exact)
         return Twin(twin.half, twin.exact, number)
 
 
@@ -216,6 +229,7 @@ class _Loop:
       differs: for each carry, whether the two runs may differ in it.
       carried: for each carry, its node at the start of a trip.
       results: of its body.
+      made: for each carry, the node of the body that it is after a trip; None if it is none of this loop.
     """
 
     eqn: Any
@@ -228,31 +242,31 @@ class _Loop:
         self.differs = [twin.node is not None for twin in self.start]
         self.carried: list[int | None] = []
         self.results: list[Twin] = []
+        self.made: list[int | None] = [None] * len(self.start)
+
+    def find_made(self, nodes: Sequence[Node]) -> None:
+        """Sets `made`, after the body was evaluated."""
+        last_carry = max((number for number in self.carried if number is not None), default=-1)
+        for i, result in enumerate(self.results[: len(self.start)]):
+            node = result.node if self.carried[i] is not None else None
+            is_own = node is not None and node > last_carry and nodes[node].site.times == self.site.times
+            self.made[i] = node if is_own else None
+
+    def packed(self, carries: Sequence[Twin]) -> list[Any]:
+        """Returns the arrays of carries, before or after a trip, in the same dtypes."""
+        twins = [
+            twin._replace(half=held(twin.half, var)) if two else twin
+            for twin, var, two in zip(carries, self.eqn.outvars, self.differs, strict=False)
+        ]
+        return packed(twins, self.differs)
 
     def carries(self, arrays: Any) -> list[Twin]:
         """Returns the carries at the start of a trip, still without nodes."""
-        return _unpacked(arrays, self.differs, [None] * len(self.differs))
+        return unpacked(arrays, self.differs, [None] * len(self.differs))
 
 
 def _weight(node: Node) -> tuple[int, bool]:
     return node.terms if node.rounds else 0, node.operation in _PRODUCTS
-
-
-def _nodes(twins: Sequence[Twin]) -> tuple[list[bool], list[int | None]]:
-    """Returns which twins may differ, and their nodes."""
-    return [twin.node is not None for twin in twins], [twin.node for twin in twins]
-
-
-def _packed(twins: Sequence[Twin], differs: Sequence[bool]) -> list[Any]:
-    """Returns the arrays of twins: one of each, or two where they may differ."""
-    return [(t.half, t.exact) if two else t.exact for t, two in zip(twins, differs, strict=True)]
-
-
-def _unpacked(arrays: Sequence[Any], differs: Sequence[bool], nodes: Sequence[int | None]) -> list[Twin]:
-    return [
-        Twin(pair[0], pair[1], node) if two else same(pair)
-        for pair, two, node in zip(arrays, differs, nodes, strict=True)
-    ]
 
 
 def _involves_half(eqn: Any) -> bool:
@@ -266,7 +280,16 @@ def _runs_as_traced(eqn: Any) -> bool:
     if name in _SUMS_IN_STEPS:
         return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
     is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
-    return name == "reduce_precision" or (is_opaque and _involves_half(eqn))
+    is_scaled = formats_of(eqn) is not None
+    return name == "reduce_precision" or is_scaled or (is_opaque and _involves_half(eqn))
+
+
+def _computed_in(eqn: Any, out: Any) -> Any:
+    """Returns the dtype that decides how exact an operation is: of a float8 product the coarser operand's."""
+    formats = formats_of(eqn)
+    return (
+        ir.dtype_of(out) if formats is None else max(map(jnp.dtype, formats), key=lambda d: jnp.finfo(d).eps)
+    )
 
 
 def _traced(eqn: Any, twins: Sequence[Twin]) -> list[Any]:

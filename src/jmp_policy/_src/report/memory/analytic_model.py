@@ -3,7 +3,8 @@
 A half copy of each parameter that is cast, a gradient for each parameter, and the activations: what the
 forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
 kept: products, reductions, random numbers. What follows from them element by element is computed again
-where it is read, and a value takes the widest form in which the backward pass reads it.
+where it is read, and a value takes the widest form in which the backward pass reads it, which is 8 bits for
+float8 products.
 
 Bytes are those on one device. A jaxpr has the shapes of all devices together, but inside a `shard_map`: what
 is computed outside of one is taken to be divided as the inputs are.
@@ -14,12 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import is_backward
+from jmp_policy._src.products.fp8.eligibility import formats_of
 
 
 def analytic_memory_model(
@@ -143,9 +147,12 @@ class _Accounting:
     def _keep(self, eqn: Any, operands: Sequence[_Value]) -> None:
         """Notes what an operation of the backward pass reads, in the widest form in which it is read."""
         self._has_gradients = True
-        for atom, operand in zip(eqn.invars, operands, strict=True):
+        # What a float8 product reads waits for it in 8 bits; its scales are single numbers.
+        widths = [jnp.dtype(name).itemsize for name in formats_of(eqn) or ()]
+        widths = widths or list(map(_width, eqn.invars))
+        for width, operand in zip(widths, operands, strict=False):
             for made in operand.made:
-                self._kept[made] = max(self._kept.get(made, 0), _width(atom))
+                self._kept[made] = max(self._kept.get(made, 0), width)
 
     def _forward(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Returns what is known of the results of an operation of the forward pass.

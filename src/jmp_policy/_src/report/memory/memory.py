@@ -19,6 +19,7 @@ from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent,
 from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.memory import buffers
@@ -269,10 +270,11 @@ def _type(array: Any) -> Any:
 
 
 def _half_types(jaxpr: Any) -> set[str]:
-    """Returns the names of the half types in a jaxpr and in those inside it."""
+    """Returns the names of the half and float8 types in a jaxpr and in those inside it."""
     atoms = [atom for eqn in ir.equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars)]
     atoms += compat.open_jaxpr(jaxpr).invars
-    return {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
+    eights = {name for eqn in ir.equations(jaxpr) for name in formats_of(eqn) or ()}
+    return eights | {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
 class _Measured(NamedTuple):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined, percent, plotting
@@ -18,6 +19,9 @@ _SHIFTS = (3, 7, 11, 15, 20, 24)
 #: log2 of the smallest numbers of float16: half the least subnormal (rounded to zero up to here), least
 #: normal, and the exponent from which on a number may be infinite.
 _FLOAT16 = {"zero": -25, "subnormal": -14, "infinite": 16}
+
+#: The float8 dtypes of operands of products under a recipe.
+_FLOAT8 = {"activation": "float8_e4m3fn", "activation gradient": "float8_e5m2"}
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -68,6 +72,34 @@ class Magnitudes:
         lost = sum(n for e, n in self.exponents.items() if e < _FLOAT16["zero"])
         still = sum(n for e, n in self.exponents.items() if e + shift < _FLOAT16["zero"])
         return 1 - still / lost if lost else math.nan
+
+    def in_float8(self, dtype: str, scale: float | None = None) -> Share:
+        """Returns the shares of the values that a float8 dtype cannot represent, divided by a scale.
+
+        Args:
+          dtype: "float8_e4m3fn", in which recipes have values, or "float8_e5m2", theirs for gradients.
+          scale: what all are divided by. None for the power of two that the recipe `fp8_current` takes: the
+            least with which the largest value fits.
+
+        Returns:
+          Shares that become zero and subnormal, and in `infinite` those that are beyond the largest number,
+          up to a factor of 2, as exponents are what is counted.
+        """
+        info = jnp.finfo(dtype)
+        if scale is None:
+            mantissa, shift = math.frexp(self.largest / float(info.max))
+            shift -= mantissa == 0.5
+        else:
+            shift = math.frexp(scale)[1] - 1
+        # Up to half of the smallest number becomes zero.
+        zero = shift + math.frexp(float(info.smallest_subnormal))[1] - 2
+        normal = shift + math.frexp(float(info.smallest_normal))[1] - 1
+        beyond = shift + math.frexp(float(info.max))[1]
+        size = self.size or 1
+        small = sum(n for e, n in self.exponents.items() if e < zero)
+        subnormal = sum(n for e, n in self.exponents.items() if zero <= e < normal)
+        large = sum(n for e, n in self.exponents.items() if e >= beyond)
+        return Share(small / size, subnormal / size, (large + self.infinite) / size)
 
     def bars(self, low: int = -40, high: int = 16) -> str:
         """Draws the histogram as text: one character per two exponents, square roots, so that tails show."""
@@ -253,8 +285,15 @@ class GradientSpectrum(Report):
         for kind in KINDS:
             rows = [row for row in self.tensors if row.kind == kind]
             if rows:
-                shown = [*rows, dataclasses.replace(self.overall(kind), path="all")]
-                tables.append(Table(columns, [_cells(row) for row in shown], f"{kind}s; as float16"))
+                cells = [_cells(row) for row in (*rows, dataclasses.replace(self.overall(kind), path="all"))]
+                title, heads = f"{kind}s; as float16", columns
+                if dtype := _FLOAT8.get(kind):
+                    # All together have no scale.
+                    lost = [*(percent(row.in_float8(dtype).zero) for row in rows), ""]
+                    cells = [(*row[:-1], zero, row[-1]) for row, zero in zip(cells, lost, strict=True)]
+                    title = f"{title}, and {dtype} with a scale for each"
+                    heads = (*columns[:-1], "8 bits -> 0 ", columns[-1])
+                tables.append(Table(heads, cells, title))
         return tables
 
     def _lines(self) -> Sequence[str]:
