@@ -1,7 +1,24 @@
-"""Tables of docs/float8.md: recipes with blocks, what `worthwhile` chooses, what training loses."""
+"""Tables of docs/float8.md: steps, recipes with blocks, what `worthwhile` chooses, what training loses."""
 
 from benchmarks._tables import load, paragraph, provenance, table
 from benchmarks.fp8_profit import estimated
+
+
+def steps() -> str:
+    """What recipes make of a training step."""
+    result = load("fp8_gpu")
+    words = (
+        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(result)}; no GPU). The "
+        "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
+    )
+    cells = (
+        [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
+         f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
+        for row in result["rows"]
+        for total in [row["float8_products"] + row["other_products"]]
+    )  # fmt: skip
+    header = " step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
+    return "\n".join([*paragraph(words), *table(header, cells)])
 
 
 def blocks() -> str:

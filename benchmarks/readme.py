@@ -320,7 +320,7 @@ Numbers = Callable[[], str]
 FILES: dict[str, Numbers | tuple[Numbers, ...]] = {
     "README.md": section,
     "docs/autocast.md": autocast,
-    "docs/float8.md": (float8, fp8_page.blocks, fp8_page.chosen, fp8_page.training),
+    "docs/float8.md": (fp8_page.steps, fp8_page.blocks, fp8_page.chosen, fp8_page.training),
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
     "docs/performance.md": performance,
