@@ -58,7 +58,8 @@ def operands(fn, *args, grad=False):
 @DTYPES
 def test_linen_models_are_wrapped_before_or_after(dtype):
     variables = Net().init(jax.random.key(0), X)
-    exact, alone = Net().apply(variables, X), quantized(Net(), dtype).apply(variables, X)
+    net: Any = Net()
+    exact, alone = net.apply(variables, X), quantized(net, dtype).apply(variables, X)
     before = quantized(jmpp.wrap(Net(), "mixed_bfloat16"), dtype)
     after: Any = jmpp.wrap(quantized(Net(), dtype), "mixed_bfloat16")
     found = before.apply(variables, X)
