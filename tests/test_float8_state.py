@@ -100,11 +100,33 @@ def test_loss_scaled_neither_tests_nor_measures_it():
     seen = []
     inner = optax.stateless(lambda updates, params: seen.append(updates) or updates)
     tx = jmpp.loss_scaled(inner, jmpp.StatisticLossScale(2.0), monitor=True)
-    _, state = tx.update(bad, tx.init(GRADS), GRADS)
+    updates, state = tx.update(bad, tx.init(GRADS), PARAMS)
     assert bool(state.grads_finite)
     assert float(state.loss_scale.loss_scale) == 2.0**12  # Of a largest gradient of 2.
     assert [name for name in jmpp.metrics(state) if name.startswith("grad_max")] == ["grad_max/w"]
-    assert_state(seen[0], 1, [jnp.inf, 3])
+    assert_state(seen[0], 0, [0, 0])
+    assert_state(optax.apply_updates(PARAMS, updates), 1, [jnp.inf, 3])
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_an_optimizer_that_gets_it_with_the_parameters_leaves_it_alone(skip):
+    """What clips, decays and averages parameters does not touch it; a skipped step keeps every bit."""
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1, weight_decay=0.5))
+    tx = jmpp.loss_scaled(inner, jmpp.StaticLossScale(2.0))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
+    grads = GRADS | {"params": {"w": jnp.full(2, jnp.inf if skip else 6.0)}}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    alone = jmpp.loss_scaled(inner, jmpp.StaticLossScale(2.0))
+    weights, _ = alone.update(grads["params"], alone.init(params["params"]), params["params"])
+    np.testing.assert_array_equal(new["params"]["w"], params["params"]["w"] + weights["w"])
+    assert_state(new, *((0.5, [3, 2]) if skip else (1, [100, 3])))
+
+
+def test_updates_of_the_state_need_the_parameters():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale())
+    with pytest.raises(ValueError, match="the state of float8 layers, and update got no parameters"):
+        tx.update(GRADS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("mode", ["skip_step", "drop_loss"])
@@ -114,8 +136,8 @@ def test_of_several_losses_it_is_the_maximum(mode):
     scales = {"a": jmpp.StaticLossScale(2.0), "b": jmpp.StaticLossScale(4.0)}
     tx = jmpp.loss_scaled(inner, scales, on_nonfinite=mode)
     other = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([7.0, 3.0])}}}
-    tx.update({"a": GRADS, "b": other}, tx.init(GRADS), GRADS)
-    assert_state(seen[0], 1, [100, 3])
+    updates, _ = tx.update({"a": GRADS, "b": other}, tx.init(GRADS), PARAMS)
+    assert_state(optax.apply_updates(PARAMS, updates), 1, [100, 3])
     np.testing.assert_array_equal(seen[0]["params"]["w"], [3.0, 3.0])
 
 

@@ -21,6 +21,7 @@ from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.losses import count_if, losses_of
 from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
+from jmp_policy._src.loss_scaling.overwritten import with_new_state, zeros_for_state
 from jmp_policy._src.loss_scaling.state import LossScaledState
 from jmp_policy._src.loss_scaling.transformation import (
     Transformation,
@@ -74,6 +75,10 @@ def loss_scaled(
       boolean scalar, says that gradients left out of `grads` were not finite (a dropped micro-batch): the
       scale then adjusts as after an overflow, and finite `grads` are applied all the same. That is no
       skipped step: of the metrics only `loss_scale` and `stuck` show it.
+
+      The state that float8 layers keep beside the parameters (`_overwrite_with_gradient`) is not tested, and
+      `inner` gets zeros for it; its updates lead to the values of the next step, or to the old ones on a
+      skipped step.
 
       For several losses `update({"adversarial": grads, ...}, state, params)` takes the gradients of each,
       divides them by the scale of that loss and tests them separately; `inner` gets the sum. Each scale
@@ -136,9 +141,11 @@ def loss_scaled(
         if "grad" in extra_args:
             line_grads = losses.unscale(state.loss_scale, extra_args["grad"])
             extra_args["grad"] = losses.total(line_grads, each_finite)
+        total = losses.total(grads, each_finite)
         new_updates, inner_state = transformation.update(
-            losses.total(grads, each_finite), state.inner_state, tree_to_float32(params), **extra_args
+            zeros_for_state(total), state.inner_state, tree_to_float32(params), **extra_args
         )
+        new_updates = with_new_state(new_updates, total, params)
         step = Decision(finite)
         skipped = ~step.for_small
         return map_changed(lambda u: _update_unless_skipped(step, u), new_updates), LossScaledState(

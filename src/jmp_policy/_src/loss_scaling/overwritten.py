@@ -1,13 +1,16 @@
 """Tells the state that float8 layers keep in gradients from gradients.
 
 Flax's float8 layers return the new values of their scales and amax histories as cotangents, in a collection
-of their own. They are no derivatives: nothing may multiply, divide or average them.
+of their own. They are no derivatives: nothing may multiply, divide or average them. Flax's `TrainState` hides
+the collection from the optimizer; an optimizer that gets it with the parameters sees zeros, and the updates
+are what makes the new values of the old ones.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jmp_policy._src.core.types import PyTree
 
@@ -29,6 +32,27 @@ def _flatten(tree: PyTree) -> tuple[list[tuple[bool, Any]], Any]:
 def derivatives(tree: PyTree) -> PyTree:
     """Returns gradients with None in the places of what is not one."""
     return map_derivatives(lambda x: x, tree, lambda x: None)
+
+
+def zeros_for_state(grads: PyTree) -> PyTree:
+    """Returns gradients with zeros in the places of what is not one."""
+    return map_derivatives(lambda x: x, grads, jnp.zeros_like)
+
+
+def with_new_state(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+    """Returns updates that turn the state among the parameters into that among the gradients.
+
+    Raises:
+      ValueError: where there is such state, and no parameters were given.
+    """
+    if not any(apart for apart, _ in _flatten(grads)[0]):
+        return updates
+    if params is None:
+        raise ValueError(
+            f"The gradients hold new values of {COLLECTION!r}, the state of float8 layers, and update got no "
+            "parameters to compare them with: tx.update(grads, state, params)."
+        )
+    return map_derivatives(lambda u, *_: u, updates, lambda u, new, old: new - old, rest=(grads, params))
 
 
 def map_derivatives(
