@@ -102,6 +102,34 @@ def test_a_layer_that_was_not_used_begins_anew():
     assert np.array_equal(model.apply(zeros, X), model.apply(variables, X))
 
 
+@pytest.mark.parametrize("uses", [0, 1, 3])
+def test_histories_go_on_however_often_a_layer_is_used(uses):
+    """JAX adds up what the uses return: of a history only the newest value may be a sum."""
+    model = dense()
+    variables = model.init(jax.random.key(0), X)
+    before = dict(variables[STATE][OP])
+    for name in before:
+        is_history = name.endswith("_amax_history")
+        before[name] = jnp.arange(1.0, 1025.0) * 2**-10 if is_history else jnp.full(1, 0.25)
+    variables = variables | {STATE: {OP: before}}
+
+    def loss(variables, x):
+        return sum((loss_of(model)(variables, x) for _ in range(uses)), jnp.float32(0))
+
+    tx = jmpp.loss_scaled(optax.adam(0.1), jmpp.StaticLossScale(8.0))
+    state = tx.init(variables)
+    _, grads = jmpp.scaled_value_and_grad(loss)(state, variables, X)
+    updates, _ = tx.update(grads, state, variables)
+    after = optax.apply_updates(variables, updates)[STATE][OP]
+    largest = float(jnp.max(jnp.abs(X.astype(jnp.bfloat16))))
+    np.testing.assert_allclose(after["input_amax_history"][0], uses * largest, rtol=1e-6)
+    for name in ("input", "kernel", "output_grad"):
+        history = before[f"{name}_amax_history"]
+        np.testing.assert_allclose(after[f"{name}_amax_history"][1:], np.roll(history, -1)[1:], rtol=1e-6)
+        kept = 0.25 if not uses else uses * scale(1.0, E5M2 if name == "output_grad" else E4M3)
+        np.testing.assert_allclose(after[f"{name}_scale"], kept, rtol=1e-6)
+
+
 def test_values_that_are_not_finite_show_and_do_not_stay():
     model = dense()
     variables = model.init(jax.random.key(0), X)

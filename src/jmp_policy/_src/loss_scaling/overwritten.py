@@ -17,6 +17,9 @@ from jmp_policy._src.core.types import PyTree
 #: The collection's name, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 COLLECTION = "_overwrite_with_gradient"
 
+#: How Flax's names of the collection's leaves end.
+_HISTORY, _SCALE = "_amax_history", "_scale"
+
 
 def is_overwritten(path: Sequence[Any]) -> bool:
     """Returns whether the keys of a leaf lead into the collection."""
@@ -32,6 +35,39 @@ def _flatten(tree: PyTree) -> tuple[list[tuple[bool, Any]], Any]:
 def derivatives(tree: PyTree) -> PyTree:
     """Returns gradients with None in the places of what is not one."""
     return map_derivatives(lambda x: x, tree, lambda x: None)
+
+
+def next_histories(grads: PyTree, params: PyTree) -> PyTree:
+    """Returns gradients in which histories of largest values are those of one step later.
+
+    JAX adds up the cotangents of all uses of a layer, and so the states that they return: with two uses every
+    number in a history would double in each step, and without a use all were zero. The rest of a history is
+    known from the old one. What is new in it stays a sum of the largest values of the uses.
+
+    Args:
+      grads: gradients, before any of them was divided or averaged.
+      params: what they are the gradients of.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    old = {path: leaf for path, leaf in flat if is_overwritten(path)}
+    if not old:
+        return grads
+
+    def later(path: Any, new: Any) -> Any:
+        if path not in old:
+            return new
+        *above, name = path
+        word = str(getattr(name, "key", ""))
+        if word.endswith(_HISTORY):
+            return jnp.roll(old[path], -1, axis=-1).at[..., 0].set(new[..., 0])
+        history = old.get((*above, type(name)(word.removesuffix(_SCALE) + _HISTORY)))
+        if not word.endswith(_SCALE) or history is None:
+            return new
+        # Of a use it is the scale by its history, and one that is empty leaves the scale as it was.
+        known = jnp.max(history, axis=-1, keepdims=True) > 0
+        return jnp.where(known.reshape(new.shape) & (new > 0), new, old[path])
+
+    return jax.tree_util.tree_map_with_path(later, grads)
 
 
 def zeros_for_state(grads: PyTree) -> PyTree:

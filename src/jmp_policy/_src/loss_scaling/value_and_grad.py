@@ -19,7 +19,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varies_over_devices
 from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
-from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
+from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives, next_histories
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
 
 T = TypeVar("T")
@@ -116,7 +116,8 @@ def scaled_value_and_grad(
     def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
         (_, (unscaled, aux)), grads = gradient(scale, *args, **kwargs)
         value = (unscaled, aux) if has_aux else unscaled
-        return value, restore_scale(scale, unscaled, grads)
+        params = tuple(args[i] for i in argnums) if isinstance(argnums, Sequence) else args[argnums]
+        return value, restore_scale(scale, unscaled, next_histories(grads, params))
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state, loss)

@@ -14,6 +14,7 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.loss_scaling.overwritten import next_histories
 from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report.compile_once import run_compiled
@@ -140,7 +141,7 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
         sinks = {name: jnp.zeros((2, histogram.SIZE), jnp.float32) for name in state.activations}
         gradient = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True, allow_int=True)
         (_, (loss, aux)), (grads, seen) = gradient(params, sinks)
-        grads = restore_scale(scale, loss, grads)
+        grads = restore_scale(scale, loss, next_histories(grads, params))
         state = state.update(grads, scale, activations=seen)
         return ((loss, aux) if has_aux else loss, grads), state
 
