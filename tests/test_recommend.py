@@ -162,6 +162,24 @@ def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
     assert math.isnan(product_cost.compared(loss, half, None).speedup)
 
 
+def test_memory_is_that_of_parameters_copies_gradients_and_activations():
+    """As memory_report estimates it of the same gradient."""
+    model, x = nn.Dense(64, use_bias=False), jax.random.normal(jax.random.key(0), (1024, 32))
+    variables = model.init(jax.random.key(1), x)
+    found = jmpp.recommend(model, variables, x, target="H100", dtype="float16")
+    assert found.half_share == 1
+    step = jax.grad(lambda variables: jnp.square(model.apply(variables, x)).mean() / 2)
+    plain = jmpp.memory_report(step, variables)
+    half = jmpp.wrap(model, found.policy)
+    report = jmpp.memory_report(jax.grad(lambda v: jnp.square(half.apply(v, x)).mean() / 2), variables)
+    expected = sum(row.expected_policy for row in report.rows) / sum(
+        row.expected_policy for row in plain.rows
+    )
+    assert found.memory == pytest.approx(expected, rel=0.01)
+    assert found.memory < 1
+    assert math.isnan(jmpp.recommend(model, variables, x, dtype="float16").memory)
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"relative error of the gradient, such as 0\.01; got -1"):
         jmpp.recommend(lambda w: w, 1.0, budget=-1)

@@ -19,6 +19,7 @@ from jmp_policy._src.report.sensitivity import float32_modules, product_cost, ro
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
+from jmp_policy._src.report.sensitivity.memory_cost import memory_of
 from jmp_policy._src.report.sensitivity.probes import effects
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation
 from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
@@ -66,7 +67,7 @@ def recommend(
       budget: relative error of the gradient that is allowed, |half - float32| / |float32|. Left out, a tenth
         of the relative distance between the gradients of the batches, or 0.01 where there is one batch.
       target: name of a card ("H100"): rules that put a part back into half and save less than 1 % of the
-        products' time there are left out, and the result has the predicted speed.
+        products' time there are left out, and the result has the predicted speed and memory.
       dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
       batches: further values of `args`, of the same shapes.
       probes: as for `sensitivity`.
@@ -147,6 +148,7 @@ def _in(
         half_share=cost.half_share,
         target="" if card is None else card.name,
         speedup=cost.speedup,
+        memory=math.nan if card is None else memory_of(loss.under(rules)) / memory_of(loss),
     )
 
 

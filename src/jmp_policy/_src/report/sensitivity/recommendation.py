@@ -45,6 +45,8 @@ class Recommendation(Report):
       target: name of the card whose speed was asked for, or "".
       speedup: time of the products in float32 over that under the policy, on that card, each at its peak
         rate or memory bandwidth; nan without a card.
+      memory: estimated bytes of parameters, half copies, gradients and activations, over those in float32;
+        nan without a card.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,6 +67,7 @@ class Recommendation(Report):
     half_share: float
     target: str = ""
     speedup: float = math.nan
+    memory: float = math.nan
 
     _rows = "rows"
 
@@ -82,9 +85,11 @@ class Recommendation(Report):
         speed = (
             "" if math.isnan(self.speedup) else f" {self.target}: products {self.speedup:.2g} times as fast."
         )
+        memory = "" if math.isnan(self.memory) else f" Memory: {percent(self.memory)} of float32's."
         word = "within" if self.fits else "MORE THAN"
         errors = f"{percent(self.measured)} (predicted {percent(self.predicted)})"
-        return f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}.{share}{speed}"
+        fits = f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."
+        return f"{fits}{share}{speed}{memory}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field, and the verdict, as plain data; `policy` as `PolicyMap.from_dict` reads it."""
