@@ -44,6 +44,8 @@ class DriftRow(Placed):
       dtype: half dtype of the operation.
       terms: how many terms a sum in half has; 1 for other operations.
       trips: of a row inside `lax.scan`, `total` in each trip.
+      note: what else there is to know: that the two runs take different branches, or that a loop has more
+        trips in one of them.
     """
 
     module: str
@@ -59,6 +61,7 @@ class DriftRow(Placed):
     dtype: str
     terms: int = 1
     trips: tuple[float, ...] = ()
+    note: str = ""
 
     @property
     def path(self) -> str:  # type: ignore[override]
@@ -75,6 +78,8 @@ class DriftRow(Placed):
             "dot_general": f"a matrix product in {self.dtype}",
             "conv_general_dilated": f"a convolution in {self.dtype}",
         }
+        if self.operation in ("cond", "while") and self.note:
+            return f"a {self.operation}: {self.note}"
         return known.get(self.operation, f"{self.operation} in {self.dtype}")
 
 
@@ -201,7 +206,8 @@ class Drift(Report):
         return tables
 
     def _lines(self) -> Sequence[str]:
-        return (self.verdict,)
+        notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
+        return (*notes, self.verdict)
 
     def plot(self) -> Any:
         """Draws the error along the depth of the program, forward and backward; returns the figure.

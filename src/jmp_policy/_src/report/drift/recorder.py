@@ -32,6 +32,7 @@ class Node:
       sources: the operands that differ.
       rounds: whether the operation itself may introduce an error.
       adds: whether the errors of its operands add up as they are; else relative to each operand.
+      note: what to say of it where it introduces an error.
     """
 
     site: Site
@@ -41,6 +42,7 @@ class Node:
     sources: tuple[int, ...]
     rounds: bool
     adds: bool
+    note: str = ""
 
 
 class Measured(NamedTuple):
@@ -159,11 +161,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Forgets what is recorded in a with-block."""
-        count = len(self.nodes)
-        with self.inside():
+        """Forgets the nodes of a with-block; measures none, since their numbers may be others in the end."""
+        count, wanted, self._wanted = len(self.nodes), self._wanted, {}
+        try:
             yield
-        del self.nodes[count:]
+        finally:
+            self._wanted = wanted
+            del self.nodes[count:]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -198,6 +202,23 @@ class Stack:
         stack = object.__new__(cls)
         (stack._array,), (stack._structure, stack._shapes) = arrays, static
         return stack
+
+
+def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Returns measurements of the trips of a loop up to one, for those before it and its own."""
+
+    def joined(one: Any, other: Any, join: Callable[[Any, Any], Any]) -> Any:
+        return None if one is None else join(one, other)
+
+    return {
+        number: Measured._make(
+            [
+                *(joined(*pair, jnp.add) for pair in zip(sums[number][:-1], new[:-1], strict=True)),
+                joined(sums[number].largest, new.largest, jnp.maximum),
+            ]
+        )
+        for number, new in trip.items()
+    }
 
 
 def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
