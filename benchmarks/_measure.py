@@ -40,8 +40,7 @@ def trace_times(
       repeat: number of the repetition.
       clock: with `time.process_time`, seconds of this process, which others disturb less.
     """
-    jax.clear_caches()
-    gc.collect()
+    forget()
 
     def timed() -> tuple[dict[str, float], Any, Any]:
         start = clock()
@@ -50,6 +49,12 @@ def trace_times(
         return {"trace_lower": clock() - start}, traced, lowered
 
     return deeper(repeat * _STRIDE % CHUNK, timed)
+
+
+def forget() -> None:
+    """Drops what JAX remembers of functions, so that the next trace does all of its work."""
+    jax.clear_caches()
+    gc.collect()
 
 
 #: How many calls of `deeper` fill a chunk of the stack in CPython 3.11 and 3.12.

@@ -49,6 +49,7 @@ def dense(policy=DELAYED, **fields):
     return jmpp.wrap(nn.Dense(48, use_bias=False, **fields), policy)
 
 
+@pytest.mark.slow
 def test_products_have_the_scales_of_the_steps_before():
     model = dense()
     variables = model.init(jax.random.key(0), X)
@@ -102,6 +103,7 @@ def test_a_layer_that_was_not_used_begins_anew():
     assert np.array_equal(model.apply(zeros, X), model.apply(variables, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", [0, 1, 3])
 def test_histories_go_on_however_often_a_layer_is_used(uses):
     """JAX adds up what the uses return: of a history only the newest value may be a sum."""
@@ -145,6 +147,7 @@ def test_values_that_are_not_finite_show_and_do_not_stay():
     assert float(after["input_amax_history"][0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
 def test_the_largest_value_is_that_of_the_whole(mapped):
     model, xs = dense(), jnp.asarray(RNG.normal(size=(128, 64)), jnp.float32)

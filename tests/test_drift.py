@@ -252,6 +252,7 @@ def test_train_steps_show_which_part_of_the_new_state_is_off():
     add_up(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scans_show_each_trip(remat):
     def body(h, w):

@@ -185,6 +185,7 @@ class Large(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
+@pytest.mark.slow
 def test_overflow_is_found_and_ranks_first():
     params = Large().init(jax.random.key(0), jnp.ones((2, 4)))
     x = jnp.asarray([[1.0, 2.0, 3.0, 1.0], [1.0, 0.5, 0.25, 1.0]])
@@ -234,6 +235,7 @@ def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
         jmpp.sensitivity(lambda p: model.apply(p, jnp.ones((1, 3))).sum(), params)
 
 
+@pytest.mark.slow
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)
     one, other, both = (
@@ -275,6 +277,7 @@ class Everything(nn.Module):
         return nn.Dense(2, name="head")(jax.vmap(nn.relu)(x))
 
 
+@pytest.mark.once
 def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     """The tapped program is that of float32: its gradient, with custom rules, is compared."""
     from jmp_policy._src.report.sensitivity import probes
@@ -308,6 +311,7 @@ class NNXNet(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+@pytest.mark.slow
 def test_nnx_modules_and_functions_without_modules():
     model, sharded = (
         NNXNet(nnx.Rngs(0)),
