@@ -55,6 +55,7 @@ class Measured(NamedTuple):
       inherited: squares of the rest.
       total: squares of the whole error.
       exact: squares of the value in float32.
+      lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
     """
 
@@ -62,6 +63,7 @@ class Measured(NamedTuple):
     inherited: Any
     total: Any
     exact: Any
+    lost: Any
     largest: Any
 
 
@@ -89,7 +91,7 @@ class Recorder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def measure(self, number: int, half: Any, wide: Any, exact: Any) -> None:
+    def measure(self, number: int, half: Any, wide: Any, exact: Any, lost: Any = None) -> None:
         """Measures a node, if that is wanted.
 
         Args:
@@ -97,6 +99,7 @@ class Recorder:
           half: its value as the program computes it.
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
+          lost: what rounding operands to float8 lost; None without float8.
         """
         if number not in self._wanted:
             return
@@ -116,7 +119,7 @@ class Recorder:
             square = squares(self._errors.finite(exact, unit))
         if "largest" in fields:
             largest = jnp.max(jnp.abs(error), initial=0.0)
-        self.measured[number] = Measured(introduced, inherited, total, square, largest)
+        self.measured[number] = Measured(introduced, inherited, total, square, lost, largest)
 
     def measure_carry(
         self, number: int, start: Any, exact: Any, made: int, measured: dict[int, Measured], reverse: bool
@@ -251,9 +254,9 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
     """
     found = {}
     for number, values in measured.items():
-        *sums, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
+        *sums, lost, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
         unit = unit_of(number)
-        scaled = (*(v / unit**2 for v in sums), largest / unit)
+        scaled = (*(v / unit**2 for v in sums), lost, largest / unit)
         found[number] = Measured._make(np.nan_to_num(v, nan=np.inf, posinf=np.inf) for v in scaled)
     return found
 
@@ -261,6 +264,11 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
 def totals(measured: Mapping[int, Measured]) -> dict[int, Measured]:
     """Adds up what was measured over the trips of loops, on the host."""
     return {
-        number: Measured._make((*(value.sum() for value in values[:-1]), values.largest.max(initial=0.0)))
+        number: Measured(
+            *(value.sum() for value in values[:-2]),
+            # An array for each trip; 0 without float8.
+            lost=values.lost.reshape(-1, 2, 3).sum(0) if values.lost.size > 1 else 0.0,
+            largest=values.largest.max(initial=0.0),
+        )
         for number, values in measured.items()
     }

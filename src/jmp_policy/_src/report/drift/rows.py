@@ -186,7 +186,15 @@ class Rows:
             note=next(
                 filter(None, (self._nodes[n].note for n in counted if self._measured[n].introduced)), ""
             ),
+            flushed=self._lost(counted, 1),
+            saturated=self._lost(counted, 2),
         )
+
+    def _lost(self, numbers: Sequence[int], place: int) -> tuple[float, float]:
+        """Returns which share of the left and the right operands of float8 products is lost."""
+        counts = np.zeros((2, 3)) + sum(self._measured[n].lost for n in numbers)
+        left, right = np.divide(counts[:, place], counts[:, 0], out=np.zeros(2), where=counts[:, 0] > 0)
+        return round(float(left), 6), round(float(right), 6)
 
     def _inherited(self, numbers: Sequence[int]) -> float:
         """Returns the sum of the squared errors that operations inherit; all where nothing is rounded."""

@@ -20,6 +20,7 @@ class Twin(NamedTuple):
       node: number of the node that it is; None where the two cannot differ.
       wide: what float32 gives for the half values that enter its region; None where it is in none.
       region: module, line and direction of the operations that are measured as one.
+      lost: what rounding to float8 lost in its region, as `lost_in_float8` counts it; None without float8.
     """
 
     half: Any
@@ -27,6 +28,7 @@ class Twin(NamedTuple):
     node: int | None = None
     wide: Any = None
     region: Any = None
+    lost: Any = None
 
 
 #: Evaluates a jaxpr on twins, called at a site.

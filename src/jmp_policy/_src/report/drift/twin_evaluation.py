@@ -31,6 +31,7 @@ from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.float32_replay import has_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_float8_scale
 from jmp_policy._src.report.drift import branches, loops
 from jmp_policy._src.report.drift.recorder import Node, Recorder, over_devices
@@ -105,10 +106,9 @@ class TwinEvaluation:
             values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
             wide = replay_equation(eqn, values)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
-        return [
-            self._result(eqn, site, twins, within, i, Twin(half[i], exact[i], None, wide[i], region), one)
-            for i, one in enumerate(rounds)
-        ]
+        lost = _lost(eqn, twins, within)
+        made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
+        return [self._result(eqn, site, twins, within, i, made[i], one) for i, one in enumerate(rounds)]
 
     def _result(
         self, eqn: Any, site: walk.Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
@@ -136,7 +136,7 @@ class TwinEvaluation:
         note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
         node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note)
         number = self._recorder.add(node)
-        self._recorder.measure(number, made.half, made.wide, made.exact)
+        self._recorder.measure(number, made.half, made.wide, made.exact, made.lost)
         return made._replace(node=number)
 
     def _shard_map(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
@@ -186,6 +186,15 @@ def _computed_in(eqn: Any, out: Any) -> Any:
     return (
         ir.dtype_of(out) if formats is None else max(map(jnp.dtype, formats), key=lambda d: jnp.finfo(d).eps)
     )
+
+
+def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
+    """Returns what rounding to float8 lost in the region of an operation so far; None without float8."""
+    found = [twin.lost for twin, inside in zip(twins, within, strict=True) if inside]
+    found = [lost for lost in found if lost is not None]
+    if formats_of(eqn) is not None:
+        found.append(lost_in_float8(eqn, [twin.half for twin in twins]))
+    return sum(found) if found else None
 
 
 def _is_exact(eqn: Any, dtype: Any) -> bool:
