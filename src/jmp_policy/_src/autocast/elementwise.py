@@ -43,7 +43,7 @@ def _is_elementwise_inside(eqn: Any) -> bool:
 
 def is_constant(eqn: Any) -> bool:
     """Returns whether an equation makes an array of numbers that stand in the program."""
-    if not eqn.invars or not all(isinstance(a, compat.Literal) for a in eqn.invars):
+    if not eqn.invars or [a for a in eqn.invars if not isinstance(a, compat.Literal)]:
         return False
     return len(eqn.outvars) == 1 and not eqn.effects and not ir.holds_jaxpr(eqn)
 

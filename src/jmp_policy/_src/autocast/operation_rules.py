@@ -27,11 +27,11 @@ def _demand_all(eqn: Any, demand: Demand) -> list[Demand]:
 
 
 def _reads(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
-    return tuple(dtype if is_float else None for is_float in _floats(eqn))
+    return tuple([dtype if is_float else None for is_float in _floats(eqn)])
 
 
 def _results(eqn: Any, dtype: Any) -> tuple[Value, ...]:
-    return tuple(Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars)
+    return tuple([Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars])
 
 
 def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
