@@ -23,6 +23,14 @@ def shape_of(atom: Any) -> Any:
     return atom.aval.shape
 
 
+def has_known_sizes(shape: Sequence[Any]) -> bool:
+    """Returns whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
+    return _INTEGERS.issuperset(map(type, shape))
+
+
+_INTEGERS = frozenset([int])
+
+
 def is_array_of(atom: Any, dtype: np.dtype) -> bool:
     """Returns whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
     aval = atom.aval
