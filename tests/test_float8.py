@@ -422,6 +422,32 @@ def test_training_steps_with_loss_scale_and_skips():
     assert jax.tree.all(jax.tree.map(np.array_equal, params, before))
 
 
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(32, name="inner")(x)
+        assert y.dtype == jnp.bfloat16
+        return y
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = self.inner(x)
+        assert y.dtype == jnp.bfloat16
+        return y
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(CURRENT, HALF), (HALF, CURRENT)])
+def test_a_layer_of_another_recipe_hands_on_compute_dtype(outer, inner):
+    """As a recipe changes no dtype, there is no boundary, at which outputs would become float32."""
+    rules, x = jmpp.PolicyMap(outer, {"inner": inner}), X[:, :32]
+    of_linen = jax.eval_shape(jmpp.wrap(Linen(), rules).init_with_output, jax.random.key(0), x)[0]
+    assert {of_linen.dtype, jax.eval_shape(jmpp.wrap(Nnx(), rules), x).dtype} == {np.dtype("float32")}
+
+
 def test_policies_keep_their_recipe():
     policy = jmpp.get_policy(CURRENT)
     assert (

@@ -21,8 +21,8 @@ def is_elementwise(eqn: Any, shape: Any) -> bool:
         return False
     if len(eqn.outvars) != 1 or eqn.effects or not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
         return False
-    dtype = ir.dtype_of(eqn.outvars[0])
-    if ir.shape_of(eqn.outvars[0]) != shape or (dtype != FLOAT32 and dtype.kind not in "biu"):
+    out = eqn.outvars[0].aval
+    if out.shape != shape or (out.dtype != FLOAT32 and out.dtype.kind not in "biu"):
         return False
     if kind is Kind.CUSTOM_JVP or (kind is Kind.JIT and calls.is_inlined(eqn)):
         called = calls.called(eqn)
@@ -43,7 +43,7 @@ def _is_elementwise_inside(eqn: Any) -> bool:
 
 def is_constant(eqn: Any) -> bool:
     """Returns whether an equation makes an array of numbers that stand in the program."""
-    if not eqn.invars or not all(isinstance(a, compat.Literal) for a in eqn.invars):
+    if not eqn.invars or [a for a in eqn.invars if not isinstance(a, compat.Literal)]:
         return False
     return len(eqn.outvars) == 1 and not eqn.effects and not ir.holds_jaxpr(eqn)
 
@@ -57,7 +57,5 @@ def is_smaller(atom: Any, out: Any) -> bool:
     """Returns whether an operand has so few elements that it counts for nothing beside the result."""
     if isinstance(atom, compat.Literal):
         return True
-    shapes = ir.shape_of(atom), ir.shape_of(out)
-    # Symbolic sizes cannot be compared.
-    is_known = all(isinstance(size, int) for shape in shapes for size in shape)
-    return is_known and _SMALLER * math.prod(shapes[0]) <= math.prod(shapes[1])
+    small, large = ir.shape_of(atom), ir.shape_of(out)
+    return ir.has_known_sizes((*small, *large)) and _SMALLER * math.prod(small) <= math.prod(large)

@@ -71,9 +71,9 @@ def _may_end(uses: Uses, place: int) -> bool:
     eqn, step = uses.eqns[place], uses.steps[place]
     out = eqn.outvars[0]
     sizes = ir.shape_of(out) if ir.is_float32(out) else ()
-    # Symbolic sizes cannot be compared; of a number nothing is to be saved.
-    static = bool(sizes) and all(isinstance(size, int) for size in sizes)
-    return static and not _is_asked_half(step) and is_elementwise(eqn, sizes)
+    # Of a number nothing is to be saved.
+    is_sized = bool(sizes) and ir.has_known_sizes(sizes)
+    return is_sized and is_elementwise(eqn, sizes) and not _is_asked_half(step)
 
 
 def _grown(uses: Uses, last: int, taken: set[int]) -> tuple[set[int], list[Any]]:

@@ -10,7 +10,7 @@ from jmp_policy._src.autocast import float8_products
 from jmp_policy._src.autocast.float32_outputs import dot_with_float32_output, product
 from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Rule, float32_reads, traced
 from jmp_policy._src.autocast.runtime import rebound
-from jmp_policy._src.autocast.values import CastCache, Value, cast, computed
+from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import compat, ir, op_lists
 from jmp_policy._src.jaxpr.ir import FLOAT32
@@ -27,11 +27,11 @@ def _demand_all(eqn: Any, demand: Demand) -> list[Demand]:
 
 
 def _reads(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
-    return tuple(dtype if is_float else None for is_float in _floats(eqn))
+    return tuple([dtype if is_float else None for is_float in _floats(eqn)])
 
 
 def _results(eqn: Any, dtype: Any) -> tuple[Value, ...]:
-    return tuple(Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars)
+    return tuple([Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars])
 
 
 def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
@@ -189,25 +189,28 @@ class Promote(_Bound):
         eqn = step.eqn
         if eqn.primitive.name not in op_lists.BROADCASTING:
             return rebound(eqn, step.reads, caches)
-        like = eqn.outvars[0]
-        arrays = [
-            _read_broadcast(cache, dtype, atom, like)
-            for cache, dtype, atom in zip(caches, step.reads, eqn.invars, strict=True)
-        ]
-        return [computed(out) for out in binding.bind(eqn, *arrays)]
+        broadcast = tuple(
+            place
+            for place, (cache, dtype) in enumerate(zip(caches, step.reads, strict=True))
+            if _is_broadcast_first(cache, dtype, eqn.invars[place], eqn.outvars[0])
+        )
+        reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
+        if not broadcast:
+            return rebound(eqn, reads, caches)
+        arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
+        outs = binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]])
+        return [computed(out) for out in outs]
 
 
-def _read_broadcast(cache: CastCache, dtype: Any, atom: Any, like: Any) -> Any:
-    """Reads an operand; one that is read in half and is broadcast is broadcast in float32 and then cast.
+def _is_broadcast_first(cache: CastCache, dtype: Any, atom: Any, like: Any) -> bool:
+    """Returns whether an operand that is read in half is broadcast, which is done in float32 before the cast.
 
     The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
     then has a relative error of 5e-3 instead of 7e-4. A number that stands in the program has no gradient.
     """
     if dtype is None or not is_half(dtype) or ir.shape_of(atom) == ir.shape_of(like):
-        return cache.read(dtype)
-    value = cache.read(FLOAT32)
-    is_number = isinstance(value, np.ndarray)
-    return cache.read(dtype) if is_number else cast(binding.broadcast_like(value, like), dtype)
+        return False
+    return not isinstance(cache.read(FLOAT32), np.ndarray)
 
 
 class Full(_Bound):

@@ -99,7 +99,6 @@ class Plan:
       outs: what its results are.
       program: the steps that are run, of which one may do several equations.
       last_uses: for each of those, the variables that no later one needs.
-      reads: for each argument, the dtypes it is read in.
       is_unchanged: whether everything runs as it was traced.
       traced: jaxprs that were made of the plan, by the types of their arguments.
     """
@@ -110,9 +109,13 @@ class Plan:
     outs: tuple[Value, ...]
     program: Program
     last_uses: list[list[Any]]
-    reads: tuple[frozenset[np.dtype], ...]
     is_unchanged: bool
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def reads(self) -> tuple[frozenset[np.dtype], ...]:
+        """Returns for each argument the dtypes it is read in."""
+        return _reads(compat.open_jaxpr(self.jaxpr), self.steps, self.outs)
 
 
 class Rule(Protocol):
@@ -169,6 +172,8 @@ class Planner:
         # By identity, with the jaxpr kept alive in the entry.
         self._demands: dict[Any, Demands] = {}
         self._plans: dict[Any, Plan] = {}
+        #: The same, by name stack: equations of one call of a function share it.
+        self._regions: dict[Any, tuple[Any, Region]] = {}
         #: Names of the primitives met; what the user should know -> the line where it is.
         self.met: set[str] = set()
         self.notes: dict[str, str] = {}
@@ -176,6 +181,15 @@ class Planner:
     def rule(self, eqn: Any) -> Rule:
         """Returns the rule of an operation."""
         return self._rules.get(eqn.primitive.name, self._otherwise)
+
+    def _region_of(self, eqn: Any, around: Region) -> Region:
+        """Returns the region of an equation of a jaxpr that is in another one."""
+        stack = compat.stack_of(eqn)
+        known = self._regions.get((id(stack), around))
+        if known is None:
+            known = stack, self.regions.enter(around, compat.scopes(eqn))
+            self._regions[id(stack), around] = known
+        return known[1]
 
     def demands(self, jaxpr: Any, outs: Sequence[Demand], region: Region) -> Demands:
         """Looks ahead: from what is wanted of a jaxpr's results to what is wanted of all its values."""
@@ -198,7 +212,7 @@ class Planner:
             used = [of.get(var) for var in eqn.outvars]
             if all(demand is None for demand in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
-            inside = self.regions.enter(region, compat.scopes(eqn))
+            inside = self._region_of(eqn, region)
             for atom, demand in zip(eqn.invars, self.rule(eqn).demand(self, eqn, used, inside), strict=True):
                 # An index, a key: used, and nothing to choose.
                 add(atom, demand if ir.is_float32(atom) else True)
@@ -246,14 +260,14 @@ class Planner:
         steps: list[EqnPlan] = []
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
-            inside = self.regions.enter(region, compat.scopes(eqn))
+            inside = self._region_of(eqn, region)
             before, planned = known.get(id(eqn), (None, None))
             if planned is None or before != values:
                 wanted = [demands.get(var) for var in eqn.outvars]
                 planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
                 planned.region = inside
                 known[id(eqn)] = values, planned
-            if any(var in halved for var in eqn.outvars):
+            if halved and not halved.keys().isdisjoint(eqn.outvars):
                 planned = _rounded(planned, halved)
             self.met.add(eqn.primitive.name)
             if planned.note:
@@ -269,7 +283,6 @@ class Planner:
             results,
             as_program(jaxpr, opened.eqns, steps),
             [],  # Known when it is known what is joined.
-            _reads(opened, steps, results),
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),
         )

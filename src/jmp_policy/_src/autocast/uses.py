@@ -33,6 +33,9 @@ class Uses:
         self.made_at: dict[Any, int] = {}
         self.read_at: dict[Any, list[tuple[int, int]]] = {}
         self._held: dict[Any, Any] = {}
+        #: What `half_of_all` said; those of plans that are inlined, by place.
+        self._halves: dict[Any, np.dtype | None] = {}
+        self._inlined: dict[int, Uses] = {}
         for var, value in zip(opened.invars, plan.ins, strict=True):
             self._held[var] = value.dtype
         for place, (eqn, step) in enumerate(zip(self.eqns, self.steps, strict=True)):
@@ -62,8 +65,11 @@ class Uses:
         """
         if var in self.returned or var not in self.read_at:
             return None
-        found = {self._half_read(*read, through_elementwise) for read in self.read_at[var]}
-        return found.pop() if len(found) == 1 else None
+        key = var, through_elementwise
+        if key not in self._halves:
+            found = {self._half_read(*read, through_elementwise) for read in self.read_at[var]}
+            self._halves[key] = found.pop() if len(found) == 1 else None
+        return self._halves[key]
 
     def _half_read(self, place: int, operand: int, through_elementwise: bool) -> np.dtype | None:
         eqn, step = self.eqns[place], self.steps[place]
@@ -72,9 +78,13 @@ class Uses:
         if is_wide and is_elementwise(eqn, ir.shape_of(eqn.invars[operand])):
             return self.half_of_all(eqn.outvars[0], through_elementwise)
         if step.inner:
-            inlined = kind is Kind.CALL or (kind is Kind.JIT and calls.is_inlined(eqn))
+            if kind is not Kind.CALL and not (kind is Kind.JIT and calls.is_inlined(eqn)):
+                return None
+            if place not in self._inlined:
+                self._inlined[place] = Uses(step.inner[0])
+            inside = self._inlined[place]
             inner = compat.open_jaxpr(step.inner[0].jaxpr).invars
-            return Uses(step.inner[0]).half_of_all(inner[operand], through_elementwise) if inlined else None
+            return inside.half_of_all(inner[operand], through_elementwise)
         if name == "convert_element_type":
             to = eqn.params["new_dtype"]
             return to if is_half(to) else self.half_of_all(eqn.outvars[0]) if to == ir.FLOAT32 else None

@@ -276,10 +276,10 @@ def is_transposed(eqn: Any) -> bool:
     return any(isinstance(part, transform) and part.name == "transpose" for part in stack)
 
 
-def name_stack_text(eqn: Any) -> str:
-    """Returns the name stack of an equation as profiles show it. Private: as for `scopes`."""
+def stack_of(eqn: Any) -> Any:
+    """Returns the name stack of an equation, which prints as profiles show it. Private: as for `scopes`."""
     _stack_entries()
-    return str(eqn.source_info.name_stack)
+    return eqn.source_info.name_stack
 
 
 def stack_within(eqn: Any, first: int, last: int | None) -> Any:

@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -14,11 +14,12 @@ from jmp_policy._src.jaxpr import compat, ir, op_lists
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.primitives import primitive_for
 
-#: How often each operation was bound in this program so far; None in bodies, which are differentiated whole.
+#: How often each operation was bound to values of each type in this program so far; None in bodies, which are
+#: differentiated whole.
 _BOUND: contextvars.ContextVar[Any] = contextvars.ContextVar("operations bound", default=None)
 
 #: Operations that occur more often are bound as jits, of which JAX keeps the derivative.
-_OFTEN = 2
+_OFTEN = 1
 
 
 def bind_product(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -36,19 +37,78 @@ def program(is_body: bool) -> Iterator[None]:
         _BOUND.reset(token)
 
 
+class _Operation(NamedTuple):
+    """What is bound, as a function of its operands; equal to others that do the same.
+
+    Args:
+      primitive, params: of the operation.
+      context: of its equation (compute type, mesh), under which it is traced once.
+      broadcast: operands that are broadcast first, and then cast.
+      shape, dtype: what those are broadcast and cast to.
+    """
+
+    primitive: Any
+    params: tuple[Any, ...]
+    context: Any
+    broadcast: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+
+    def __call__(self, *values: Any) -> list[Any]:
+        given = list(values)
+        for place in self.broadcast:
+            wide = _broadcast_to(given[place], self.shape)
+            given[place] = jax.lax.convert_element_type(wide, self.dtype)
+        return bind_product(self.primitive, given, dict(self.params))
+
+
 def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other values, with some parameters changed; results as a list."""
-    primitive, params, counts = eqn.primitive, {**eqn.params, **changed}, _BOUND.get()
-    simple = primitive.name in _SIMPLE
-    if counts is not None and simple and any(isinstance(value, Tracer) for value in values):
-        key = (primitive, compat.context_of(eqn), tuple(params.items()))
-        try:
-            counts[key] += 1
-        except TypeError:  # A parameter that cannot be hashed.
-            return bind_product(primitive, values, params)
-        if counts[key] > _OFTEN:
-            return list(_kept(*key)(*values))
-    return bind_product(primitive, values, params)
+    params = {**eqn.params, **changed}
+    if not _is_counted(eqn, values):
+        return bind_product(eqn.primitive, values, params)
+    return _bound(_Operation(eqn.primitive, tuple(params.items()), compat.context_of(eqn)), values)
+
+
+def bind_broadcast(eqn: Any, values: Sequence[Any], broadcast: tuple[int, ...], dtype: Any) -> list[Any]:
+    """Binds an equation's primitive to values of which some are broadcast first, and then cast.
+
+    As one operation: for a bias that is added JAX keeps one derivative, and not three.
+
+    Args:
+      eqn: the equation.
+      values: the operands.
+      broadcast: which of them are broadcast like the result.
+      dtype: what those are cast to.
+    """
+    like = eqn.outvars[0]
+    if ir.is_explicit([like]) or not _is_counted(eqn, values):
+        given = list(values)
+        for place in broadcast:
+            given[place] = converted(ir.broadcast_like(given[place], like), dtype)
+        return bind(eqn, *given)
+    params, context = tuple(eqn.params.items()), compat.context_of(eqn)
+    return _bound(_Operation(eqn.primitive, params, context, broadcast, ir.shape_of(like), dtype), values)
+
+
+def _is_counted(eqn: Any, values: Sequence[Any]) -> bool:
+    """Returns whether an operation may be bound as a jit of which JAX keeps the derivative."""
+    return (
+        is_derived_by_operation()
+        and eqn.primitive.name in _SIMPLE
+        and any(isinstance(value, Tracer) for value in values)
+    )
+
+
+def _bound(operation: _Operation, values: Sequence[Any]) -> list[Any]:
+    """Binds an operation; one that occurs often in the program as a jit."""
+    counts = _BOUND.get()
+    key = operation, *((value.shape, value.dtype) for value in values)
+    try:
+        counts[key] += 1
+    except TypeError:  # A parameter that cannot be hashed.
+        return operation(*values)
+    return list(_kept(operation)(*values)) if counts[key] > _OFTEN else operation(*values)
 
 
 #: Without jaxprs or collectives.
@@ -56,17 +116,13 @@ _SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - having(Trait.CO
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(primitive: Any, _: Any, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns a primitive as an inlined jit, of which JAX keeps the derivative, as it does for jax.numpy's.
+def _kept(operation: _Operation) -> Callable[..., Any]:
+    """Returns an operation as an inlined jit, of which JAX keeps the derivative, as it does for jax.numpy's.
 
     Bound one by one, 60 additions are linearised 60 times, which made tracing the gradient of a Transformer
     1.28 times as long as without autocast.
-
-    Args:
-      primitive, params: what is bound.
-      _: the equation's context (compute type, mesh), under which it is traced once.
     """
-    return jax.jit(lambda *values: bind_product(primitive, values, dict(params)), inline=compat.INLINED)
+    return jax.jit(lambda *values: operation(*values), inline=compat.INLINED)
 
 
 def is_derived_by_operation() -> bool:
@@ -80,16 +136,9 @@ def converted(value: Any, dtype: Any) -> Any:
     return converted_as_kept(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
 
 
-def broadcast_like(value: Any, atom: Any) -> Any:
-    """Broadcasts a scalar, or axes of size 1, to the shape (and explicit sharding) of an atom."""
-    keeps = is_derived_by_operation() and isinstance(value, Tracer) and not ir.is_explicit([atom])
-    return _broadcast(value, atom.aval.shape) if keeps else ir.broadcast_like(value, atom)
-
-
 #: Casts an array that is traced. JAX keeps the derivative, which takes half the time of deriving it again.
 converted_as_kept = jax.jit(jax.lax.convert_element_type, static_argnums=1, inline=compat.INLINED)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=compat.INLINED)
-def _broadcast(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_to(value: Any, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcast_in_dim(value, shape, range(len(shape)) if value.ndim else ())

@@ -57,7 +57,7 @@ def param_cast_kind(eqn: Any) -> Mark | None:
     """Returns whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
         return None
-    found = _MARKED.search(compat.name_stack_text(eqn))
+    found = _MARKED.search(str(compat.stack_of(eqn)))
     if found is None:
         return None
     return "own" if found.group(1) == _PARAMETER else "argument"
