@@ -115,7 +115,11 @@ def test_drift_tells_which_recipes_an_outlier_harms(recipe, x, lost):
     """Rows have scales of their own, a block has one; `fp8_delayed` has a scale of 1 in its first step."""
 
     def scanned(apply):
-        return lambda params, x: jax.lax.scan(lambda carry, x: (carry, apply(params, x)), 0, x[None])[1]
+        def body(params, x):
+            branches = (lambda x: apply(params, x)), (lambda x: apply(params, -x))
+            return jax.lax.cond(x[0, 0] > 0, *branches, x)
+
+        return lambda params, x: jax.lax.scan(lambda carry, x: (carry, body(params, x)), 0, x[None])[1]
 
     rows = drift_beside_an_outlier(recipe, scanned, x).rows
     assert {(row.flushed, row.saturated) for row in rows} - {((0, 0), (0, 0))} == lost

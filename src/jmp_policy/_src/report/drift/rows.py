@@ -104,7 +104,7 @@ class Rows:
 
     def _ran(self, numbers: Sequence[int]) -> bool:
         """Returns whether there is anything to tell of nodes: not of those in a branch that is not taken."""
-        return any(any(self._measured[number]) for number in numbers)
+        return any(np.any(value) for number in numbers for value in self._measured[number])
 
     def _leads_to_gradients(self, number: int) -> bool:
         """Returns whether a value of the backward pass is a parameter's gradient on its way out."""
