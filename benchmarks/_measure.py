@@ -3,6 +3,7 @@
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,31 @@ def trace_times(
         return {"trace_lower": clock() - start}, traced, lowered
 
     return deeper(repeat * _STRIDE % CHUNK, timed)
+
+
+def python_calls(step: Any, args: Any) -> int:
+    """Counts calls of Python functions while a step is traced and lowered, the same on a busy machine.
+
+    The second time, when Python itself is warm. Garbage is collected before, so that no finaliser is counted.
+    """
+    found = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    for _ in range(2):
+        jax.clear_caches()
+        gc.collect()
+        found = 0
+        gc.disable()
+        sys.setprofile(count)
+        try:
+            jax.jit(step).trace(*args).lower()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return found
 
 
 #: How many calls of `deeper` fill a chunk of the stack in CPython 3.11 and 3.12.
