@@ -41,8 +41,7 @@ def trace_times(
       repeat: number of the repetition.
       clock: with `time.process_time`, seconds of this process, which others disturb less.
     """
-    jax.clear_caches()
-    gc.collect()
+    forget()
 
     def timed() -> tuple[dict[str, float], Any, Any]:
         start = clock()
@@ -65,8 +64,7 @@ def python_calls(step: Any, args: Any) -> int:
         found += event == "call"
 
     for _ in range(2):
-        jax.clear_caches()
-        gc.collect()
+        forget()
         found = 0
         gc.disable()
         sys.setprofile(count)
@@ -76,6 +74,12 @@ def python_calls(step: Any, args: Any) -> int:
             sys.setprofile(None)
             gc.enable()
     return found
+
+
+def forget() -> None:
+    """Drops what JAX remembers of functions, so that the next trace does all of its work."""
+    jax.clear_caches()
+    gc.collect()
 
 
 #: How many calls of `deeper` fill a chunk of the stack in CPython 3.11 and 3.12.

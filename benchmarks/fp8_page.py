@@ -1,5 +1,7 @@
 """Tables of docs/float8.md: steps, recipes with blocks, what `worthwhile` chooses, what training loses."""
 
+import numpy as np
+
 from benchmarks._tables import load, paragraph, provenance, table
 from benchmarks.fp8_profit import estimated
 
@@ -69,34 +71,48 @@ def chosen() -> str:
 def training() -> str:
     """Final losses over seeds, and errors of gradients."""
     result = load("fp8_training")
-    rows = result["rows"]
-    spread = {row["task"]: row["deviation"] for row in rows if row["policy"] == "float32"}
-    over = [row for row in rows if abs(row["over_float32"]) > spread[row["task"]]]
-    verdict = "; ".join(f"`{row['policy']}` on {row['task']}" for row in over) or "none"
+    losses = {(row["task"], row["policy"]): np.array(row["losses"]) for row in result["rows"]}
+    seeds = result["seeds"]
+    cells, beyond = [], []
+    for (task, policy), found in losses.items():
+        over = {base: found - losses[task, base] for base in ("float32", "bfloat16")}
+        t = _t_value(over["bfloat16"])
+        if policy not in over and abs(t) > _T_LIMIT[seeds]:
+            beyond.append(f"`{policy}` on {task} ({over['bfloat16'].mean():+.4f})")
+        pairs = [] if policy == "float32" else [over["float32"]]
+        pairs += [over["bfloat16"]] if policy not in over else []
+        texts = [text for pair in pairs for text in (f"{pair.mean():+.4f}", f"{pair.std(ddof=1):.4f}")]
+        cells.append([task, f"`{policy}`", f"{found.mean():.3f}", *(texts + [""] * 4)[:4]])
     words = (
-        f"Loss on unseen batches after training, mean over {result['seeds']} seeds, emulated on a CPU "
-        f"({provenance(result)}), and how much it is over float32's with the same weights and batches. "
-        f"Beyond the deviation over seeds in float32: {verdict}."
+        f"Loss on unseen batches after training, mean over {seeds} seeds, emulated on a CPU "
+        f"({provenance(result)}). The differences are paired: each run less that of the same seed, weights "
+        "and batches in float32 or bfloat16, as mean and deviation over seeds. Beyond what chance does to "
+        f"the mean of {seeds} pairs (t-test against bfloat16, 1 % level): {', '.join(beyond) or 'none'}."
     )
-    cells = (
-        [
-            row["task"],
-            f"`{row['policy']}`",
-            f"{row['loss']:.3f}",
-            f"{row['deviation']:.3f}",
-            f"{row['over_float32']:+.4f}",
-            f"{row['deviation_of_that']:.4f}",
-        ]
-        for row in rows
-    )
-    header = " task | policy | loss | deviation | over float32 | deviation of that"
+    header = " task | policy | loss | over float32 | deviation | over bfloat16 | deviation"
     lines = [*paragraph(words), *table(header, cells), ""]
-    words = "Relative error of the gradient against float32, on models of the zoo at their tiny size:"
-    lines += paragraph(words)
-    names = [name for name in result["gradients"][0] if name not in ("model", "float8_share")]
+    gradients = [row for row in result["gradients"] if row["float8_share"]]
+    none = [row["model"] for row in result["gradients"] if not row["float8_share"]]
+    lines += paragraph(
+        "Relative error of the gradient against float32, on the zoo and other structures at their tiny size. "
+        "Recipes with blocks take sizes of multiples of 32, the others of 16: an error like bfloat16's means "
+        "that few or no products are in float8. The second column is of `fp8_current`. No product suits "
+        f"float8: {', '.join(none)}."
+    )
+    names = [name for name in gradients[0] if name not in ("model", "float8_share")]
     found = (
         [row["model"], f"{row['float8_share']:.0%}", *(f"{row[name]:.3f}" for name in names)]
-        for row in result["gradients"]
+        for row in gradients
     )
     columns = " | ".join(f"`{name}`" for name in names)
     return "\n".join([*lines, *table(f" model | FLOPs in float8 | {columns}", found)])
+
+
+#: Values of Student's t that chance exceeds, on either side, once in a hundred times, by number of pairs.
+_T_LIMIT = {5: 4.604}
+
+
+def _t_value(pairs: np.ndarray) -> float:
+    """Mean over its standard error; 0 where all are equal to 0."""
+    error = pairs.std(ddof=1) / np.sqrt(len(pairs))
+    return float(pairs.mean() / error) if error else 0.0

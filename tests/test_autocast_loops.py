@@ -152,6 +152,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_values_dtypes_and_transformations(function):
     cast = autocast(function, "float16")

@@ -149,7 +149,7 @@ def bounds(program, half):
 RUN_IN_BOTH = ("cnn", "decode_step", "mlp")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_as_close_to_float64_as_roundings_allow(program):
     """Compiled and run: finite, near the exact numbers, and no further from them than by hand.

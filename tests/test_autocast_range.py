@@ -133,6 +133,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEAVING)
 def test_what_leaves_a_bfloat16_region_is_not_narrowed(name):
     def function(w, x):

@@ -102,6 +102,7 @@ def errors(grads, exact):
     return [float(jnp.linalg.norm(grads[k] - exact[k]) / jnp.linalg.norm(exact[k])) for k in exact]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_kept(name, monkeypatch):
     function, most = FUNCTIONS[name]
@@ -114,6 +115,7 @@ def test_what_is_kept(name, monkeypatch):
         assert before - products >= max(4, most + 4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_no_worse(name, monkeypatch):
     # A part computes what was computed, in float32. What its operand's gradient is added to others in, was
@@ -144,6 +146,7 @@ def test_gradients_of_one_part_are_those_of_float32_rounded_once():
         np.testing.assert_allclose(got, exact.astype("float16"), rtol=2.0**-9, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["exact gelu", "gated gelu", "custom_jvp", "masked", "normalized", "softmax"]
 )
@@ -243,6 +246,7 @@ def test_scans_and_checkpoints():
     assert len(stacked) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_arrays_of_no_elements_and_of_one(half):
     def f(w, x):

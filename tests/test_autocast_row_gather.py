@@ -57,6 +57,7 @@ def names(function, *args):
     return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, case in GATHERS.items() if case[-1] is not None])
 def test_values_and_derivatives_are_jaxs(name):
     function, x, y, _ = GATHERS[name]
@@ -87,6 +88,7 @@ def cross_entropy(w, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(x @ w, y).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_cross_entropy_keeps_labels_and_writes_no_zeros_to_scatter_into(half):
     w, x = jax.random.normal(jax.random.key(1), (8, LABELS)), jnp.ones((ROWS, 8))

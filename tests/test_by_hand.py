@@ -18,7 +18,7 @@ def gradient(model, variables, x):
 SAME_ARITHMETIC = ("mlp", "cnn", "resnet_block", "lstm")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_same_products_bytes_memory_and_values(case):
     """One compiled program each, with all that is to be said of it."""

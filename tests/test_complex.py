@@ -45,6 +45,7 @@ class Custom(nn.Module):
         return nn.Dense(3, dtype=self.dtype, param_dtype=COMPLEX)(x * w)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("layer", [*LAYERS, Custom], ids=lambda f: getattr(f, "func", f).__name__)
 @pytest.mark.parametrize("inputs", INPUTS)

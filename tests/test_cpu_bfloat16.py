@@ -122,6 +122,7 @@ def test_an_integer_result_is_jaxs():
     np.testing.assert_array_equal(dot(a, b, dims, np.dtype(np.int32)), want)
 
 
+@pytest.mark.once
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.integers(0, 4), st.integers(0, 4), st.data())
 def test_any_axes(batch, contracted, data):
@@ -211,6 +212,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("grad", ["", ",g=f32"])
 def test_convolutions_that_are_products(name, grad):
@@ -587,6 +589,7 @@ def test_gradients_of_sharded_arrays(kind, spec):
         assert np.linalg.norm(np.asarray(found[name]) - np.asarray(value)) < bound
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("result", [lambda x: x[..., None], jnp.transpose], ids=["an axis more", "turned"])
 @pytest.mark.parametrize(
     "product",

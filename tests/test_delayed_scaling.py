@@ -49,6 +49,7 @@ def dense(policy=DELAYED, **fields):
     return jmpp.wrap(nn.Dense(48, use_bias=False, **fields), policy)
 
 
+@pytest.mark.slow
 def test_products_have_the_scales_of_the_steps_before():
     model = dense()
     variables = model.init(jax.random.key(0), X)
@@ -102,6 +103,7 @@ def test_a_layer_that_was_not_used_begins_anew():
     assert np.array_equal(model.apply(zeros, X), model.apply(variables, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", [0, 1, 3])
 def test_histories_go_on_however_often_a_layer_is_used(uses):
     """JAX adds up what the uses return: of a history only the newest value may be a sum."""
@@ -145,6 +147,7 @@ def test_values_that_are_not_finite_show_and_do_not_stay():
     assert float(after["input_amax_history"][0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
 def test_the_largest_value_is_that_of_the_whole(mapped):
     model, xs = dense(), jnp.asarray(RNG.normal(size=(128, 64)), jnp.float32)
@@ -240,6 +243,51 @@ def test_a_run_leaves_the_recipe_and_keeps_its_optimizer():
         jax.tree.map(np.testing.assert_array_equal, grads, exact({"params": params}, X)["params"])
         tx.update(grads, state, params)
     assert jax.tree.structure(tx.init(half.init(jax.random.key(0), X)["params"])) == jax.tree.structure(state)
+
+
+def test_a_run_begins_the_recipe_and_keeps_all_else():
+    """At step 2 from bfloat16: every bit is as it was, and the next step is Adam's as it goes on."""
+    model, adam = nn.Dense(48, use_bias=False), optax.adam(1e-2)
+    initial, fresh = (dense(p).init(jax.random.key(i), X) for i, p in enumerate((HALF, DELAYED)))
+
+    def state_of(params, policy):
+        scale = jmpp.DynamicLossScale(2.0**8, growth_interval=3)
+        precision = jmpp.Precision(jmpp.PolicyMap(policy), scale)
+        return jmpp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=adam, precision=precision)
+
+    @jax.jit
+    def step(state, x):
+        def loss(params):
+            variables = params if STATE in params else {"params": params}
+            return jnp.mean(state.apply_fn(variables, x).astype(jnp.float32) ** 2)
+
+        return state.apply_gradients(grads=state.value_and_grad(loss)(state.params)[1])
+
+    def assert_equal(found, expected):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    before = step(step(state_of(initial["params"], HALF), X), X)
+    kept = {"params": before.params, STATE: fresh[STATE]}
+    by_hand = before.replace(params=kept, apply_fn=dense().apply)
+    restored = jmpp.restore_state(state_of(fresh, DELAYED), before)
+    for state in (by_hand, restored):
+        assert_equal((state.params, state.opt_state, state.step), (kept, before.opt_state, 2))
+    skipped = step(restored, X.at[0, 0].set(jnp.inf))
+    assert_equal(skipped.params, kept)
+    after = step(restored, X)
+    assert float(after.opt_state.loss_scale.loss_scale) == 2.0**9  # The third clean step.
+
+    grads = jax.grad(lambda v: 2.0**8 * loss_of(dense())(v, X))(kept)
+    assert_equal(after.params[STATE], grads[STATE])
+    grads = jax.tree.map(lambda g: g / 2.0**8, grads["params"])
+    updates, _ = adam.update(grads, before.opt_state.inner_state, before.params)
+    expected = optax.apply_updates(before.params, updates)["kernel"]
+    np.testing.assert_allclose(after.params["params"]["kernel"], expected, rtol=1e-6)
+
+    left = jmpp.restore_state(state_of(initial["params"], HALF), after)
+    assert_equal((left.params, left.opt_state), (after.params["params"], after.opt_state))
+    with pytest.raises(ValueError, match="left over:\n  _overwrite_with_gradient/"):
+        jmpp.check_restored(kept, {"params": before.params})
 
 
 def test_layers_that_stay_have_no_state_and_others_are_named():

@@ -333,7 +333,7 @@ def over_devices(w, x):
     return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(w, x)  # mark: shard_map
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("jitted", [False, True])
 def test_shard_map(jitted):
     loss = jax.jit(over_devices) if jitted else over_devices
@@ -666,6 +666,7 @@ def log_loss(policy):
     return lambda p, x: -jnp.log(model.apply({"params": p}, x)[rows, rows % 10]).mean(), params, x
 
 
+@pytest.mark.slow
 def test_an_underflow_is_named_where_the_value_became_zero_and_not_where_its_logarithm_is_taken():
     found = diagnose(*log_loss("mixed_float16"))
     assert (found.kind, found.operation, found.dtype) == ("underflow", "log", "float32")

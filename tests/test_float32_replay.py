@@ -186,7 +186,7 @@ def test_what_it_computes_is_the_float32_program(twin, dtype):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_gradients_of_wrapped_models_are_those_of_the_models(case):
     model, inputs = case.make(), case.inputs()

@@ -213,6 +213,7 @@ def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
     assert any(p.stays.startswith(why) for p in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 8, 4), (3, 2**14 + 2), (2**13 + 1, 2), (5,)])
 @pytest.mark.parametrize("found_in_it", [1.0, 0.0, np.inf, np.nan])
 def test_the_scale_of_all_rows_is_that_of_the_tensor(shape, found_in_it):
@@ -297,6 +298,7 @@ def test_linen_layers_follow_but_for_heads_and_attention(remat, grad):
     assert sum(n for (f, _), n in found.items() if f is None) == (11 if remat else 9)
 
 
+@pytest.mark.slow
 def test_rules_choose_layers_and_overrule_names():
     x = jnp.ones((2, 16, 32))
     for rules, count in (
@@ -338,6 +340,7 @@ def test_nnx_layers_follow_and_come_back():
     assert (notes["up"], notes["head"]) == ("fp8_current", "not in float8: a head")
 
 
+@pytest.mark.slow
 def test_autocast_tells_heads_and_attention_by_the_program():
     def loss(ws, x, labels):
         hidden = jax.nn.gelu(x @ ws[0])
@@ -417,6 +420,32 @@ def test_training_steps_with_loss_scale_and_skips():
     params, state, _ = step(params, state, jnp.inf)
     assert not jmpp.grads_finite(state)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, before))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(32, name="inner")(x)
+        assert y.dtype == jnp.bfloat16
+        return y
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = self.inner(x)
+        assert y.dtype == jnp.bfloat16
+        return y
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(CURRENT, HALF), (HALF, CURRENT)])
+def test_a_layer_of_another_recipe_hands_on_compute_dtype(outer, inner):
+    """As a recipe changes no dtype, there is no boundary, at which outputs would become float32."""
+    rules, x = jmpp.PolicyMap(outer, {"inner": inner}), X[:, :32]
+    of_linen = jax.eval_shape(jmpp.wrap(Linen(), rules).init_with_output, jax.random.key(0), x)[0]
+    assert {of_linen.dtype, jax.eval_shape(jmpp.wrap(Nnx(), rules), x).dtype} == {np.dtype("float32")}
 
 
 def test_policies_keep_their_recipe():

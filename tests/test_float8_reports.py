@@ -36,6 +36,7 @@ def vector(tree):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 #: Of fp8_delayed the scales are those of the steps before.
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - {DELAYED}))
 def test_drift_measures_what_eight_bits_introduce(recipe):
@@ -76,6 +77,48 @@ def test_drift_has_no_rows_for_scales_and_sees_them_in_loops():
     rounded, right = (vector(jax.jit(jax.grad(fn))(ws)) for fn in (eight, exact))
     error = np.linalg.norm(rounded - right) / np.linalg.norm(right)
     assert found.gradient_error == pytest.approx(error, rel=0.1)
+
+
+#: A row of 2**20 among ones: e4m3 has 17 binary digits of range.
+OUTLIER = jnp.ones((32, 32)).at[3].set(2.0**20)
+
+
+def drift_beside_an_outlier(recipe, call, x=OUTLIER):
+    model: Any = jmpp.wrap(nn.Dense(32, kernel_init=nn.initializers.ones), f"mixed_bfloat16, r={recipe}")
+    variables = model.init(jax.random.key(0), x)
+    return jmpp.drift(call(model.apply), variables, x)
+
+
+def test_drift_tells_what_is_flushed_beside_an_outlier():
+    def loss_of(apply):
+        return lambda params, x: jnp.tanh(apply(params, x).astype(jnp.float32)).mean()
+
+    found = drift_beside_an_outlier("fp8_current", loss_of)
+    rows = {row.direction: row for row in found.rows if row.dtype.startswith("float8")}
+    assert rows["outputs"].flushed == (31 / 32, 0)
+    assert rows["parameter gradients"].flushed == (0, 31 / 32)
+    assert {row.saturated for row in found.rows} == {(0, 0)}
+    assert "(96.9 % of the elements of its left operand become zero in 8 bits)" in found.verdict
+    assert "96.9 % / 0" in str(found)
+    assert [31 / 32, 0.0] in [row["flushed"] for row in found.to_dict()["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x", "lost"),
+    [
+        ("fp8_rowwise", OUTLIER, set()),
+        ("mxfp8", OUTLIER.T, {((31 / 32, 0), (0, 0))}),
+        ("fp8_delayed", OUTLIER, {((0, 0), (1 / 32, 0))}),
+    ],
+)
+def test_drift_tells_which_recipes_an_outlier_harms(recipe, x, lost):
+    """Rows have scales of their own, a block has one; `fp8_delayed` has a scale of 1 in its first step."""
+
+    def scanned(apply):
+        return lambda params, x: jax.lax.scan(lambda carry, x: (carry, apply(params, x)), 0, x[None])[1]
+
+    rows = drift_beside_an_outlier(recipe, scanned, x).rows
+    assert {(row.flushed, row.saturated) for row in rows} - {((0, 0), (0, 0))} == lost
 
 
 def test_memory_counts_what_waits_for_float8_products_in_8_bits():

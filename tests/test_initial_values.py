@@ -81,6 +81,7 @@ def check_equal(bare, wrapped):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("cls", [WeightNormed, Closure, Argument, Scaled, Local])
 def test_initialisers_that_see_what_was_computed(cls, policy):

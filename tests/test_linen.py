@@ -123,7 +123,7 @@ def test_close_to_float32_and_in_float32_the_same(case):
     chex.assert_trees_all_equal_dtypes(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CONSTRUCTS, ids=repr)
 def test_init_variants_agree(case):
     x, model = case.inputs(), jmpp.wrap(case.make(), "mixed_float16")
@@ -168,6 +168,7 @@ def test_user_methods():
         assert model.apply(variables, x, method=method).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_decode_cache():
     attend = nn.MultiHeadDotProductAttention(2, decode=True)
     model, x = jmpp.wrap(attend, "mixed_float16"), jnp.ones((2, 5, 8))

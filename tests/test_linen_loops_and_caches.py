@@ -66,6 +66,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FAILING.values(), ids=FAILING)
 def test_other_failures_name_the_module_and_the_rule_that_helps(function):
     class Outer(nn.Module):
@@ -138,6 +139,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("maker", "user", "stored"), CACHES.values(), ids=CACHES)
 def test_decode_caches_are_read_in_the_models_dtype_and_stored_in_their_own(maker, user, stored):
     variables = jmpp.wrap(Decoder(), maker).init(jax.random.key(0), X)

@@ -241,6 +241,7 @@ def unscaled(grads):
     return jmpp.StaticLossScale(SCALE).unscale(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["grad", "hessian", "jvp", "vmap", "remat", "linear_transpose"])
 def test_unscaling_can_be_transformed(order):
     x = {"a": jnp.arange(1.0, 4.0), "b": jnp.float32(5)}

@@ -64,6 +64,7 @@ def numbers(dtype):
     return np.concatenate([every, middle, *near, over, -over, random])
 
 
+@pytest.mark.slow
 @halves
 @pytest.mark.parametrize("jit", [False, True])
 def test_rounding_to_nearest_is_that_of_numpy(dtype, jit):

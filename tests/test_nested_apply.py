@@ -128,6 +128,7 @@ PATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", PATHS)
 @pytest.mark.parametrize("rule", ["cls", "path", "**/last", "class of the head"])
 def test_rules_govern_what_a_module_runs_by_apply(head, rule):
@@ -137,6 +138,7 @@ def test_rules_govern_what_a_module_runs_by_apply(head, rule):
     assert products_of(jmpp.wrap(LanguageModel(head), rules)) == {F16: 1, F32: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", PATHS)
 def test_without_a_rule_of_its_own_it_has_the_policy_around_it(head):
     assert products_of(jmpp.wrap(LanguageModel(head), "mixed_float16")) == {F16: 2}

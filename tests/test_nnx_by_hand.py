@@ -66,7 +66,7 @@ def test_the_very_same_primitives(name, dtype):
     assert traced(jmpp.wrap(case(), f"mixed_{dtype}"), x) == traced(hand, x)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "islands"), [("cnn", False), *((n, i) for n in ("mlp", "lstm", "raw") for i in (True, False))]
 )
@@ -95,7 +95,7 @@ def test_bitwise_equal_after_100_steps(name, islands):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_close_to_float32_and_all_masters_float32(case):
     """Under each policy what is computed; the step, which stores what the param dtype says, under one."""

@@ -93,6 +93,7 @@ def test_wrapped_classes_go_unnoticed(cls):
         assert len(jax.tree.leaves(model)) == 4
 
 
+@pytest.mark.slow
 def test_reports_on_bare_models_go_unnoticed():
     before, model = list(SEEN), MixinLast(nnx.Rngs(0))
     jmpp.audit(loss_fn, model, X)

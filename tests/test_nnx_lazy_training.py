@@ -67,6 +67,7 @@ def test_adapters_alone_are_trained(gradient):
     assert halves == {("float16", "float16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [whole_batch, two_halves])
 def test_parameters_made_by_the_loss_function(gradient):
     model = jmpp.wrap(Lazy(nnx.Rngs(0)), "mixed_float16")
@@ -80,6 +81,7 @@ def test_parameters_made_by_the_loss_function(gradient):
     assert stored(model) == {"float32"}
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_floating_are_never_cast():
     class Net(nnx.Module):
         def __init__(self):

@@ -104,7 +104,7 @@ def bits(tree):
     return [raw(x) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_clean_steps_equal_the_unwrapped_optimizer_and_overflows_change_nothing(name):
     tx = OPTIMIZERS[name]()

@@ -63,7 +63,7 @@ def check_decisions(found):
         assert np.isfinite(found[f"{way} loss"]).tolist() == taken
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_one_process_overflows_and_all_skip(tmp_path):
     alone = {name: value for way in script.WAYS for name, value in script.train(way).items()}
     found = run(4, tmp_path)

@@ -185,6 +185,7 @@ class Large(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
+@pytest.mark.slow
 def test_overflow_is_found_and_ranks_first():
     params = Large().init(jax.random.key(0), jnp.ones((2, 4)))
     x = jnp.asarray([[1.0, 2.0, 3.0, 1.0], [1.0, 0.5, 0.25, 1.0]])
@@ -234,6 +235,7 @@ def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
         jmpp.sensitivity(lambda p: model.apply(p, jnp.ones((1, 3))).sum(), params)
 
 
+@pytest.mark.slow
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)
     one, other, both = (
@@ -275,6 +277,7 @@ class Everything(nn.Module):
         return nn.Dense(2, name="head")(jax.vmap(nn.relu)(x))
 
 
+@pytest.mark.once
 def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     """The tapped program is that of float32: its gradient, with custom rules, is compared."""
     from jmp_policy._src.report.sensitivity import probes
@@ -308,6 +311,7 @@ class NNXNet(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+@pytest.mark.slow
 def test_nnx_modules_and_functions_without_modules():
     model, sharded = (
         NNXNet(nnx.Rngs(0)),
@@ -329,3 +333,38 @@ def test_nnx_modules_and_functions_without_modules():
     assert {row.path for row in same.rows} == {"first", "last"}
     for row in same.rows:
         assert row.predicted == pytest.approx(found.of(row.path).predicted, rel=0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [False, True])
+def test_meshes_with_explicit_axes(measure):
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(explicit, explicit))
+    rng = np.random.default_rng(0)
+    table, w = (jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(2))
+    tokens = jnp.asarray(rng.integers(0, 8, 16))
+
+    def loss_of(look_up):
+        def loss_fn(params, tokens):
+            with jax.named_scope("embed"):
+                h = look_up(params["table"], tokens)
+            with jax.named_scope("head"):
+                return jnp.square(jnp.tanh(h @ params["w"])).mean()
+
+        return loss_fn
+
+    params = {"table": table, "w": w}
+    one = jmpp.sensitivity(
+        loss_of(lambda table, i: table[i]), params, tokens, dtype="float16", probes=1, measure=measure
+    )
+    with jax.set_mesh(mesh):
+        # Gathers of sharded indices run inside jax.sharding.auto_axes, where no axis is explicit.
+        loss_fn = loss_of(lambda table, i: table.at[i].get(out_sharding=jax.P("data")))
+        params["w"] = jax.device_put(w, jax.NamedSharding(mesh, jax.P(None, "model")))
+        tokens = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
+        params["table"] = jax.device_put(table, jax.NamedSharding(mesh, jax.P()))
+        many = jmpp.sensitivity(loss_fn, params, tokens, dtype="float16", probes=1, measure=measure)
+    assert [row.path for row in many.rows] == [row.path for row in one.rows]
+    assert {"embed", "head"} <= {row.path for row in one.rows}
+    for found, wanted in zip(many.rows, one.rows, strict=True):
+        assert found.predicted == pytest.approx(wanted.predicted, rel=1e-2)

@@ -135,7 +135,7 @@ def test_linen_rows_are_what_a_run_does(case, policy):
             assert (row.parameters, row.bytes) == (sum(x.size for x in own), nbytes(own)), row.path
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_the_same_for_wrapped_models_and_types_of_arrays(case):
     x = case.inputs()

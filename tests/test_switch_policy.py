@@ -145,6 +145,7 @@ def bits(run):
     return [(str(x.dtype), np.asarray(x).tobytes()) for x in jax.tree.leaves(run.everything())]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("framework", [Linen, TrainState, NNX])
 def test_a_run_goes_on_under_another_policy(framework, change):
@@ -170,6 +171,7 @@ def test_a_run_goes_on_under_another_policy(framework, change):
     assert float(state.loss_scale.loss_scale) != 2.0**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", [Linen, TrainState, NNX])
 def test_evaluation_in_another_precision_changes_nothing(framework):
     run, undisturbed = framework(), framework()

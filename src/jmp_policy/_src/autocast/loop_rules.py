@@ -91,10 +91,6 @@ class _Loop:
         raise NotImplementedError
 
 
-def _has_references(eqn: Any) -> bool:
-    return not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars)))
-
-
 class Scan(_Loop):
     """lax.scan: carries have the least dtypes that the body gives back; constants are cast in the body.
 
@@ -117,7 +113,7 @@ class Scan(_Loop):
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> EqnPlan:
-        if _has_references(eqn) or len(compat.open_jaxpr(eqn.params["jaxpr"]).outvars) != len(eqn.outvars):
+        if ir.has_references(eqn) or len(compat.open_jaxpr(eqn.params["jaxpr"]).outvars) != len(eqn.outvars):
             return as_traced(self, eqn, "as traced: it takes references")
         _, wanted = self._demands(planner, eqn, outs, region)
         consts, carries = compat.scan_sizes(eqn.params)
@@ -159,7 +155,7 @@ class While(_Loop):
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> EqnPlan:
-        if _has_references(eqn):
+        if ir.has_references(eqn):
             return as_traced(self, eqn, "as traced: it takes references")
         params = eqn.params
         _, wanted = self._demands(planner, eqn, outs, region)
@@ -208,7 +204,7 @@ class Cond(_Loop):
     @staticmethod
     def _is_opaque(eqn: Any) -> bool:
         # Branches by platform: a kernel per platform, written for its dtypes.
-        return compat.platforms_of_branches(eqn) is not None or _has_references(eqn)
+        return compat.platforms_of_branches(eqn) is not None or ir.has_references(eqn)
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jmp_policy._src.jaxpr.compat import Literal, open_jaxpr, platforms_of_branches
+from jmp_policy._src.jaxpr.compat import Literal, open_jaxpr, platforms_of_branches, varying
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -46,6 +46,11 @@ def is_float32(atom: Any) -> bool:
 def is_plain_array(atom: Any) -> bool:
     """Returns whether an atom is an array, and no reference (a mutable array) or token."""
     return isinstance(atom.aval, ShapedArray)
+
+
+def has_references(eqn: Any) -> bool:
+    """Returns whether an operation takes or gives anything but arrays."""
+    return not all(map(is_plain_array, (*eqn.invars, *eqn.outvars)))
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
@@ -130,6 +135,12 @@ def is_array(value: Any) -> bool:
 def retyped(aval: Any, dtype: Any) -> Any:
     """Returns a type of arrays with another dtype; its shape, sharding and varying axes stay."""
     return aval.update(dtype=dtype, weak_type=False)
+
+
+def zeros(aval: Any) -> Any:
+    """Returns zeros of a type of arrays, inside shard_map over the axes that it varies over."""
+    array, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(varying(aval))
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from jmp_policy._src.core.cast import strip_weak_type
 from jmp_policy._src.core.dtypes import array_type_text, is_floating
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.overwritten import COLLECTION
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)
@@ -49,7 +50,8 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
       placement, JAX arrays stay where they are. What `loss_scaled` and `master_weights` add to an
       optimizer's state, and fields of loss scales, come from the template where they were not saved (masters
       that are not those of the parameters follow these in the next step). Configuration
-      (`growth_interval`) is the template's. The result may share buffers with `saved`.
+      (`growth_interval`) is the template's. So is what float8 layers keep from step to step, where it was not
+      saved; where the template has no such layers, it is left out. The result may share buffers with `saved`.
 
     Raises:
       ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype.
@@ -71,6 +73,7 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
         )
     pairs = list(_match("", template, saved))
     _check_structure(pairs)
+    pairs = [p for p in pairs if p.wanted is not _ABSENT]
     values = [p.default() if p.field else _converted(p, cast) for p in pairs]
     _check_types(dataclasses.replace(p, given=v) for p, v in zip(pairs, values, strict=True))
     placed = [_placed(value, p.wanted) for p, value in zip(pairs, values, strict=True)]
@@ -109,8 +112,9 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
 class _Pair:
     """Leaf of the template and the saved leaf on the same path; one of them may be absent.
 
-    `field` names the field of the wrapper's state that the leaf belongs to, "" for other leaves. A leaf with
-    a field need not have been saved: it then takes the template's value.
+    `field` names the field of the wrapper's state that the leaf belongs to, or the collection of float8
+    layers, "" for other leaves. A leaf with a field need not have been saved: it then takes the template's
+    value. One of the collection need not be wanted.
     """
 
     path: str
@@ -144,6 +148,11 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
     if children is None or _is_box(wanted, children):
         yield from _match_leaf(path, wanted, given, field)
         return
+    # Beside the state of float8 layers the parameters have a name.
+    if COLLECTION in children and "params" in children and found and not found.keys() & children.keys():
+        found = {"params": given}
+    elif found and found.keys() == {"params", COLLECTION} and "params" not in children:
+        given, found = found["params"], _children(found["params"])
     saved = found or {}
     wraps = next((fields for fields in (_LOSS_SCALED, _MASTERS) if children.keys() >= fields), None)
     if wraps and not saved.keys() >= wraps:
@@ -151,13 +160,14 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
     if _is_loss_scale(wanted) and children.keys() & saved.keys():
         field = field or "loss_scale"
     for name, child in children.items():
-        child_field = name if wraps and name != "inner_state" else field
+        is_field = (wraps and name != "inner_state") or name == COLLECTION
+        child_field = name if is_field else field
         yield from _match(_join(path, name), child, saved.get(name), child_field)
     if found is None:
         yield _Pair(path, _ABSENT, given)
     for name, child in saved.items():
         if name not in children:
-            yield from _left_over(_join(path, name), child)
+            yield from _left_over(_join(path, name), child, name if name == COLLECTION else "")
 
 
 def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pair]:
@@ -177,9 +187,10 @@ def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pai
     yield from _left_over(path, given)
 
 
-def _left_over(path: str, given: Any) -> Iterator[_Pair]:
+def _left_over(path: str, given: Any, field: str = "") -> Iterator[_Pair]:
     for inner, leaf in jax.tree_util.tree_leaves_with_path(given):
-        yield _Pair(_join(path, jax.tree_util.keystr(inner, simple=True, separator="/")), _ABSENT, leaf)
+        place = _join(path, jax.tree_util.keystr(inner, simple=True, separator="/"))
+        yield _Pair(place, _ABSENT, leaf, field)
 
 
 def _children(node: Any) -> dict[str, Any] | None:
@@ -209,7 +220,7 @@ def _join(path: str, name: str) -> str:
 
 def _check_structure(pairs: list[_Pair]) -> None:
     missing = [f"{p.path}: {_show(p.wanted)}" for p in pairs if p.given is _ABSENT and not p.field]
-    left_over = [f"{p.path}: {_show(p.given)}" for p in pairs if p.wanted is _ABSENT]
+    left_over = [f"{p.path}: {_show(p.given)}" for p in pairs if p.wanted is _ABSENT and not p.field]
     both = [p for p in pairs if p.wanted is not _ABSENT and p.given is not _ABSENT]
     reshaped = [
         f"{p.path}: {_show(p.wanted)} -> {_show(p.given)}"

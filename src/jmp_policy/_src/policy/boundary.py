@@ -10,6 +10,22 @@ from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.policy.policy import Policy
 
 
+def policy_changes(caller: Policy | None, policy: Policy) -> bool:
+    """Returns whether what leaves a module is for code under another policy.
+
+    A recipe is about products alone: policies that differ in nothing else have no boundary between them.
+
+    Args:
+      caller: the policy of the code that calls the module; None for code outside of every module.
+      policy: the module's.
+    """
+    return caller is None or _dtypes(caller) != _dtypes(policy)
+
+
+def _dtypes(policy: Policy) -> tuple[Any, ...]:
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype, policy.grad_dtype
+
+
 def cast_outputs(
     out: Any,
     given: tuple[Any, ...],

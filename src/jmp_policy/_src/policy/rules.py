@@ -13,6 +13,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import check_has_range, is_half
 from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.policy.boundary import policy_changes
 from jmp_policy._src.policy.pattern_text import pattern_from_text, pattern_to_text
 from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
 
@@ -209,10 +210,9 @@ class PolicyMap:
 
     def without_output_cast(self, policy: Policy) -> "PolicyMap":
         """Returns the same rules, with a policy's outputs in compute dtype for code under that policy."""
-        inner = policy.with_output_dtype(policy.compute_dtype)
 
         def replaced(p: Policy) -> Policy:
-            return inner if p == policy else p
+            return p if policy_changes(p, policy) else p.with_output_dtype(p.compute_dtype)
 
         return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
 

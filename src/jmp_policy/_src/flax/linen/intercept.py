@@ -24,7 +24,7 @@ from jmp_policy._src.flax.linen.places import Place, place_of
 from jmp_policy._src.flax.linen.raw_reads import hand_on, note_wide, watched
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
-from jmp_policy._src.policy.boundary import cast_outputs
+from jmp_policy._src.policy.boundary import cast_outputs, policy_changes
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.regions import region
@@ -215,13 +215,13 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
             note_wide(current(), out)
-    policy_changes = scope.caller != precision.policy
-    may_be_scanned = not policy_changes or is_detached(scope, module, place)
+    is_boundary = policy_changes(scope.caller, precision.policy)
+    may_be_scanned = not is_boundary or is_detached(scope, module, place)
     return cast_outputs(
         out,
         args,
         precision.policy,
-        policy_changes=policy_changes,
+        policy_changes=is_boundary,
         may_be_scanned=may_be_scanned,
         may_return_carry_only=scope.caller is not None and _is_loop_body(args, precision),
         kept_rank=small.output_rank(precision),

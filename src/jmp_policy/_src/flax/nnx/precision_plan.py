@@ -16,6 +16,7 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.governed import bare_class, governed_methods, own_methods
+from jmp_policy._src.policy.boundary import policy_changes
 from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import (
@@ -315,7 +316,8 @@ class _Walk:
         half = is_half(policy.compute_dtype)
         island = rules.float32_islands and not named and half and layers.is_island(module)
         precision = make_precision(rules, policy, island=island, named=named, index=index)
-        return Place(path, module, precision, policy != outside, asked_dtype is not None), governing
+        is_boundary = policy_changes(outside, policy)
+        return Place(path, module, precision, is_boundary, asked_dtype is not None), governing
 
     def _note(self, place: Place) -> None:
         self.seen.append((place.path, place.module))

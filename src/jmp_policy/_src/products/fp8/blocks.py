@@ -132,3 +132,9 @@ def _result_shape(operands: Sequence[Any], contracted: Any, batch: Any) -> list[
     for x, *axes in zip(operands, contracted, batch, strict=True):
         shape += [x.shape[axis] for axis in _free(x, *axes)]
     return shape
+
+
+def with_scales(x: Any, format: str, block: Block, contracted: Sequence[int], batch: Sequence[int]) -> Any:
+    """Returns an operand as (batch, rows, terms), and the scale of each element."""
+    matrices = _as_matrices(x, contracted, batch)
+    return matrices, _repeated(block_scales(matrices, format, block), matrices)

@@ -44,6 +44,12 @@ class DriftRow(Placed):
       dtype: half dtype of the operation.
       terms: how many terms a sum in half has; 1 for other operations.
       trips: of a row inside `lax.scan`, `total` in each trip.
+      note: what else there is to know: that the two runs take different branches, or that a loop has more
+        trips in one of them.
+      flushed: of float8 products, which share of the elements of the left and of the right operand becomes
+        zero in 8 bits; in the backward pass the left one is the cotangent.
+      saturated: the same of elements beyond the range that their scale gives, as a sudden increase makes them
+        under `fp8_delayed`.
     """
 
     module: str
@@ -59,6 +65,9 @@ class DriftRow(Placed):
     dtype: str
     terms: int = 1
     trips: tuple[float, ...] = ()
+    note: str = ""
+    flushed: tuple[float, float] = (0.0, 0.0)
+    saturated: tuple[float, float] = (0.0, 0.0)
 
     @property
     def path(self) -> str:  # type: ignore[override]
@@ -75,7 +84,19 @@ class DriftRow(Placed):
             "dot_general": f"a matrix product in {self.dtype}",
             "conv_general_dilated": f"a convolution in {self.dtype}",
         }
-        return known.get(self.operation, f"{self.operation} in {self.dtype}")
+        if self.operation in ("cond", "while") and self.note:
+            return f"a {self.operation}: {self.note}"
+        return known.get(self.operation, f"{self.operation} in {self.dtype}") + self._lost()
+
+    def _lost(self) -> str:
+        """Describes what 8 bits lose of an operand, if that is much."""
+        found = [
+            f"{percent(share)} of the elements of its {operand} operand {what} in 8 bits"
+            for shares, what in ((self.flushed, "become zero"), (self.saturated, "are beyond the range"))
+            for share, operand in zip(shares, ("left", "right"), strict=True)
+            if share >= _NAMED
+        ]
+        return f" ({joined(found)})" if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +209,14 @@ class Drift(Report):
 
     def _tables(self) -> Sequence[Table]:
         columns = ["module", "line", "operation", "introduced ", "inherited ", "total ", "largest ", "share "]
+        is_float8 = any(map(_lost_cell, self.rows))
+        columns += ["lost in 8 bits, left / right "] * is_float8
         tables = []
         for direction in DIRECTIONS:
             rows = [row for row in self.rows if row.direction == direction]
             if rows:
-                tables.append(Table(columns, list(map(_cells, rows)), f"{self.function}: {direction}"))
+                cells = [(*_cells(row), *[_lost_cell(row)] * is_float8) for row in rows]
+                tables.append(Table(columns, cells, f"{self.function}: {direction}"))
         worst = sorted((r for r in self.results if r.error), key=lambda r: -r.error)[:8]
         if worst:
             cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
@@ -201,7 +225,8 @@ class Drift(Report):
         return tables
 
     def _lines(self) -> Sequence[str]:
-        return (self.verdict,)
+        notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
+        return (*notes, self.verdict)
 
     def plot(self) -> Any:
         """Draws the error along the depth of the program, forward and backward; returns the figure.
@@ -234,6 +259,11 @@ def exceeding_text(found: Drift, rtol: float) -> str:
 def _cells(row: DriftRow) -> Sequence[str]:
     numbers = (f"{value:.2g}" for value in (row.introduced, row.inherited, row.total, row.largest))
     return row.module, row.line.partition(" ")[0], row.operation, *numbers, percent(row.share)
+
+
+def _lost_cell(row: DriftRow) -> str:
+    lost = [a + b for a, b in zip(row.flushed, row.saturated, strict=True)]
+    return " / ".join(map(percent, lost)) if any(lost) else ""
 
 
 def _error_text(error: float) -> str:

@@ -32,6 +32,7 @@ class Node:
       sources: the operands that differ.
       rounds: whether the operation itself may introduce an error.
       adds: whether the errors of its operands add up as they are; else relative to each operand.
+      note: what to say of it where it introduces an error.
     """
 
     site: Site
@@ -41,6 +42,7 @@ class Node:
     sources: tuple[int, ...]
     rounds: bool
     adds: bool
+    note: str = ""
 
 
 class Measured(NamedTuple):
@@ -53,6 +55,7 @@ class Measured(NamedTuple):
       inherited: squares of the rest.
       total: squares of the whole error.
       exact: squares of the value in float32.
+      lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
     """
 
@@ -60,6 +63,7 @@ class Measured(NamedTuple):
     inherited: Any
     total: Any
     exact: Any
+    lost: Any
     largest: Any
 
 
@@ -87,7 +91,7 @@ class Recorder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def measure(self, number: int, half: Any, wide: Any, exact: Any) -> None:
+    def measure(self, number: int, half: Any, wide: Any, exact: Any, lost: Any = None) -> None:
         """Measures a node, if that is wanted.
 
         Args:
@@ -95,6 +99,7 @@ class Recorder:
           half: its value as the program computes it.
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
+          lost: what rounding operands to float8 lost; None without float8.
         """
         if number not in self._wanted:
             return
@@ -114,7 +119,7 @@ class Recorder:
             square = squares(self._errors.finite(exact, unit))
         if "largest" in fields:
             largest = jnp.max(jnp.abs(error), initial=0.0)
-        self.measured[number] = Measured(introduced, inherited, total, square, largest)
+        self.measured[number] = Measured(introduced, inherited, total, square, lost, largest)
 
     def measure_carry(
         self, number: int, start: Any, exact: Any, made: int, measured: dict[int, Measured], reverse: bool
@@ -159,11 +164,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Forgets what is recorded in a with-block."""
-        count = len(self.nodes)
-        with self.inside():
+        """Forgets the nodes of a with-block; measures none, since their numbers may be others in the end."""
+        count, wanted, self._wanted = len(self.nodes), self._wanted, {}
+        try:
             yield
-        del self.nodes[count:]
+        finally:
+            self._wanted = wanted
+            del self.nodes[count:]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -200,6 +207,23 @@ class Stack:
         return stack
 
 
+def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Returns measurements of the trips of a loop up to one, for those before it and its own."""
+
+    def joined(one: Any, other: Any, join: Callable[[Any, Any], Any]) -> Any:
+        return None if one is None else join(one, other)
+
+    return {
+        number: Measured._make(
+            [
+                *(joined(*pair, jnp.add) for pair in zip(sums[number][:-1], new[:-1], strict=True)),
+                joined(sums[number].largest, new.largest, jnp.maximum),
+            ]
+        )
+        for number, new in trip.items()
+    }
+
+
 def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
     """Returns measurements of all devices, for those of one device's shards; within `jax.shard_map`.
 
@@ -230,9 +254,9 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
     """
     found = {}
     for number, values in measured.items():
-        *sums, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
+        *sums, lost, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
         unit = unit_of(number)
-        scaled = (*(v / unit**2 for v in sums), largest / unit)
+        scaled = (*(v / unit**2 for v in sums), lost, largest / unit)
         found[number] = Measured._make(np.nan_to_num(v, nan=np.inf, posinf=np.inf) for v in scaled)
     return found
 
@@ -240,6 +264,11 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
 def totals(measured: Mapping[int, Measured]) -> dict[int, Measured]:
     """Adds up what was measured over the trips of loops, on the host."""
     return {
-        number: Measured._make((*(value.sum() for value in values[:-1]), values.largest.max(initial=0.0)))
+        number: Measured(
+            *(value.sum() for value in values[:-2]),
+            # An array for each trip; 0 without float8.
+            lost=values.lost.reshape(-1, 2, 3).sum(0) if values.lost.size > 1 else 0.0,
+            largest=values.largest.max(initial=0.0),
+        )
         for number, values in measured.items()
     }

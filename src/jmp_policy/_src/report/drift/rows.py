@@ -22,7 +22,7 @@ from jmp_policy._src.report.drift.recorder import Measured, on_host, totals
 #: What may stand between a product of the backward pass and the gradient of a parameter.
 _PASSES_ON = frozenset({
     "convert_element_type", "add_any", "mul", "div", "neg", "transpose", "reshape", "squeeze",
-    "broadcast_in_dim", "concatenate", "select_n", "dynamic_update_slice", "carry", "pad",
+    "broadcast_in_dim", "concatenate", "select_n", "dynamic_update_slice", "carry", "pad", "cond",
 })  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class Rows:
         return tuple(
             self._row(key[0], key[3], numbers, [], numbers, self._sum(numbers, "introduced"))
             for key, numbers in groups.items()
+            if self._ran(numbers)
         )
 
     def of_modules(self) -> tuple[DriftRow, ...]:
@@ -81,7 +82,7 @@ class Rows:
         rows = []
         for (module, direction), numbers in groups.items():
             leaving = self._leaving(numbers)
-            if leaving:
+            if leaving and self._ran(leaving):
                 introduced = sum(within[n] * self._squared(n) for n in leaving if within[n])
                 rows.append(self._row(module, direction, leaving, numbers, numbers, introduced))
         return tuple(rows)
@@ -100,6 +101,10 @@ class Rows:
                 unit_roundoff = float(jnp.finfo(dtype).eps) / 2
                 found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / at.introduced
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
+
+    def _ran(self, numbers: Sequence[int]) -> bool:
+        """Returns whether there is anything to tell of nodes: not of those in a branch that is not taken."""
+        return any(any(self._measured[number]) for number in numbers)
 
     def _leads_to_gradients(self, number: int) -> bool:
         """Returns whether a value of the backward pass is a parameter's gradient on its way out."""
@@ -178,7 +183,18 @@ class Rows:
             dtype=str(node.dtype),
             terms=node.terms,
             trips=self._trips(shown),
+            note=next(
+                filter(None, (self._nodes[n].note for n in counted if self._measured[n].introduced)), ""
+            ),
+            flushed=self._lost(counted, 1),
+            saturated=self._lost(counted, 2),
         )
+
+    def _lost(self, numbers: Sequence[int], place: int) -> tuple[float, float]:
+        """Returns which share of the left and the right operands of float8 products is lost."""
+        counts = np.zeros((2, 3)) + sum(self._measured[n].lost for n in numbers)
+        left, right = np.divide(counts[:, place], counts[:, 0], out=np.zeros(2), where=counts[:, 0] > 0)
+        return round(float(left), 6), round(float(right), 6)
 
     def _inherited(self, numbers: Sequence[int]) -> float:
         """Returns the sum of the squared errors that operations inherit; all where nothing is rounded."""

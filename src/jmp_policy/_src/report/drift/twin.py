@@ -1,13 +1,14 @@
 """Values in two runs of a program: as it was written, and in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.float32_replay import to_float32
+from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.float32_replay import as_traced, to_float32
+from jmp_policy._src.jaxpr.walk import Site
 
 
 class Twin(NamedTuple):
@@ -19,6 +20,7 @@ class Twin(NamedTuple):
       node: number of the node that it is; None where the two cannot differ.
       wide: what float32 gives for the half values that enter its region; None where it is in none.
       region: module, line and direction of the operations that are measured as one.
+      lost: what rounding to float8 lost in its region, as `lost_in_float8` counts it; None without float8.
     """
 
     half: Any
@@ -26,6 +28,11 @@ class Twin(NamedTuple):
     node: int | None = None
     wide: Any = None
     region: Any = None
+    lost: Any = None
+
+
+#: Evaluates a jaxpr on twins, called at a site.
+Run = Callable[[Any, Sequence[Twin], Site], list[Twin]]
 
 
 def same(value: Any) -> Twin:
@@ -56,3 +63,9 @@ def held(value: Any, var: Any) -> Any:
     """Returns a value in the half dtype that its variable was traced in: it has no more digits."""
     dtype = ir.dtype_of(var)
     return lax.convert_element_type(value, dtype) if is_half(dtype) else value
+
+
+def as_written(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
+    """Returns what an equation gives in the run as the program is written; float32 where it is half."""
+    with compat.eqn_context(eqn):
+        return as_traced(eqn, [twin.half for twin in twins])

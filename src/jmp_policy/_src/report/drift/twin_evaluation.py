@@ -16,8 +16,7 @@ What one line of the source does with few operations that are cheap is a region,
 `wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +28,14 @@ from jmp_policy._src.core.rounding import narrowed
 from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
-from jmp_policy._src.jaxpr.float32_replay import as_traced, has_half, is_foreign, replay_equation
+from jmp_policy._src.jaxpr.float32_replay import has_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_float8_scale
-from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack, over_devices
-from jmp_policy._src.report.drift.twin import Twin, held, nodes_of, packed, same, unpacked
+from jmp_policy._src.report.drift import branches, loops
+from jmp_policy._src.report.drift.recorder import Node, Recorder, over_devices
+from jmp_policy._src.report.drift.twin import Twin, as_written, held, nodes_of, packed, same, unpacked
 
 
 class TwinEvaluation:
@@ -63,12 +64,16 @@ class TwinEvaluation:
     def _equation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
         if is_float8_scale(eqn):
             # The float32 run has no use for it: what it makes of the operands is the product's error.
-            return list(map(same, _traced(eqn, twins)))
+            return list(map(same, as_written(eqn, twins)))
         if all(twin.node is None for twin in twins) and not _involves_half(eqn):
             return list(map(same, replay_equation(eqn, [twin.exact for twin in twins])))
         kind, called = calls.kind_of(eqn), calls.called(eqn)
         if kind is Kind.SCAN:
-            return self._scan(eqn, twins, site)
+            return loops.scan(self.run, self._recorder, eqn, twins, site)
+        if kind is Kind.WHILE and loops.has_one_end(eqn):
+            return loops.while_loop(self.run, self._recorder, eqn, twins, site)
+        if kind is Kind.COND and not branches.is_opaque(eqn):
+            return branches.cond(self.run, self._recorder, eqn, twins, site)
         if kind is Kind.SHARD_MAP:
             return self._shard_map(eqn, twins, site)
         if called is not None:
@@ -82,7 +87,7 @@ class TwinEvaluation:
         differs = any(twin.node is not None for twin in twins)
         computed = replay_equation(eqn, [twin.half for twin in twins]) if differs else exact
         if _runs_as_traced(eqn):
-            half, rounds = _traced(eqn, twins), [True] * len(computed)
+            half, rounds = as_written(eqn, twins), [True] * len(computed)
         else:
             dtypes = map(ir.dtype_of, eqn.outvars)
             rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
@@ -101,10 +106,9 @@ class TwinEvaluation:
             values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
             wide = replay_equation(eqn, values)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
-        return [
-            self._result(eqn, site, twins, within, i, Twin(half[i], exact[i], None, wide[i], region), one)
-            for i, one in enumerate(rounds)
-        ]
+        lost = _lost(eqn, twins, within)
+        made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
+        return [self._result(eqn, site, twins, within, i, made[i], one) for i, one in enumerate(rounds)]
 
     def _result(
         self, eqn: Any, site: walk.Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
@@ -129,9 +133,10 @@ class TwinEvaluation:
             name, dtype, terms = named.operation, named.dtype, named.terms
         rounds = rounds or any(node.rounds for node in before)
         adds = eqn.primitive.name in _ADDS and all(node.adds for node in before)
-        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds)
+        note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
+        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note)
         number = self._recorder.add(node)
-        self._recorder.measure(number, made.half, made.wide, made.exact)
+        self._recorder.measure(number, made.half, made.wide, made.exact, made.lost)
         return made._replace(node=number)
 
     def _shard_map(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
@@ -154,115 +159,6 @@ class TwinEvaluation:
             same(exact) if twin.node is None else Twin(half, exact, twin.node)
             for (half, exact), twin in zip(pairs, results, strict=True)
         ]
-
-    def _scan(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
-        params = eqn.params
-        consts, carries = compat.scan_sizes(params)
-        fixed, start, xs = twins[:consts], twins[consts : consts + carries], twins[consts + carries :]
-        loop = _Loop(eqn, dataclasses.replace(site, times=site.times * params["length"]), fixed, start, xs)
-        while True:
-            with self._recorder.forgetting():
-                jax.eval_shape(lambda: self._run_scan(loop))
-            differs = [a or b.node is not None for a, b in zip(loop.differs, loop.results, strict=False)]
-            if differs == loop.differs:
-                break
-            loop.differs = differs
-        (last, ys), measured = self._run_scan(loop)
-        nodes = self._recorder.nodes
-        for i, (number, begun, result) in enumerate(zip(loop.carried, start, loop.results, strict=False)):
-            if number is not None:
-                if (own := loop.made[i]) is not None:
-                    self._recorder.measure_carry(
-                        number, begun.half, begun.exact, own, measured, params["reverse"]
-                    )
-                # Its place is that of what makes it in every trip, so that it is in the same module.
-                made = nodes[number if result.node is None else result.node]
-                sources = tuple(n for n in (begun.node, result.node) if n is not None)
-                nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
-        self._recorder.measured.update(measured)
-        results = loop.results
-        final = unpacked(last, loop.differs, [twin.node for twin in results[:carries]])
-        return final + unpacked(ys, *nodes_of(results[carries:]))
-
-    def _run_scan(self, loop: "_Loop") -> Any:
-        """Evaluates a scan; gives its last carry and outputs, and what was measured in each trip."""
-        params, begin = loop.eqn.params, len(self._recorder.nodes)
-
-        def trip(carry: Any, arrays: Any) -> Any:
-            # A scan may trace its body more than once; what was recorded before is void.
-            del self._recorder.nodes[begin:]
-            with self._recorder.inside() as measured:
-                carried = [self._carry(loop, i, twin) for i, twin in enumerate(loop.carries(carry))]
-                loop.carried = [twin.node for twin in carried]
-                xs = unpacked(arrays, *nodes_of(loop.xs))
-                loop.results = self.run(params["jaxpr"], [*loop.fixed, *carried, *xs], loop.site)
-            loop.find_made(self._recorder.nodes)
-            after, ys = loop.results[: len(loop.start)], loop.results[len(loop.start) :]
-            stack = Stack(measured)
-            return loop.packed(after), (packed(ys, nodes_of(ys)[0]), stack)
-
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        xs = packed(loop.xs, nodes_of(loop.xs)[0])
-        last, (ys, stack) = lax.scan(trip, loop.packed(loop.start), xs, **options)
-        return (last, ys), stack.measured()
-
-    def _carry(self, loop: "_Loop", i: int, twin: Twin) -> Twin:
-        """Returns a carry at the start of a trip, as a node of its own if it may differ."""
-        if not loop.differs[i]:
-            return twin
-        node = Node(loop.site, "carry", ir.dtype_of(loop.eqn.outvars[i]), 1, (), rounds=False, adds=True)
-        number = self._recorder.add(node)
-        if loop.made[i] is None:
-            self._recorder.measure(number, twin.half, twin.exact, twin.exact)
-        return Twin(twin.half, twin.exact, number)
-
-
-@dataclasses.dataclass
-class _Loop:
-    """A scan that is being evaluated.
-
-    Args:
-      eqn, site: its equation, and where it is.
-      fixed, start, xs: its constants, first carries, and inputs.
-
-    Attributes:
-      differs: for each carry, whether the two runs may differ in it.
-      carried: for each carry, its node at the start of a trip.
-      results: of its body.
-      made: for each carry, the node of the body that it is after a trip; None if it is none of this loop.
-    """
-
-    eqn: Any
-    site: walk.Site
-    fixed: Sequence[Twin]
-    start: Sequence[Twin]
-    xs: Sequence[Twin]
-
-    def __post_init__(self) -> None:
-        self.differs = [twin.node is not None for twin in self.start]
-        self.carried: list[int | None] = []
-        self.results: list[Twin] = []
-        self.made: list[int | None] = [None] * len(self.start)
-
-    def find_made(self, nodes: Sequence[Node]) -> None:
-        """Sets `made`, after the body was evaluated."""
-        last_carry = max((number for number in self.carried if number is not None), default=-1)
-        for i, result in enumerate(self.results[: len(self.start)]):
-            node = result.node if self.carried[i] is not None else None
-            is_own = node is not None and node > last_carry and nodes[node].site.times == self.site.times
-            self.made[i] = node if is_own else None
-
-    def packed(self, carries: Sequence[Twin]) -> list[Any]:
-        """Returns the arrays of carries, before or after a trip, in the same dtypes."""
-        twins = [
-            twin._replace(half=held(twin.half, var)) if two else twin
-            for twin, var, two in zip(carries, self.eqn.outvars, self.differs, strict=False)
-        ]
-        return packed(twins, self.differs)
-
-    def carries(self, arrays: Any) -> list[Twin]:
-        """Returns the carries at the start of a trip, still without nodes."""
-        return unpacked(arrays, self.differs, [None] * len(self.differs))
 
 
 def _weight(node: Node) -> tuple[int, bool]:
@@ -292,9 +188,13 @@ def _computed_in(eqn: Any, out: Any) -> Any:
     )
 
 
-def _traced(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
-    with compat.eqn_context(eqn):
-        return as_traced(eqn, [twin.half for twin in twins])
+def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
+    """Returns what rounding to float8 lost in the region of an operation so far; None without float8."""
+    found = [twin.lost for twin, inside in zip(twins, within, strict=True) if inside]
+    found = [lost for lost in found if lost is not None]
+    if formats_of(eqn) is not None:
+        found.append(lost_in_float8(eqn, [twin.half for twin in twins]))
+    return sum(found) if found else None
 
 
 def _is_exact(eqn: Any, dtype: Any) -> bool:
@@ -323,6 +223,12 @@ def _kept_apart(twins: list[Twin]) -> list[Twin]:
     apart = lax.optimization_barrier(arrays)
     return [Twin(pair[0], pair[-1], twin.node) for pair, twin in zip(apart, twins, strict=True)]
 
+
+#: Of loops and branches that are done as one operation, why their row is of the whole.
+_NOT_INSIDE: Mapping[Kind | None, str] = {
+    Kind.WHILE: "what is inside is not looked at, since under vmap each example has its own end",
+    Kind.COND: "what is inside is not looked at, since it is for other platforms or writes to references",
+}
 
 #: Of operands in one half dtype, their results are exact in it.
 _EXACT = (

@@ -16,11 +16,13 @@ class Cost(NamedTuple):
     """Products under a policy.
 
     Args:
-      half_share: share of the FLOPs whose operands are half; nan without products.
+      half_share: share of the FLOPs whose operands have 16 bits or fewer; nan without products.
+      float8_share: share of those whose operands have 8.
       speedup: time in float32 over that under the policy; nan without a card.
     """
 
     half_share: float
+    float8_share: float
     speedup: float
 
 
@@ -32,10 +34,13 @@ def products(loss: Loss) -> Sequence[Product]:
 def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> Cost:
     """Compares the products of float32 with those under a policy."""
     flops = sum(product.flops for product in under)
-    share = sum(p.flops for p in under if p.is_half) / flops if flops else math.nan
+    half, float8 = (
+        sum(p.flops for p in under if is_counted(p)) / flops if flops else math.nan
+        for is_counted in (lambda p: p.is_half, lambda p: p.scales)
+    )
     if card is None or not flops:
-        return Cost(share, math.nan)
-    return Cost(share, _seconds(plain, card) / _seconds(under, card))
+        return Cost(half, float8, math.nan)
+    return Cost(half, float8, _seconds(plain, card) / _seconds(under, card))
 
 
 def _seconds(products: Sequence[Product], card: Target) -> float:
@@ -44,5 +49,6 @@ def _seconds(products: Sequence[Product], card: Target) -> float:
     for p in products:
         sizes = ((p.lhs, p.m * p.k), (p.rhs, p.k * p.n), (p.result, p.m * p.n))
         moved = p.times * p.batch * sum(np.dtype(dtype).itemsize * size for dtype, size in sizes)
-        total += max(p.flops / card.rate(p.lhs if p.is_half else "float32"), moved / card.bandwidth)
+        arithmetic = "float8" if p.scales else p.lhs if p.is_half else "float32"
+        total += max(p.flops / card.rate(arithmetic), moved / card.bandwidth)
     return total

@@ -1,5 +1,6 @@
 """Recommends a policy by measurement: in half what fits a budget, in float32 what must be, with reasons."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.sensitivity import float32_modules, product_cost, rounding_taps
+from jmp_policy._src.report.sensitivity import float8_modules, float32_modules, product_cost, rounding_taps
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
@@ -48,6 +49,7 @@ def recommend(
     batches: Sequence[tuple[Any, ...]] = (),
     probes: int = 4,
     has_aux: bool = False,
+    recipe: str | None = None,
     **kwargs: Any,
 ) -> Recommendation:
     """Recommends a `PolicyMap` for a model, a loss scale, and says why.
@@ -72,12 +74,15 @@ def recommend(
       batches: further values of `args`, of the same shapes.
       probes: as for `sensitivity`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      recipe: a float8 recipe, "fp8_current" say. Products that suit it follow it where the budget allows,
+        and with `target=` only where that gains there; all else is as without it.
 
     Returns:
       A `Recommendation`; `print` shows it, and `.policy` is what `wrap` takes.
 
     Raises:
-      TypeError, ValueError: as `sensitivity`; for a budget that is no positive number, and an unknown card.
+      TypeError, ValueError: as `sensitivity`; for a budget that is no positive number, an unknown card or
+        recipe, a recipe that keeps state, and, with a recipe, a card without float8 arithmetic.
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
@@ -89,6 +94,7 @@ def recommend(
     if budget is not None and not budget > 0:
         raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
     card = None if target is None else find_target(target)
+    recipe = recipe and float8_modules.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
     allowed = _budget(exact) if budget is None else float(budget)
@@ -98,7 +104,29 @@ def recommend(
         found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
         if found[-1].fits and len(found[-1].rows) == 1:
             break
-    return max(found, key=_merit)
+    best = max(found, key=_merit)
+    return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
+
+
+def _with_recipe(
+    loss: Loss, found: Recommendation, recipe: str, exact: np.ndarray, card: Target | None
+) -> Recommendation:
+    """Returns a recommendation with products in float8 where the budget allows."""
+
+    def error(rules: PolicyMap) -> float:
+        return _error(loss, rules, float(found.loss_scale.loss_scale), exact)
+
+    choice, measured = float8_modules.chosen(loss, found.policy, recipe, found.measured, found.budget, error)
+    rules = choice.rules()
+    return dataclasses.replace(
+        found,
+        policy=rules,
+        rows=tuple(choice.rows(found.rows)),
+        predicted=math.hypot(found.predicted, math.sqrt(choice.total)),
+        measured=measured,
+        recipe=recipe,
+        **_gains(loss, rules, product_cost.products(loss), card),
+    )
 
 
 def _merit(found: Recommendation) -> Any:
@@ -135,7 +163,8 @@ def _in(
         # What is measured may be more than first order says: half of the prediction, before the next run.
         choice = float32_modules.within(float32_modules.widened(choice, path), choice.predicted / 2)
         rules, measured = _measured(loss, choice, scale, exact)
-    rules, cost = _worth_it(loss, rules, card)
+    plain = product_cost.products(loss)
+    rules = _worth_it(loss, rules, plain, card)
     return Recommendation(
         function=seen.name,
         dtype=dtype,
@@ -145,34 +174,48 @@ def _in(
         budget=budget,
         predicted=choice.predicted,
         measured=measured,
-        half_share=cost.half_share,
         target="" if card is None else card.name,
-        speedup=cost.speedup,
-        memory=math.nan if card is None else memory_of(loss.under(rules)) / memory_of(loss),
+        **_gains(loss, rules, plain, card),
     )
+
+
+def _gains(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | None) -> dict[str, Any]:
+    """Returns what rules make of products and memory, as fields of a `Recommendation`."""
+    under = loss.under(rules)
+    memory = math.nan if card is None else memory_of(under) / memory_of(loss)
+    return {
+        **product_cost.compared(plain, product_cost.products(under), card)._asdict(),
+        "memory": memory,
+    }
 
 
 def _measured(loss: Loss, choice: Choice, scale: float, exact: np.ndarray) -> tuple[PolicyMap, float]:
     """Returns a choice as rules, and the error of the gradient under them."""
     rules = float32_modules.rules_of(choice)
-    return rules, _distance(_gradient(loss.under(rules), scale), exact)
+    return rules, _error(loss, rules, scale, exact)
 
 
-def _worth_it(loss: Loss, rules: PolicyMap, card: Target | None) -> tuple[PolicyMap, Any]:
-    """Leaves out rules that put a part back into half and buy nothing; returns the cost of products too."""
-    plain = product_cost.products(loss)
+def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
+    """Returns the relative error of the gradient under rules, as one run on this machine gives it."""
+    return _distance(_gradient(loss.under(rules), scale), exact)
+
+
+def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | None) -> PolicyMap:
+    """Leaves out rules that put a part back into half and buy nothing."""
+    if card is None:
+        return rules
 
     def cost(rules: PolicyMap) -> Any:
         return product_cost.compared(plain, product_cost.products(loss.under(rules)), card)
 
     now = cost(rules)
-    for rule in rules.overrides if card is not None else ():
+    for rule in rules.overrides:
         if str(rule[0]).endswith("*"):
             without = PolicyMap(rules.default, [other for other in rules.overrides if other != rule])
             then = cost(without)
             if then.speedup > now.speedup * (1 - _WORTH):
                 rules, now = without, then
-    return rules, now
+    return rules
 
 
 def _gradient(loss: Loss, scale: float) -> np.ndarray:

@@ -39,14 +39,18 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, to first order.
+      predicted: that of the policy, to first order; nan where a recipe fits everywhere, and nobody had to
+        know of each module.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
-      half_share: share of the FLOPs of matrix products that have half operands; nan without products.
+      half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
+        products.
       target: name of the card whose speed was asked for, or "".
       speedup: time of the products in float32 over that under the policy, on that card, each at its peak
         rate or memory bandwidth; nan without a card.
       memory: estimated bytes of parameters, half copies, gradients and activations, over those in float32;
         nan without a card.
+      recipe: the float8 recipe that was asked for, or "".
+      float8_share: share of the FLOPs of matrix products whose operands have 8 bits; nan without products.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,6 +72,8 @@ class Recommendation(Report):
     target: str = ""
     speedup: float = math.nan
     memory: float = math.nan
+    recipe: str = ""
+    float8_share: float = math.nan
 
     _rows = "rows"
 
@@ -82,12 +88,15 @@ class Recommendation(Report):
         share = (
             "" if math.isnan(self.half_share) else f" {percent(self.half_share)} of the FLOPs are in half."
         )
+        if self.recipe and share:
+            share = f"{share[:-1]}, {percent(self.float8_share)} in float8 by {self.recipe}."
         speed = (
             "" if math.isnan(self.speedup) else f" {self.target}: products {self.speedup:.2g} times as fast."
         )
         memory = "" if math.isnan(self.memory) else f" Memory: {percent(self.memory)} of float32's."
         word = "within" if self.fits else "MORE THAN"
-        errors = f"{percent(self.measured)} (predicted {percent(self.predicted)})"
+        predicted = "" if math.isnan(self.predicted) else f" (predicted {percent(self.predicted)})"
+        errors = f"{percent(self.measured)}{predicted}"
         fits = f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."
         return f"{fits}{share}{speed}{memory}"
 

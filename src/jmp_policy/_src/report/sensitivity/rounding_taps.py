@@ -59,7 +59,7 @@ def sink(scale: Any) -> jax.Array:
 
 def tap(which: Which, x: jax.Array, sink: jax.Array) -> jax.Array:
     """Returns x; the errors of rounding it, and its cotangent, are counted into the sink."""
-    return _tap(which, x, _varying_like(sink, x))
+    return _tap(which, x, _placed_like(sink, x))
 
 
 def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: 
       x: its operand.
       sink: a sink.
     """
-    return _summed(transposable, dtype, x, _varying_like(sink, x))
+    return _summed(transposable, dtype, x, _placed_like(sink, x))
 
 
 def transposed(transposable: Callable[[Any], Any], like: Any, dtype: str, g: Any) -> Any:
@@ -82,7 +82,11 @@ def transposed(transposable: Callable[[Any], Any], like: Any, dtype: str, g: Any
     return out.astype(jnp.float32)
 
 
-def _varying_like(sink: Any, x: Any) -> Any:
+def _placed_like(sink: Any, x: Any) -> Any:
+    mesh = jax.typeof(x).sharding.mesh
+    if jax.typeof(sink).sharding.mesh != mesh and not mesh.empty:
+        # Within jax.sharding.auto_axes, or outside of jax.set_mesh.
+        sink = jax.sharding.reshard(sink, jax.NamedSharding(mesh, jax.P()))
     missing = varying(jax.typeof(x)) - varying(jax.typeof(sink))
     return jax.lax.pcast(sink, tuple(sorted(missing)), to="varying") if missing else sink
 

@@ -1,0 +1,38 @@
+"""Counts what rounding to float8 makes of operands: elements that become zero, or the largest number."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.policy.recipes import DELAYED
+from jmp_policy._src.products.fp8.blocks import BLOCKS, with_scales
+from jmp_policy._src.products.fp8.eligibility import recipe_of
+from jmp_policy._src.products.fp8.scales import quantised
+
+
+def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
+    """Counts elements of the two operands of a float8 product.
+
+    Args:
+      eqn: the product.
+      operands: its operands and their scales.
+
+    Returns:
+      float32 of shape (2, 3): for each operand how many elements it has, how many that are not zero become
+      zero, and how many finite ones are beyond the range of their scale.
+    """
+    recipe = recipe_of(eqn)
+    contracted, batch = eqn.params["dimension_numbers"]
+    found = []
+    for place, format in enumerate(eqn.params["formats"]):
+        x, scale = operands[place], operands[2 + place]
+        if recipe in BLOCKS:
+            block = BLOCKS[recipe][place == eqn.params["weight"]]
+            x, scale = with_scales(x, format, block, contracted[place], batch[place])
+        divided, largest = x.astype(jnp.float32) / scale, float(jnp.finfo(format).max)
+        is_zero = quantised(x, scale, format, saturates=recipe == DELAYED) == 0
+        counted = is_zero & (divided != 0), jnp.isfinite(x) & (jnp.abs(divided) > largest)
+        found.append([jnp.float32(x.size), *(jnp.sum(each, dtype=jnp.float32) for each in counted)])
+    return jnp.array(found)

@@ -1,0 +1,194 @@
+"""Chooses the modules whose products follow a float8 recipe, and writes them as rules.
+
+Which products a recipe may have is known when it is traced: the policy with the recipe everywhere is asked.
+If its gradient is off by more than the budget, one gradient per module with such products is computed, with
+the recipe in that module alone. Errors of modules are taken to be independent, as in `sensitivity`, so that
+their squares add up::
+
+    error**2 = (without the recipe)**2 + sum of (what a module adds)**2
+
+Modules that add most for the FLOPs that they would save go back to half first.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.report_base import percent
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.worthwhile import target_of, without_target, worthwhile
+from jmp_policy._src.report.sensitivity import product_cost
+from jmp_policy._src.report.sensitivity.half_program import Loss, Places, is_below
+from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow
+
+#: How often modules go back to half because the measured error is above the budget.
+_ROUNDS = 4
+
+
+class Float8(NamedTuple):
+    """Modules in float8.
+
+    Args:
+      base: the rules without the recipe.
+      recipe: the recipe.
+      flops: those of the products that the recipe may have, by path of the module.
+      added: square of the error of the gradient that each module adds; nan where nobody had to know.
+      chosen: the modules that follow the recipe.
+    """
+
+    base: PolicyMap
+    recipe: str
+    flops: Mapping[str, int]
+    added: Mapping[str, float]
+    chosen: frozenset[str]
+
+    @property
+    def total(self) -> float:
+        """Returns what the chosen modules add to the square of the error."""
+        return sum(self.added[path] for path in self.chosen)
+
+    def without_worst(self) -> "Float8":
+        """Returns a choice without the module that adds most for its FLOPs."""
+        worst = max(self.chosen, key=lambda path: self.added[path] / self.flops[path])
+        return self._replace(chosen=self.chosen - {worst})
+
+    def rules(self) -> PolicyMap:
+        """Returns the choice as rules: the recipe in the default, or in rules, whichever are fewer."""
+        if not self.chosen:
+            return self.base
+        staying = _tops(set(self.flops) - self.chosen, self.flops, self.base)
+        named = _tops(self.chosen, self.flops, self.base)
+        if "" in staying or len(named) < len(staying):
+            rules = [(path, self._with_recipe(self.base.resolve(path))) for path in named]
+            return self._changed(self.base.default, [*rules, *self.base.overrides])
+        overrides = [(pattern, self._with_recipe(policy)) for pattern, policy in self.base.overrides]
+        rules = [(path, self.base.resolve(path)) for path in staying]
+        return self._changed(self._with_recipe(self.base.default), [*rules, *overrides])
+
+    def rows(self, known: Iterable[RecommendationRow]) -> list[RecommendationRow]:
+        """Returns the default and every rule, with the reason.
+
+        Args:
+          known: those of the rules without the recipe.
+        """
+        rules, before = self.rules(), {row.pattern: row for row in known}
+        count = f"no product suits {self.recipe}"
+        if self.flops:
+            count = f"{len(self.chosen)} of {len(self.flops)} modules with products for {self.recipe} have it"
+        rows = [_row("", rules.default, f"{before[''].reason}; {count}", before[""].predicted)]
+        for pattern, policy in rules.overrides:
+            text = str(pattern)
+            if text in before:
+                rows.append(_row(text, policy, before[text].reason, before[text].predicted))
+                continue
+            inside = [path for path in self.flops if is_below(path, text)]
+            added = sum(self.added[path] for path in inside)
+            share = percent(added / sum(self.added.values()))
+            reason = f"in float8 it brings {share} of the square of the error that the recipe adds"
+            if policy.recipe is not None:
+                reason = "in float8 it fits the budget"
+            rows.append(_row(text, policy, reason, math.sqrt(added)))
+        return rows
+
+    def _with_recipe(self, policy: Policy) -> Policy:
+        is_able = is_half(policy.compute_dtype)
+        return dataclasses.replace(policy, recipe=self.recipe) if is_able else policy
+
+    def _changed(self, default: Policy, overrides: Any) -> PolicyMap:
+        return dataclasses.replace(self.base, default=default, overrides=overrides)
+
+
+def usable_recipe(recipe: str, target: str | None) -> str:
+    """Returns the recipe to follow: with a card, only where it gains there.
+
+    Raises:
+      ValueError: for an unknown recipe, one that keeps state, and for a card without float8 arithmetic.
+    """
+    Policy("mixed_bfloat16", recipe=recipe)  # Checks the text.
+    if DELAYED in passes_of(without_target(recipe)):
+        raise ValueError(
+            f"recommend measures one step, and the scales of {DELAYED} come from the steps before. Ask for "
+            "recipe='fp8_current', which rounds the same way once there is a history, and write "
+            f"{DELAYED} in its place."
+        )
+    return recipe if target is None or target_of(recipe) is not None else worthwhile(recipe, target)
+
+
+def chosen(
+    loss: Loss,
+    base: PolicyMap,
+    recipe: str,
+    before: float,
+    budget: float,
+    error: Callable[[PolicyMap], float],
+) -> tuple[Float8, float]:
+    """Chooses the modules that follow a recipe.
+
+    Args:
+      loss: the loss.
+      base: the rules without it.
+      recipe: the recipe.
+      before: error of the gradient under `base`.
+      budget: that is allowed.
+      error: measures it under rules.
+
+    Returns:
+      The choice, and its error as measured.
+    """
+    nothing = Float8(base, recipe, {"": 1}, {}, frozenset([""]))
+    flops = _flops(loss, nothing.rules())
+    if not flops or before > budget:
+        return nothing._replace(flops=flops, chosen=frozenset()), before
+    choice = nothing._replace(flops=flops, chosen=frozenset(flops))
+    measured = error(choice.rules())
+    if measured <= budget:
+        return choice._replace(added=dict.fromkeys(flops, math.nan)), measured
+    alone = {path: error(choice._replace(chosen=frozenset([path])).rules()) for path in flops}
+    # What rounding cancels by chance counts as nothing, and what is infinite as more than all others.
+    added = {path: min(max(found**2 - before**2, 0.0), 1e30) for path, found in alone.items()}
+    choice, allowed = choice._replace(added=added), budget**2 - before**2
+    for _ in range(_ROUNDS):
+        choice = choice.without_worst()
+        while choice.chosen and choice.total > allowed:
+            choice = choice.without_worst()
+        if not choice.chosen:
+            break
+        measured = error(choice.rules())
+        if measured <= budget:
+            return choice, measured
+        # Together they add more than by themselves: half of it, before the next run.
+        allowed = choice.total / 2
+    return choice._replace(chosen=frozenset()), before
+
+
+def _flops(loss: Loss, rules: PolicyMap) -> dict[str, int]:
+    """Returns the FLOPs in float8 by module, of the loss and its gradient."""
+    place, found = Places(loss.modules()), Counter[str]()
+    for product in product_cost.products(loss.under(rules)):
+        if product.scales:
+            found[place.of(tuple(product.path.split("/"))) or ""] += product.flops
+    return dict(found)
+
+
+def _tops(paths: Collection[str], all_paths: Iterable[str], base: PolicyMap) -> list[str]:
+    """Returns the fewest paths that have these below them and no others; no rule of `base` is below one."""
+
+    def is_whole(top: str) -> bool:
+        has_rules = any(is_below(str(pattern), top) for pattern, _ in base.overrides)
+        return not has_rules and all(path in paths for path in all_paths if is_below(path, top))
+
+    found = set()
+    for path in paths:
+        names = path.split("/")
+        above = ("/".join(names[:end]) for end in range(1, len(names)))
+        found.add(next(filter(is_whole, above), path))
+    return sorted(found)
+
+
+def _row(pattern: str, policy: Policy, reason: str, predicted: float) -> RecommendationRow:
+    return RecommendationRow(pattern, str(policy), reason, predicted)
