@@ -7,6 +7,7 @@ from benchmarks._tables import grouped, launches, load, median, paragraph, prove
 from benchmarks.loss_scaling_page import loss_scaling
 from benchmarks.zoo_cards_page import cards
 from benchmarks.zoo_peers_page import peers, torch
+from benchmarks.zoo_tpus_page import tpus
 
 _GPU = ("by hand, no scaling", "by hand, scaling by hand", "wrapped, no scaling", "wrapped, loss_scaled")
 _PRECISIONS = ("bfloat16", "float16", "float16, small loss", "float16 unscaled, small loss")
@@ -19,6 +20,8 @@ def models() -> str:
         *("\n".join(_gpu()), _figure("zoo_steps", "Bytes a step moves, and what loss scaling adds")),
         loss_scaling(),
         *(cards(), _figure("zoo_cards", "Estimated speed-ups of float16 on three cards")),
+        "## On TPUs, compiled",
+        tpus(),
         "## On a CPU",
         "\n".join(_cpu()),
         "## Beside other libraries",

@@ -1,0 +1,43 @@
+"""The tables of real models on TPUs: what `zoo_tpu` found, as Markdown."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._tables import grouped, load, paragraph, provenance, titled
+
+_VARIANTS = ("float32", "by hand", "wrapped", "autocast")
+#: What a table is of -> the text of a cell.
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "GB moved": lambda row: f"{row['gigabytes']:.1f}",
+    "Peak memory, GB": lambda row: f"{row['peak_gigabytes']:.1f}",
+    "Products of two bfloat16 operands": lambda row: (
+        f"{row['products'].get('bfloat16', 0)} of {sum(row['products'].values())}"
+    ),
+}
+
+
+def tpus(result: dict[str, Any] | None = None) -> str:
+    """The tables of each TPU, and below them the models that do not compile."""
+    result = result or load("zoo_tpu")
+    words = (
+        f"Whole {result['optimizer']} steps in bfloat16 on one TPU, compiled on a machine without any "
+        f"({provenance(result)}). There is no loss scaling. Memory is the most that is in use at a time."
+    )
+    lines = paragraph(words)
+    for target, rows in grouped(result["rows"], "target", lambda row: (row["model"], row["variant"])).items():
+        models = list(dict.fromkeys(model for model, _ in rows))
+        for title, text in _TABLES.items():
+            cells = ([model, *(_cell(rows.get((model, v)), text) for v in _VARIANTS)] for model in models)
+            lines += titled(f"{title}, {target}", _VARIANTS, cells)
+        failed = {key: row["error"] for key, row in rows.items() if "error" in row}
+        lines += [
+            f"- {model}, {variant}, does not compile for {target}: `{error.replace('`', chr(39))}`"
+            for (model, variant), error in failed.items()
+        ]
+    return "\n".join(lines).rstrip("\n")
+
+
+def _cell(row: dict[str, Any] | None, text: Callable[[dict[str, Any]], str]) -> str:
+    if row is None:
+        return "-"
+    return "failed" if "error" in row else text(row)
