@@ -3,6 +3,7 @@
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,30 @@ def trace_times(
         return {"trace_lower": clock() - start}, traced, lowered
 
     return deeper(repeat * _STRIDE % CHUNK, timed)
+
+
+def python_calls(step: Any, args: Any) -> int:
+    """Counts calls of Python functions while a step is traced and lowered, the same on a busy machine.
+
+    The second time, when Python itself is warm. Garbage is collected before, so that no finaliser is counted.
+    """
+    found = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    for _ in range(2):
+        forget()
+        found = 0
+        gc.disable()
+        sys.setprofile(count)
+        try:
+            jax.jit(step).trace(*args).lower()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return found
 
 
 def forget() -> None:

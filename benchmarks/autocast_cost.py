@@ -2,8 +2,9 @@
 
 Every ratio is of two things measured in turn in this process: the loss under `autocast`, the same loss in
 float32, with `dtype=` in every layer, and of the wrapped model. Tracing and lowering is Python in one thread:
-it is timed in seconds of this process. `autocast_gpu_cost` counts the same on a GPU. `python -m
-benchmarks.autocast_cost residuals` counts residuals alone and keeps what was timed, which takes a minute.
+it is timed in seconds of this process, and its calls of Python functions are counted. `autocast_gpu_cost`
+counts the same on a GPU. `python -m benchmarks.autocast_cost counts` counts residuals and calls alone and
+keeps what was timed, which takes two minutes.
 """
 
 import functools
@@ -78,6 +79,7 @@ def measure(cls: Any, dtype: str, args: Any) -> dict[str, dict[str, list[float]]
                 continue
             _, compiled = _measure.compile_time(lowered)
             counts = _measure.counts(traced, compiled) | kept(loss, args)
+            counts["python_calls"] = _measure.python_calls(step, args)
             for quantity, value in counts.items():
                 found.setdefault(quantity, {})[name] = [value]
     return found
@@ -116,7 +118,8 @@ def tables() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                 for quantity in ("trace_lower", *_measure.COUNTS):
                     values = found[quantity]
                     row[quantity] = _measure.compare(quantity, values[over], values[under])
-                row["residuals"] = round(found["residuals"][over][0] / found["residuals"][under][0], 3)
+                for quantity in ("residuals", "python_calls"):
+                    row[quantity] = round(found[quantity][over][0] / found[quantity][under][0], 3)
                 if model in TARGETS and (over, under) == ("autocast", "float32"):
                     row["target"] = TARGETS[model]
                 ratios.append(row)
@@ -174,15 +177,19 @@ def calls() -> list[dict[str, Any]]:
 
 
 def recounted(result: dict[str, Any]) -> dict[str, Any]:
-    """A saved result with its residuals counted again."""
+    """A saved result with its residuals and calls counted again."""
     for model, (cls, make_batch) in MODELS.items():
         args = arguments(cls, make_batch())
         for dtype in DTYPES:
-            sizes = {name: kept(loss, args) for name, loss in losses(cls, dtype).items()}
+            sizes, calls = {}, {}
+            for name, loss in losses(cls, dtype).items():
+                sizes[name] = kept(loss, args)
+                calls[name] = _measure.python_calls(jax.value_and_grad(loss, has_aux=True), args)
             for row in result["rows"]:
                 if (row["model"], row["dtype"]) == (model, dtype):
                     over, under = row["comparison"].split(" / ")
                     row["residuals"] = round(sizes[over]["residuals"] / sizes[under]["residuals"], 3)
+                    row["python_calls"] = round(calls[over] / calls[under], 3)
             for row in result["memory"]:
                 if (row["model"], row["dtype"]) == (model, dtype):
                     found = sizes[row["variant"]]
@@ -191,7 +198,7 @@ def recounted(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(names: list[str] | None = None) -> None:
-    if names == ["residuals"]:
+    if names == ["counts"]:
         path = _record.RESULTS / "autocast_cost.json"
         path.write_text(json.dumps(recounted(json.loads(path.read_text())), indent=1) + "\n")
         return

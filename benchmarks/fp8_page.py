@@ -10,16 +10,18 @@ def steps() -> str:
     """What recipes make of a training step."""
     result = load("fp8_gpu")
     words = (
-        f"An AdamW step of a Transformer encoder, compiled for an H100 ({provenance(result)}; no GPU). The "
+        "An AdamW step of a Transformer encoder, and of GPT-2 (768 wide, 12 layers, 8 x 1024 tokens), "
+        f"compiled for an H100 ({provenance(result)}; no GPU). Kernels for scales compute nothing else. The "
         "roofline is a lower bound of the step's time, launches included, here as a share of bfloat16's:"
     )
     cells = (
         [row["size"], f"`{row['policy']}`", f"{row['float8_products']} of {total}", str(row["kernels"]),
-         f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}", f"{row['of_bfloat16']:.3f}"]
+         str(row["for_scales"]), f"{row['gigabytes']:.1f}", f"{row['temp_gigabytes']:.2f}",
+         f"{row['of_bfloat16']:.3f}"]
         for row in result["rows"]
         for total in [row["float8_products"] + row["other_products"]]
     )  # fmt: skip
-    header = " step | policy | float8 products | kernels | GB moved | temporary GB | roofline"
+    header = " step | policy | float8 products | kernels | for scales | GB moved | temporary GB | roofline"
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 

@@ -85,18 +85,23 @@ def autocast() -> str:
     calls = {row["call"]: row["ratio"]["median"] for row in result["calls"]}
     words = (
         f"A loss under `autocast` over the same in float32, or with `dtype=` in every layer "
-        f"({provenance(result)}). Residuals are the bytes kept for the backward pass. A compiled call takes "
-        f"{calls['jit(autocast(f))(x)']:.2f} of that by hand:"
+        f"({provenance(result)}). Residuals are the bytes kept for the backward pass. Calls are those of "
+        "Python functions while tracing and lowering, which other programs do not disturb. A compiled call "
+        f"takes {calls['jit(autocast(f))(x)']:.2f} of that by hand:"
     )
     rows = grouped(result["rows"], "model", lambda row: (row["dtype"], row["comparison"]))
     cells = (
         [model, dtype]
         + [median(by[dtype, f"autocast / {base}"]["trace_lower"]) for base in ("float32", "by hand")]
+        + [f"{by[dtype, 'autocast / float32']['python_calls']:.2f}"]
         + [f"{by[dtype, f'autocast / {base}']['residuals']:.2f}" for base in ("float32", "by hand")]
         for model, by in rows.items()
         for dtype in ("float16", "bfloat16")
     )
-    header = " | | trace + lower, over float32 | over by hand | residuals, over float32 | over by hand"
+    header = (
+        " | | trace + lower, over float32 | over by hand | calls, over float32 "
+        "| residuals, over float32 | over by hand"
+    )
     lines = [*paragraph(words), *table(header, cells), ""]
     lines += ["A step of an encoder of BERT's width, compiled for an H100:", ""]
     cells = ([r["variant"], f"{r['gigabytes']:.1f}", f"{r['temp_gigabytes']:.2f}"] for r in gpu_rows)

@@ -22,7 +22,7 @@ from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.scales import _by_rows, scale_of
+from jmp_policy._src.products.fp8.scales import _in_two_kernels, scale_of
 from jmp_policy._src.report.lowering.float8_kernels import check_float8
 from jmp_policy._src.report.lowering.installed import is_installed
 from jmp_policy._src.report.lowering.kernels import Kernel
@@ -216,10 +216,10 @@ def test_layers_have_recipes_for_one_pass(recipe, kind, why, grad):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 8, 4), (3, 2**14 + 2), (2**13 + 1, 2), (5,)])
 @pytest.mark.parametrize("found_in_it", [1.0, 0.0, np.inf, np.nan])
-def test_the_scale_of_all_rows_is_that_of_the_tensor(shape, found_in_it):
+def test_the_largest_of_all_scales_is_that_of_the_tensor(shape, found_in_it):
     x = jnp.asarray(RNG.normal(size=shape) * 2.0 ** RNG.uniform(-9, 9, shape), jnp.bfloat16)
     x = 0 * x if found_in_it == 0 else x.at[(-1,) * x.ndim].multiply(found_in_it)
-    assert np.array_equal(_by_rows(E5M2, x), [scale_of(x, E5M2)], equal_nan=True)
+    assert np.array_equal(_in_two_kernels(E5M2, x), [scale_of(x, E5M2)], equal_nan=True)
 
 
 @pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float16", "f32")])
@@ -556,6 +556,16 @@ def test_a_report_requires_float8_kernels():
         check_float8(jax.make_jaxpr(lambda x, w: x @ w)(X, W), [head], "layer for H100")
     with pytest.raises(ValueError, match="can require 'float8' and nothing else; got require='fp4'"):
         jmpp.lowering_report(layer, X, W, W.T, require="fp4")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
+def test_a_scale_takes_two_kernels_whatever_the_order_in_memory():
+    def both(heads, weight):
+        return scale_of(jnp.swapaxes(heads, 1, 2), E5M2), scale_of(weight.T, E5M2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16, 128, 64), (1024, 4096))]
+    assert len(jmpp.lowering_report(both, *shapes, target="H100").kernels) == 4
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")

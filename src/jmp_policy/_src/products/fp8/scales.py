@@ -6,7 +6,6 @@ most one binary digit of range, of the 17 to 32 that float8 has.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,17 +77,18 @@ def _at_once(format: str, x: jax.Array) -> list[jax.Array]:
     return [_power_for(jnp.max(jnp.abs(x)), format)]
 
 
-def _by_rows(format: str, x: jax.Array) -> list[jax.Array]:
-    """Computes the scale of each row, then the largest of them.
+def _in_two_kernels(format: str, x: jax.Array) -> list[jax.Array]:
+    """Computes the scale of each element, or of each row of a matrix, then the largest of them.
 
     XLA reduces a large tensor in two kernels either way. Computed from the one result, the scale is often a
-    third kernel, as all that use it would have to compute it again.
+    third kernel, as all that use it would have to compute it again. XLA itself divides a tensor best, as it
+    knows the order in memory; but a matrix, such as a weight, it would first copy transposed for its product.
     """
-    axes = max((n for n in range(x.ndim) if math.prod(x.shape[:n]) <= _ROWS), default=0)
-    if math.prod(x.shape[axes:]) > _ROW_SIZE:
-        return _at_once(format, x)
-    rows = jnp.max(jnp.abs(x), axis=range(axes, x.ndim))
-    return [jnp.max(_power_for(rows, format))]
+    if x.ndim == 2:
+        if x.shape[0] > _ROWS or x.shape[1] > _ROW_SIZE:
+            return _at_once(format, x)
+        x = jnp.max(jnp.abs(x), axis=1)
+    return [jnp.max(_power_for(jnp.abs(x), format))]
 
 
 #: What XLA reduces in one kernel: so many rows of so many elements to one value each, and their results to
@@ -100,7 +100,7 @@ _OF_TENSOR = {
     format: by_devices(
         "float8_scale",
         functools.partial(_at_once, format),
-        one_gpu=functools.partial(_by_rows, format),
+        one_gpu=functools.partial(_in_two_kernels, format),
         types=lambda _: [jax.ShapeDtypeStruct((), jnp.float32)],
     )
     for format in (VALUE, GRADIENT)
