@@ -96,10 +96,10 @@ def training() -> str:
     gradients = [row for row in result["gradients"] if row["float8_share"]]
     none = [row["model"] for row in result["gradients"] if not row["float8_share"]]
     lines += paragraph(
-        "Relative error of the gradient against float32, on the zoo and other structures at their tiny size. "
+        "Relative error of the gradient against float32, on the zoo at its tiny size. "
         "Recipes with blocks take sizes of multiples of 32, the others of 16: an error like bfloat16's means "
         "that few or no products are in float8. The second column is of `fp8_current`. No product suits "
-        f"float8: {', '.join(none)}."
+        f"float8: {'; '.join(none)}."
     )
     names = [name for name in gradients[0] if name not in ("model", "float8_share")]
     found = (

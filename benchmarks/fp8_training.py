@@ -24,7 +24,6 @@ from sklearn.datasets import load_digits
 
 import jmp_policy as jmpp
 from benchmarks import _record
-from benchmarks._structures import STRUCTURES
 from benchmarks._tables import load
 from benchmarks.models import MODELS
 from benchmarks.models._model import cross_entropy
@@ -176,10 +175,10 @@ def parity(policies: dict[str, str]) -> list[dict[str, Any]]:
 def gradient_errors(policies: dict[str, str]) -> list[dict[str, Any]]:
     """A row for each model: relative errors of the gradient under policies, of which the first is float32.
 
-    Models of the zoo and `_structures`, at their tiny size; without errors, if no product suits float8.
+    Models of the zoo at their tiny size; without errors, if no product suits float8.
     """
     found = []
-    for name in (*MODELS, *STRUCTURES):
+    for name in MODELS:
         loss_fn, params, batches = loss_and_params(name)
 
         def gradient(policy: str, loss_fn: Any = loss_fn) -> Any:
