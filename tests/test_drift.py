@@ -158,6 +158,17 @@ def test_the_expected_error_is_that_of_one_rounding():
     # Uniform within half a step, which is u to 2 u times the value.
     assert found.expected == pytest.approx(2**-11 / 3**0.5, rel=1e-6)
     assert found.expected / 2 < found.error < found.expected
+    assert "no more than rounding each operation once explains. " in found.verdict
+
+
+def test_a_large_error_is_called_so_although_rounding_explains_it():
+    def loss_fn(x):
+        return jnp.square(jnp.square(x.astype(jnp.float8_e5m2).astype(jnp.float32))).sum()
+
+    found = jmpp.drift(loss_fn, 1 + 0.1 * jax.random.uniform(jax.random.key(0), (64,)))
+    assert found.is_normal
+    assert found.error > 0.1
+    assert "explains, but large: what is rounded needs a wider dtype" in found.verdict
 
 
 def mlp(policy):

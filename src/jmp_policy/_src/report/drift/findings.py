@@ -19,6 +19,9 @@ DIRECTIONS = (OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS)
 #: Random errors of one rounding each are normal up to so many standard deviations.
 _NORMAL = 2.0
 
+#: From this error on a verdict says that it is large, also where it is normal.
+_LARGE = 0.1
+
 #: Shares below this are not named in a verdict.
 _NAMED = 0.05
 
@@ -195,7 +198,8 @@ class Drift(Report):
         if not math.isfinite(self.error):
             return ", which is not finite: `diagnose` finds the first such value"
         if self.is_normal:
-            return ", no more than rounding each operation once explains"
+            text = ", no more than rounding each operation once explains"
+            return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"
         if not self.expected:
             return ""
         return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
