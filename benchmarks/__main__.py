@@ -13,6 +13,7 @@ from benchmarks import (
     communication,
     drift_cost,
     faults,
+    fp8_device,
     grad_dtype_cost,
     half_moments,
     long_run,
@@ -63,6 +64,7 @@ BENCHMARKS = (
 )
 GPU_BENCHMARKS = [
     zoo_device,
+    fp8_device,
     zoo_gpu,
     loss_scaling_zoo,
     zoo_cards,

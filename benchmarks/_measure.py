@@ -5,7 +5,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,48 @@ def step_time(compiled: Any, state: Any, batch: Any, steps: int = 5) -> float:
         state, _ = compiled(state, batch)
     jax.block_until_ready(state)
     return (time.perf_counter() - start) / steps
+
+
+def timed_step(compiled: Any, state: Any, batch: Any) -> Callable[[], float]:
+    """A function that does one step and gives its seconds; the state goes on from call to call."""
+    states = [state]
+
+    def run() -> float:
+        start = time.perf_counter()
+        state, loss = compiled(states.pop(), batch)
+        jax.block_until_ready((state, loss))
+        states.append(state)
+        return time.perf_counter() - start
+
+    return run
+
+
+def on_borrowed_device(
+    names: Sequence[str], rows: Callable[[str], Any], seconds: float
+) -> Iterator[tuple[str, Any]]:
+    """Measures one thing after the other; none begins that would not be done in time.
+
+    Args:
+      names: what is measured, the most valuable first.
+      rows: measures one.
+      seconds: for all, judged by the slowest so far.
+
+    Yields:
+      The name, and what was measured, or the first line of what the device says if it fails.
+    """
+    begin, slowest = time.perf_counter(), 0.0
+    for i, name in enumerate(names):
+        start = time.perf_counter()
+        if i and start - begin + slowest > seconds:
+            print(f"Left for another run: {', '.join(names[i:])}.")
+            return
+        try:
+            found = rows(name)
+        except jax.errors.JaxRuntimeError as error:
+            # Out of memory, most likely; the others may fit.
+            found = str(error).splitlines()[0][:300]
+        slowest = max(slowest, time.perf_counter() - start)
+        yield name, found
 
 
 def counts(traced: Any, compiled: Any) -> dict[str, float]:

@@ -11,8 +11,6 @@ measured by calling it again with their names; the rows of the others stay.
 import contextlib
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,7 +59,7 @@ def rows(name: str, size: str = "full", repeats: int = REPEATS) -> list[dict[str
             state = jax.jit(lambda b, m=module, tx=tx, s=scale: _steps.init(m, tx, b, s))(batch)
             step = jax.jit(make_step(module, tx, loss=model.loss), donate_argnums=0)
             compiled[variant] = step.lower(state, batch).compile()
-        runs[variant] = _timed(compiled[variant], state, batch)
+        runs[variant] = _measure.timed_step(compiled[variant], state, batch)
         runs[variant]()  # The first run is no measurement.
     times = _measure.interleaved(runs, repeats)
     base = statistics.median(times["float32, highest"])
@@ -84,20 +82,6 @@ def rows(name: str, size: str = "full", repeats: int = REPEATS) -> list[dict[str
     scaled = next(row for row in found if row["variant"] == "float16")
     scaled["over_unscaled"] = round(statistics.median(times["float16"]) / unscaled, 4)
     return found
-
-
-def _timed(compiled: Any, state: Any, batch: Any) -> Callable[[], float]:
-    """A call is one step, and gives its seconds; the state goes on from call to call."""
-    states = [state]
-
-    def run() -> float:
-        start = time.perf_counter()
-        state, loss = compiled(states.pop(), batch)
-        jax.block_until_ready((state, loss))
-        states.append(state)
-        return time.perf_counter() - start
-
-    return run
 
 
 def _roofline(compiled: Any, variant: str, seconds: float, target: Target | None) -> dict[str, float]:
@@ -131,23 +115,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     device = jax.devices()[0].device_kind
     names = arguments or sorted(MODELS, key=lambda name: (name not in FIRST, list(MODELS).index(name)))
-    begin, slowest = time.perf_counter(), 0.0
-    for i, name in enumerate(names):
-        start = time.perf_counter()
-        if i and start - begin + slowest > SECONDS:
-            print(f"Left for another run: {', '.join(names[i:])}.")
-            return
-        try:
-            new = rows(name, size)
-        except jax.errors.JaxRuntimeError as error:
-            # Out of memory, most likely; the other models may fit.
-            new = [{"model": name, "error": str(error).splitlines()[0][:300]}]
-        slowest = max(slowest, time.perf_counter() - start)
+    for name, new in _measure.on_borrowed_device(names, lambda name: rows(name, size), SECONDS):
+        found = [{"model": name, "error": new}] if isinstance(new, str) else new
         if size != "full":
-            _record.show(f"zoo_device, {size}, {device}", new)
+            _record.show(f"zoo_device, {size}, {device}", found)
             continue
         order = {"model": list(MODELS)}
-        _record.update("zoo_device", new, order, device=device, size=size, repeats=REPEATS)
+        _record.update("zoo_device", found, order, device=device, size=size, repeats=REPEATS)
 
 
 if __name__ == "__main__":

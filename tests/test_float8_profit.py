@@ -1,6 +1,8 @@
 """Float8 only where it gains: estimates per product, recipes that name a device, what reports say of it."""
 
 import dataclasses
+import importlib
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -180,3 +182,24 @@ def test_a_report_tells_saved_from_added_time_by_module():
     assert found.speedup == pytest.approx(found.half_seconds / found.seconds)
     verdict = verdict_of(eight, (), card, (found, dataclasses.replace(found, path="slow", half_seconds=0.0)))
     assert "slower by their recipe: mlp, slow (fp8_current@H100 leaves such out)" in verdict
+
+
+@pytest.mark.once
+def test_what_is_timed_on_a_gpu_is_relative_to_bfloat16(monkeypatch):
+    """On a model that compiles in a moment; a policy of every kind has its row."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    device = importlib.import_module("benchmarks.fp8_device")
+    chosen = {name: device.POLICIES[name] for name in ("bfloat16", "fp8_current")}
+    monkeypatch.setattr(device, "POLICIES", chosen)
+    tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+    small = device.Sized(nn.Sequential([nn.Embed(64, 32), nn.Dense(64)]), ((tokens,), tokens), mean_loss)
+    half, eight = device.rows("small", small, repeats=2)
+    assert (half["policy"], eight["policy"]) == tuple(chosen)
+    assert half["of_bfloat16"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert eight["milliseconds"] > 0
+    assert half["tokens_per_second"] > 0
+    assert set(device.ORDER) == set(device.SIZES)
+
+
+def mean_loss(logits, labels):
+    return jnp.mean(logits.astype(jnp.float32) ** 2) + 0 * labels.sum()

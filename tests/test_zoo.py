@@ -281,12 +281,13 @@ def test_the_harness_compares_what_it_says(monkeypatch):
 
 def test_a_gpu_that_is_taken_away_leaves_the_models_that_were_done(monkeypatch, tmp_path):
     """The best models come first, each is saved when it is done, and none begins that would be cut off."""
-    device, record = map(importlib.import_module, ("benchmarks.zoo_device", "benchmarks._record"))
+    names = ("benchmarks.zoo_device", "benchmarks._record", "benchmarks._measure")
+    device, record, measure = map(importlib.import_module, names)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "show", lambda name, rows: None)
     monkeypatch.setattr(device.jax, "default_backend", lambda: "gpu")
     clock = iter(range(0, 100_000, 70))
-    monkeypatch.setattr(device.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
 
     def rows(name, size):
         if name == "ResNet-50":
