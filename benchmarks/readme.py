@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import fp8_page
+from benchmarks import drift_page, fp8_page
 from benchmarks._tables import ROOT, counts, grouped, load, median, paragraph, provenance, table
 from benchmarks.zoo_page import models
 
@@ -296,28 +296,6 @@ def recommended() -> str:
     return "\n".join([*paragraph(words), *table(header, cells)])
 
 
-def shares() -> str:
-    """Whether the module that `drift` blames most is that much of the error."""
-    result = load("drift_shares")
-    words = (
-        "The module with the largest share is put into float32, and the error of the "
-        "gradient is measured again, in float16 and operation by operation "
-        f"({provenance(result)}). If a module introduces a share s of the squared error, the error without "
-        "it is sqrt(1 - s) of what it was."
-    )
-    cells = (
-        [
-            row["model"],
-            f"`{row['module']}`",
-            f"{row['share']:.0%}",
-            *(f"{row[k]:.2f}" for k in ("predicted", "without / error")),
-        ]
-        for row in result["rows"]
-    )
-    header = " | module | share | error without it, predicted | measured"
-    return "\n".join([*paragraph(words), *table(header, cells)])
-
-
 def advice() -> str:
     """How well modules are ranked, and policies chosen."""
     return f"{ranking()}\n\n{recommended()}"
@@ -347,7 +325,7 @@ Numbers = Callable[[], str]
 FILES: dict[str, Numbers | tuple[Numbers, ...]] = {
     "README.md": section,
     "docs/autocast.md": autocast,
-    "docs/drift.md": shares,
+    "docs/drift.md": (drift_page.shares, drift_page.cost),
     "docs/float8.md": (fp8_page.steps, fp8_page.blocks, fp8_page.chosen, fp8_page.training),
     "docs/index.md": gains,
     "docs/losses_and_parameters.md": rounding,
