@@ -205,6 +205,7 @@ def test_products_run_in_half_and_gradients_are_those_of_float32(name, half):
         np.testing.assert_allclose(stat, full_stat, atol=3 * eps, rtol=3 * eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_what_the_function_returns(name):
     """Also where one of them is a constant, as BatchNorm's "no longer the first time" is."""

@@ -87,6 +87,7 @@ def test_every_product_takes_half_forward_and_backward(case):
             assert unlike == []
 
 
+@pytest.mark.slow
 def test_no_exponential_logarithm_root_or_sum_is_in_half(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):

@@ -227,6 +227,7 @@ def test_a_part_is_traced_once_however_often_it_occurs():
     assert joined_parts.kept_function.cache_info().misses == 1
 
 
+@pytest.mark.slow
 def test_scans_and_checkpoints():
     def block(x, w):
         return x + jax.nn.gelu(x @ w, approximate=False) @ w

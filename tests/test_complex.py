@@ -80,6 +80,7 @@ class Machine(nn.Module):
         return jnp.sum(jnp.log(jnp.cosh(h)), -1) + x @ bias
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_values_and_gradients_of_a_complex_model():
     x = jnp.asarray(np.random.default_rng(0).choice([-1.0, 1.0], (5, 4)), jnp.float32)
@@ -93,6 +94,7 @@ def test_values_and_gradients_of_a_complex_model():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_integer_parameters_are_not_cast(policy):
     big = 2**24 + 1  # No float32 number, let alone a half one.
@@ -127,6 +129,7 @@ class ComplexThenReal(nnx.Module):
         return self.second(jnp.tanh(self.first(x)) * self.phase)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_nnx_layers_behind_complex_ones_keep_the_imaginary_part(policy):
     bare, x = ComplexThenReal(nnx.Rngs(0)), jnp.linspace(-1, 1, 12).reshape(3, 4)
@@ -151,6 +154,7 @@ def test_nnx_layers_with_complex_inputs(index):
     assert nnx.graphdef(jmpp.wrap(bare, "p=f32, c=f16")) == nnx.graphdef(by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("index", range(len(NNX_LAYERS)))
 @pytest.mark.parametrize("inputs", INPUTS)

@@ -82,6 +82,7 @@ def test_products_have_the_scales_of_the_steps_before():
         assert np.count_nonzero(found) == 2
 
 
+@pytest.mark.slow
 def test_the_state_is_that_of_flaxs_layer():
     ours, theirs = dense(), dense(HALF, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     a, b = (model.init(jax.random.key(0), X) for model in (ours, theirs))

@@ -466,6 +466,7 @@ def test_devices_send_batch_statistics_in_float32(kind, axis_name, policy, dtype
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scales_and_metrics_see_the_gradients_of_all_devices(check_vma):
     """Each device has its part of the parameter, and so of the gradient: one magnitude differs by 2**20."""

@@ -589,6 +589,7 @@ def test_what_is_no_fault(name):
     assert dataclasses.replace(found, function="", loss=0.0) == Diagnosis("", True, 0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [softmax, softmax_by_hand])
 def test_an_overflow_is_found_behind_a_masks_infinities(attention):
     def loss(w):
@@ -643,6 +644,7 @@ def test_an_epsilon_or_an_argument_that_became_zero(loss, w, mark, operation):
     assert "an underflow" in found.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ratio, normalised, log_with_epsilon])
 def test_in_float32_the_same_epsilon_does(loss):
     single = diagnose(lambda w: loss(w), jnp.full(3, 0.5))
@@ -765,6 +767,7 @@ def half_state(tx, dtype=F16):
     return params, tx.init(params)
 
 
+@pytest.mark.slow
 def test_a_nan_of_the_optimizer_is_named_with_its_line_and_repair():
     tx = optax.adam(1e-3)
     found = diagnose(step_of(tx), half_state(tx), jnp.ones(3))

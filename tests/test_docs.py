@@ -154,6 +154,7 @@ def test_every_public_name_is_in_the_api_reference(module):
     assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     rooms = importlib.import_module("rooms")

@@ -186,6 +186,7 @@ def report_of_mlp():
     return jmpp.drift(loss_fn, params, X), loss_fn, params
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_two_programs():
     found, loss_fn, params = report_of_mlp()
     flat = [
@@ -233,6 +234,7 @@ def test_an_overflow_is_an_infinite_error():
     json.dumps(found.to_dict())
 
 
+@pytest.mark.slow
 def test_masks_that_are_infinite_in_both_runs_are_no_error():
     def loss_fn(w, x):
         scores = jnp.where(jnp.arange(4) < 3, (x @ w).astype(HALF), -jnp.inf)
@@ -243,6 +245,7 @@ def test_masks_that_are_infinite_in_both_runs_are_no_error():
     assert found.loss_error < 1e-3
 
 
+@pytest.mark.slow
 def test_train_steps_show_which_part_of_the_new_state_is_off():
     loss_fn, params = mlp("mixed_float16")
     tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
@@ -289,6 +292,7 @@ def test_scans_show_each_trip(remat):
     add_up(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
     def loss_fn(w, xs):
@@ -510,6 +514,7 @@ def test_eight_devices():
     assert [(r.module, r.direction) for r in eight.rows] == [(r.module, r.direction) for r in one.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_rows_inside_shard_map_are_of_all_devices(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -660,6 +665,7 @@ def run(names, w, x):
     return jnp.mean(h.astype(jnp.float32))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(programs())
 def test_random_programs(names):

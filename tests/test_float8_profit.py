@@ -137,6 +137,7 @@ def test_texts_of_recipes_with_a_device():
         jmpp.worthwhile("fp8", target="H100")
 
 
+@pytest.mark.slow
 def test_a_program_without_its_recipe_is_that_of_the_policy_without():
     class Body(nn.Module):
         @nn.compact

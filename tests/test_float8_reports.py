@@ -60,6 +60,7 @@ def test_drift_measures_what_eight_bits_introduce(recipe):
     assert found.is_normal
 
 
+@pytest.mark.slow
 def test_drift_has_no_rows_for_scales_and_sees_them_in_loops():
     def looped(ws, product, dtype):
         def body(x, w):
@@ -103,6 +104,7 @@ def test_drift_tells_what_is_flushed_beside_an_outlier():
     assert [31 / 32, 0.0] in [row["flushed"] for row in found.to_dict()["rows"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "x", "lost"),
     [

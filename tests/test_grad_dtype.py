@@ -219,6 +219,7 @@ def products(jaxpr):
             yield from products(inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [linen_case, autocast_case])
 @pytest.mark.parametrize(("name", "count"), [("dense", 1), ("conv", 1), ("attention", 4), ("tokens", 1)])
 def test_only_the_weights_products_are_wide(case, name, count):

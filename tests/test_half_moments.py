@@ -81,6 +81,7 @@ def test_a_step_is_that_of_float32_on_the_rounded_moments():
         assert same(getattr(state.inner_state[0], field), nearest)
 
 
+@pytest.mark.slow
 def test_small_changes_of_the_second_moment_arrive_on_average():
     params = jnp.zeros(2000)
     inner = optax.scale_by_adam(b2=0.999)

@@ -110,6 +110,7 @@ def test_state_machine_against_a_plain_model(overflows, interval, hysteresis, ba
     assert jax.tree.structure(last) == jax.tree.structure(scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES, ids=name)
 @pytest.mark.parametrize("finite", [True, False])
 def test_stays_normal_and_bounded_for_ever(scale, finite):

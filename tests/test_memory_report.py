@@ -132,6 +132,7 @@ def test_categories_add_up_to_what_xla_allots(reports, name):
     assert all(value >= 0 for row in report.rows for value in dataclasses.astuple(row)[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_arguments_are_exact(reports, name):
     report = reports(name)

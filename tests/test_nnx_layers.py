@@ -217,6 +217,7 @@ def test_batch_norm_in_evaluation_with_a_variance_that_float16_cannot_hold():
     assert float(jnp.abs(got).max()) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
 @pytest.mark.parametrize("policy", ["mixed_float16", jmpp.PolicyMap("mixed_float16", float32_islands=False)])
 def test_weight_norms_do_not_round_the_master_weights(norm, policy):
@@ -314,6 +315,7 @@ def test_decode_cache(made, normalize):
     np.testing.assert_allclose(jnp.concatenate(steps, 1), whole, atol=2.0**-8)
 
 
+@pytest.mark.slow
 def test_decode_cache_of_a_view():
     attend = jmpp.wrap(nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0)), "mixed_float16")
     attend.init_cache((2, 5, 16))

@@ -149,6 +149,7 @@ def test_bad_input():
         jmpp.nnx.scaled_value_and_grad(loss_fn)(plain, model, X)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_metrics_and_state_of_every_kind_of_optimizer():
     model, optimizer = make(jmpp.DynamicLossScale(2.0**12))

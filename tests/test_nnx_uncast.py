@@ -182,6 +182,7 @@ def test_adapters_in_a_layer_of_flax_are_read_in_compute_dtype():
     assert products(jmpp.wrap(Model(head), "mixed_float16")) == HALF
 
 
+@pytest.mark.slow
 def test_linen_modules_in_bridges_of_other_libraries():
     class Inner(nn.Module):
         @nn.compact

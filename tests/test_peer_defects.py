@@ -180,6 +180,7 @@ def test_keras_eager_apply_works():
     assert bool(jnp.isfinite(loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [16, 24])
 def test_all_a_float16_loss_trains_at_any_scale(exponent):
     model = jmpp.wrap(nn.Dense(1), "p=f32,c=f16,o=f16")

@@ -205,6 +205,7 @@ def test_overflow_is_found_and_ranks_first():
     assert found.loss_scale == 1
 
 
+@pytest.mark.slow
 def test_candidates_are_the_patterns_of_a_policy_map():
     by_class = jmpp.sensitivity(loss_fn, PARAMS, X, candidates=[nn.Dense, "*", "norm"], probes=1)
     rows = {row.path: row.predicted for row in by_class.rows}

@@ -593,6 +593,7 @@ def test_in_the_step_of_an_nnx_model(has_aux):
     assert found.of("NnxNorm/a", "activation").size == 2 * 32
 
 
+@pytest.mark.slow
 def test_gradients_of_an_nnx_model_by_update():
     loss, model, _ = nnx_case(False)
     state = jmpp.SpectrumState.create(model).update(nnx.grad(loss)(model, X))
@@ -679,6 +680,7 @@ def test_zero_gradients():
 # What a report makes of it.
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.floats(2.0**-100, 2.0**100, width=32))
 @example(65504.0)

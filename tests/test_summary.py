@@ -364,6 +364,7 @@ def test_what_flax_fills_in_is_no_wish(policy):
 # Casts that buy nothing.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_cast_there_and_back_is_pointed_out(kind):
     model = Three() if kind == "linen" else NnxThree()

@@ -115,6 +115,7 @@ def test_checkpoints_go_to_and_from_flax_own_train_state():
     assert_equal(jax.tree.leaves(again), jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_train_state_float8_variables_stay_on_a_skipped_step():
     model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     x = jnp.ones((16, 16))
