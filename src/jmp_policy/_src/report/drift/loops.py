@@ -162,10 +162,8 @@ class _Loop:
 
     def find_made(self) -> None:
         """Sets `made`, after the body was evaluated."""
-        nodes, last_carry = (
-            self.recorder.nodes,
-            max((n for n in self.carried if n is not None), default=-1),
-        )
+        nodes = self.recorder.nodes
+        last_carry = max((n for n in self.carried if n is not None), default=-1)
         for i, result in enumerate(self.results[: len(self.start)]):
             node = result.node if self.carried[i] is not None else None
             is_own = node is not None and node > last_carry and nodes[node].site.times == self.site.times
