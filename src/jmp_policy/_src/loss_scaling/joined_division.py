@@ -37,7 +37,7 @@ def divide(numbers: Sequence[Any], divisor: jax.Array) -> list[jax.Array]:
 
 
 def _is_joined(x: jax.Array) -> bool:
-    """Returns whether devices divide an array in ways of their own. Other divisions stay visible in the trace."""
+    """Returns whether devices divide an array in ways of their own; the trace shows other divisions."""
     return is_small(x) or is_half(before_cast(x).dtype)
 
 
