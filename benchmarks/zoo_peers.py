@@ -1,9 +1,9 @@
 """Real models' float16 steps with jmp, mpx and Flax's DynamicScale, and Keras with and without loss scaling.
 
 `python -m benchmarks.zoo_peers` measures in the environment of `peers`, into which it installs JAX's compiler
-for GPUs and Keras. `gpu` compiles the models at their published sizes for an H100, about a minute per row, but
-for the steps by hand and with this library, which `zoo_gpu` counts. `cpu` times small ones; `keras` compiles its
-ResNet-50. With names of models after it, only these, and the other rows stay as they were:
+for GPUs and Keras. `gpu` compiles the models at their published sizes for an H100, about a minute per row,
+but for the steps by hand and with this library, which `zoo_gpu` counts. `cpu` times small ones. `keras`
+compiles its ResNet-50. With names of models after it, only these, and the other rows stay as they were:
 `python -m benchmarks.zoo_peers gpu ResNet-50 GPT-2`.
 """
 
