@@ -90,6 +90,21 @@ def test_overflow_in_float32_is_found_and_large_gradients_are_finite():
         assert bool(on_gpu(jnp.float32(factor), VALUES)) == is_finite
 
 
+@pytest.mark.parametrize(
+    ("gradient", "large"),
+    [
+        (lambda v, a: v * a, [2e38, -2e38]),  # Magnitudes are added up, not what cancels.
+        (lambda v, a: v * (a / a) - v * (-a / a), [2e38, 0]),  # A difference of them would be 0.
+    ],
+)
+def test_terms_that_cancel_hide_no_overflow(gradient, large):
+    v = jnp.zeros((ROWS, COLUMNS)).at[:2, 0].set(jnp.array(large))
+    _, on_gpu = lowered_for_gpu(lambda v, a: jmpp.all_finite(gradient(v, a)), v, VALUES["a"])
+    for factor, is_finite in ((1e-8, True), (1, False)):
+        assert bool(jnp.isfinite(gradient(factor * v, VALUES["a"])).all()) == is_finite
+        assert bool(on_gpu(factor * v, VALUES["a"])) == is_finite
+
+
 def test_overflow_in_float16_is_found():
     def gradient(g, a, **_):
         return (g * g).astype("float32") * a
