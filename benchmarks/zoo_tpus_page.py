@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._tables import grouped, load, paragraph, provenance, titled
+from benchmarks.models import MODELS
 
 _VARIANTS = ("float32", "by hand", "wrapped", "autocast")
 #: What a table is of -> the text of a cell.
@@ -17,7 +18,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def tpus(result: dict[str, Any] | None = None) -> str:
-    """The tables of each TPU, and below them the models that do not compile."""
+    """The tables of each TPU, and below them the models that were not compiled, or do not compile."""
     result = result or load("zoo_tpu")
     words = (
         f"Whole {result['optimizer']} steps in bfloat16 on one TPU, compiled on a machine without any "
@@ -29,6 +30,9 @@ def tpus(result: dict[str, Any] | None = None) -> str:
         for title, text in _TABLES.items():
             cells = ([model, *(_cell(rows.get((model, v)), text) for v in _VARIANTS)] for model in models)
             lines += titled(f"{title}, {target}", _VARIANTS, cells)
+        missing = [model for model in MODELS if model not in models]
+        if missing:
+            lines += paragraph(f"Not compiled for {target} so far: {', '.join(missing)}.")
         failed = {key: row["error"] for key, row in rows.items() if "error" in row}
         lines += [
             f"- {model}, {variant}, does not compile for {target}: `{error.replace('`', chr(39))}`"
