@@ -287,6 +287,15 @@ def test_a_run_begins_the_recipe_and_keeps_all_else():
 
     left = jmpp.restore_state(state_of(initial["params"], HALF), after)
     assert_equal((left.params, left.opt_state), (after.params["params"], after.opt_state))
+    # A TrainState of whole variables: Adam's moments have one name more in it.
+    whole = jmpp.restore_state(state_of({"params": initial["params"]}, HALF), left)
+    assert_equal(whole.params, {"params": left.params})
+    assert_equal(whole.opt_state.inner_state[0].mu, {"params": left.opt_state.inner_state[0].mu})
+    fresh_again = state_of(fresh, DELAYED)
+    begun, left = jmpp.restore_state(fresh_again, whole), jmpp.restore_state(fresh_again, left)
+    assert_equal((begun.params, begun.opt_state), (left.params, left.opt_state))
+    with pytest.raises(ValueError, match=r"1 missing:\n  kernel: .*\n1 left over:\n  params/kernel: "):
+        jmpp.check_restored({"params": before.params}, before.params)
     with pytest.raises(ValueError, match="left over:\n  _overwrite_with_gradient/"):
         jmpp.check_restored(kept, {"params": before.params})
 

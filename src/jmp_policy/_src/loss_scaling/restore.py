@@ -51,7 +51,9 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
       optimizer's state, and fields of loss scales, come from the template where they were not saved (masters
       that are not those of the parameters follow these in the next step). Configuration
       (`growth_interval`) is the template's. So is what float8 layers keep from step to step, where it was not
-      saved; where the template has no such layers, it is left out. The result may share buffers with `saved`.
+      saved; where the template has no such layers, it is left out. Parameters, and what an optimizer keeps of
+      them, may be whole variables (`{"params": ...}`) on one side and bare parameters on the other. The
+      result may share buffers with `saved`.
 
     Raises:
       ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype.
@@ -103,7 +105,7 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
       ValueError: 1 restored value is not of the type that was expected:
         w: float32[2] -> bfloat16[2]: saved in lower precision; the float32 values (masters) are lost
     """
-    pairs = [dataclasses.replace(p, field="") for p in _match("", expected, restored)]
+    pairs = [dataclasses.replace(p, field="") for p in _match("", expected, restored, exact=True)]
     _check_structure(pairs)
     _check_types(pairs)
 
@@ -139,19 +141,21 @@ class _Pair:
         return jnp.full(self.wanted.shape, self.field == "grads_finite", self.wanted.dtype)
 
 
-def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pair]:
+def _match(path: str, wanted: Any, given: Any, field: str = "", exact: bool = False) -> Iterator[_Pair]:
     """Yields every leaf of the template with the saved leaf, in the template's order; then leaves only saved.
 
-    Nodes without leaves (None, `optax.EmptyState`) are ignored: checkpoints differ in how they write them.
+    With `exact`, parameters and whole variables that hold nothing else do not match. Nodes without leaves
+    (None, `optax.EmptyState`) are ignored: checkpoints differ in how they write them.
     """
     children, found = _children(wanted), _children(given)
     if children is None or _is_box(wanted, children):
         yield from _match_leaf(path, wanted, given, field)
         return
-    # Beside the state of float8 layers the parameters have a name.
-    if COLLECTION in children and "params" in children and found and not found.keys() & children.keys():
+    # Whole variables name the parameters. Beside the state of float8 layers they must, and Flax's TrainState
+    # then gives the optimizer what is under the name; without that state it gives it what it has.
+    if found and "params" not in found and found.keys() & _parameters(children, exact).keys():
         found = {"params": given}
-    elif found and found.keys() == {"params", COLLECTION} and "params" not in children:
+    elif found and "params" not in children and children.keys() & _parameters(found, exact).keys():
         given, found = found["params"], _children(found["params"])
     saved = found or {}
     wraps = next((fields for fields in (_LOSS_SCALED, _MASTERS) if children.keys() >= fields), None)
@@ -162,7 +166,7 @@ def _match(path: str, wanted: Any, given: Any, field: str = "") -> Iterator[_Pai
     for name, child in children.items():
         is_field = (wraps and name != "inner_state") or name == COLLECTION
         child_field = name if is_field else field
-        yield from _match(_join(path, name), child, saved.get(name), child_field)
+        yield from _match(_join(path, name), child, saved.get(name), child_field, exact)
     if found is None:
         yield _Pair(path, _ABSENT, given)
     for name, child in saved.items():
@@ -202,6 +206,13 @@ def _children(node: Any) -> dict[str, Any] | None:
     if len(set(names)) < len(names):
         raise ValueError(f"The keys {names} of a {type(node).__name__} are not different as text.")
     return dict(zip(names, (child for _, child in flat), strict=True))
+
+
+def _parameters(children: dict[str, Any], exact: bool) -> dict[str, Any]:
+    """Returns the parameters of whole variables (`exact`: with float8's state); for other nodes nothing."""
+    if "params" not in children or not children.keys() <= {"params", COLLECTION}:
+        return {}
+    return {} if exact and COLLECTION not in children else _children(children["params"]) or {}
 
 
 def _is_box(node: Any, children: dict[str, Any]) -> bool:
