@@ -243,9 +243,14 @@ def test_squares_beyond_float32_are_an_infinite_error():
 
 
 def test_a_loss_that_is_nan_in_both_runs_is_told():
-    found = jmpp.drift(lambda w: jnp.log(w.astype(HALF)).astype(jnp.float32).sum(), jnp.float32([-1.0]))
+    def loss_fn(w):
+        return jnp.log(w.astype(HALF)).astype(jnp.float32).sum()
+
+    found = jmpp.drift(loss_fn, jnp.float32([-1.0]))
     assert found.error == 0
     assert "no difference from float32, but the loss is nan in both: `diagnose`" in found.verdict
+    with pytest.raises(AssertionError, match="The loss is nan, which says nothing of an error"):
+        jmpp.assert_drift(loss_fn, jnp.float32([-1.0]), rtol=1e-2)
 
 
 @pytest.mark.slow

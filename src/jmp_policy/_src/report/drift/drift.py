@@ -110,13 +110,16 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
         loss, each result.
 
     Raises:
-      AssertionError: when the error is larger, or not finite; the message says where it is introduced.
+      AssertionError: when the error is larger, or not finite; the message says where it is introduced. Also
+        when the loss is not finite in float32 either.
 
     Example:
       >>> import jax.numpy as jnp
       >>> assert_drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3), rtol=1e-2)
     """
     found = drift(fn, *args, **kwargs)
+    if found.is_loss and not math.isfinite(found.loss):
+        raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
     wrong = exceeding_text(found, rtol)
     if wrong:
         raise AssertionError(f"{wrong}, and may be by {rtol:.3g}. {found.verdict}")
