@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks._tables import counts, grouped, launches, load, median, paragraph, provenance, table, titled
+from benchmarks.zoo_peers import COUNTED_BY_ZOO_GPU
 
 LIBRARIES = ("by hand", "jmp_policy", "jmp", "mpx", "flax DynamicScale")
 #: What a table is of -> name of its number, and how it is written.
@@ -19,10 +20,10 @@ def peers(result: dict[str, Any] | None = None, ours: dict[str, Any] | None = No
 
     Args:
       result: of `zoo_peers`; loaded when it is not given.
-      ours: of `zoo_gpu`, for what loss scaling adds here.
+      ours: of `zoo_gpu`, for the counts by hand and here.
     """
     result, ours = result or load("zoo_peers"), ours or load("zoo_gpu")
-    parts = [_gpu(result), _cpu(result), _keras(result, ours)]
+    parts = [_gpu(result, ours), _cpu(result), _keras(result, ours)]
     return "\n\n".join("\n".join(part).rstrip() for part in parts if part)
 
 
@@ -51,14 +52,18 @@ def _by_model(result: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
     return grouped([row for row in result["rows"] if row["where"] == where], "model", "library")
 
 
-def _gpu(result: dict[str, Any]) -> list[str]:
-    found = _by_model(result, "H100")
+def _gpu(result: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    found, counted = _by_model(result, "H100"), grouped(ours["rows"], "model", "variant")
     if not found:
         return []
+    for model, by in found.items():
+        for library, variant in COUNTED_BY_ZOO_GPU.items():
+            by[library] = counted[model][variant] | by[library]
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     words = (
         f"Whole float16 {result['optimizer']} steps with dynamic loss scaling of models at their published "
-        f"sizes, compiled for an {result['target'].partition(',')[0]} ({provenance(result)}, {versions}). "
+        f"sizes, compiled for an {result['target'].partition(',')[0]} ({provenance(result)}, {versions}; by "
+        f"hand and with jmp_policy {provenance(ours)}). "
         "jmp and mpx cast parameters and inputs in front of the model. A float32 array that the model makes "
         "itself (a carry, a one-hot vector, an encoding of distances) takes what follows back to float32, "
         "which is what the last of these tables shows."

@@ -1,5 +1,7 @@
 """What autocast keeps for the backward pass: half operands of elementwise parts, weights of softmaxes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +247,16 @@ def test_scans_and_checkpoints():
     stacked = [a for a in kept if a.shape[:1] == (3,) and a.size == 3 * ROWS * WIDTH]
     assert {a.dtype.name for a in stacked} == {"float16"}
     assert len(stacked) <= 3
+
+
+def test_a_softmax_has_one_barrier_which_is_on_its_half_result():
+    def loss(x):
+        return (jax.nn.softmax(x @ PARAMS["w"]) @ PARAMS["u"]).sum()
+
+    lowered = jax.jit(jax.grad(jmpp.autocast(loss, "float16"))).lower(X)
+    # One on the cotangent too would copy whole arrays on TPUs.
+    (barrier,) = re.findall("stablehlo.optimization_barrier .*", lowered.as_text())
+    assert barrier.endswith(f" : tensor<{ROWS}x{WIDTH}xf16>")
 
 
 @pytest.mark.slow

@@ -234,6 +234,20 @@ def test_an_overflow_is_an_infinite_error():
     json.dumps(found.to_dict())
 
 
+def test_squares_beyond_float32_are_an_infinite_error():
+    def loss_fn(w):
+        return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()
+
+    found = jmpp.drift(loss_fn, jnp.float32([3e12]))
+    assert {row.total for row in found.rows} == {np.inf}
+
+
+def test_a_loss_that_is_nan_in_both_runs_is_told():
+    found = jmpp.drift(lambda w: jnp.log(w.astype(HALF)).astype(jnp.float32).sum(), jnp.float32([-1.0]))
+    assert found.error == 0
+    assert "no difference from float32, but the loss is nan in both: `diagnose`" in found.verdict
+
+
 @pytest.mark.slow
 def test_masks_that_are_infinite_in_both_runs_are_no_error():
     def loss_fn(w, x):
@@ -335,6 +349,26 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     # Gradients whose squares float32 cannot hold, and an overflow.
     assert not run(True, jnp.float32(1e-18), X)[1]
     assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
+
+
+def test_what_is_computed_next_waits_for_what_was_measured():
+    def forward(x):
+        for name in ("one", "two"):
+            x = jax.named_call(lambda x: jnp.tanh(x.astype(HALF) + HALF(0.1)), name=name)(x)
+        return x
+
+    comparison = Comparison(jax.make_jaxpr(forward)(X), "module")
+    eqns = jax.make_jaxpr(lambda x: comparison([x]))(X).eqns
+    waiting, found = set(), []
+    for eqn in eqns:
+        waits = any(id(var) in waiting for var in eqn.invars)
+        if waits or eqn.primitive.name == "reduce_sum":
+            waiting |= set(map(id, eqn.outvars))
+        if eqn.primitive.name == "tanh":
+            found.append(waits)
+    # Of each module: the float32 run, the one as written, and what float32 gives for its operands. The
+    # function itself has no sum.
+    assert found == [False, False, False, True, True, False]
 
 
 def test_random_numbers_are_equal_in_both_runs():

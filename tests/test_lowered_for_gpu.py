@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_helpers import bits, lowered_for_gpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,19 +46,6 @@ def draw(*dtypes, shapes=SHAPES):
     }
 
 
-def lowered_for_gpu(function, *args):
-    """Lowers a function of pytrees for CUDA; returns its text, and a function that runs it here."""
-    leaves, tree = jax.tree.flatten(args)
-    flat = jax.jit(lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves))))
-    export = jax.export.export(
-        flat, platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.platform()]
-    )
-    made = export(*leaves)
-    out = jax.tree.structure(jax.eval_shape(function, *args))
-    call = jax.jit(made.call)
-    return made.mlir_module(), lambda *args: jax.tree.unflatten(out, call(*jax.tree.leaves(args)))
-
-
 def text_for_cpu(function, *args):
     return jax.jit(function).lower(*args).as_text()
 
@@ -65,13 +53,6 @@ def text_for_cpu(function, *args):
 def operations(text):
     """How often a program joins arrays, has a barrier, and divides."""
     return [text.count(f"stablehlo.{name}") for name in ("concatenate", "optimization_barrier", "divide")]
-
-
-def bits(tree):
-    return {
-        jax.tree_util.keystr(path): (x.dtype, np.asarray(x).tobytes())
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def poisoned(grads, name, value):

@@ -32,8 +32,8 @@ def normalized_exp(dtype: np.dtype, axes: tuple[int, ...], prevent_cse: bool, x:
     Args:
       dtype: of the result.
       axes: the sum's.
-      prevent_cse: of the checkpoint of its derivative. For an H100, True takes 7 % less temporary memory of a
-        Transformer under autocast, and 0.4 % more bytes; wrapped, 4 % less and 0.9 % more.
+      prevent_cse: whether its derivative has a barrier. With one a Transformer under autocast takes 8 % less
+        temporary memory of an H100 and moves 0.5 % more bytes; wrapped, 4 % less and 0.9 % more.
       x: float32, at most 0 where it is shifted by its maximum.
     """
     exp = jnp.exp(x)
@@ -63,8 +63,11 @@ def _kept_tangent(axes: tuple[int, ...], prevent_cse: bool) -> Callable[..., jax
     """
 
     def tangent(y: jax.Array, t: jax.Array) -> jax.Array:
+        # Not on both operands, as checkpoint would: a TPU would copy arrays into another layout. 2 layers of
+        # BERT move 4.86 GB with one on each, and 4.42 GB with this.
+        y = lax.optimization_barrier(y) if prevent_cse else y
         # All of it in float32: transposed, the subtraction becomes a sum over the axes as well.
         wide, tangent = y.astype(jnp.float32), t.astype(jnp.float32)
         return (wide * (tangent - jnp.sum(wide * tangent, axes, keepdims=True))).astype(y.dtype)
 
-    return jax.checkpoint(tangent, prevent_cse=prevent_cse)
+    return jax.checkpoint(tangent, prevent_cse=False)

@@ -32,7 +32,7 @@ def by_devices(
 ) -> Callable[..., list[jax.Array]]:
     """Returns a function of arrays that is computed in one way or another, by the devices it is compiled for.
 
-    All ways give the same results, bit for bit.
+    All ways give the same results, bit for bit. Keyword arguments, hashable ones, are given to all of them.
 
     Args:
       name: name of the primitive, as a jaxpr shows it.
@@ -47,22 +47,23 @@ def by_devices(
     primitive.multiple_results = True
     primitive.def_impl(anywhere)
     primitive.def_abstract_eval(
-        lambda *avals: [jax.core.ShapedArray(t.shape, t.dtype) for t in types(*avals)]
+        lambda *avals, **options: [jax.core.ShapedArray(t.shape, t.dtype) for t in types(*avals, **options)]
     )
 
-    def differentiate(primals: Arrays, tangents: Sequence[Any]) -> tuple[Arrays, Sequence[Any]]:
+    def differentiate(primals: Arrays, tangents: Sequence[Any], **options: Any) -> Any:
         if derivative == "of anywhere":
-            return jax.jvp(anywhere, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
-        outs = primitive.bind(*primals)
+            function = functools.partial(anywhere, **options)
+            return jax.jvp(function, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+        outs = primitive.bind(*primals, **options)
         return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
 
-    def batch(arrays: Arrays, axes: Sequence[Any]) -> tuple[Arrays, Sequence[int]]:
-        outs = jax.vmap(anywhere, tuple(axes))(*arrays)
+    def batch(arrays: Arrays, axes: Sequence[Any], **options: Any) -> tuple[Arrays, Sequence[int]]:
+        outs = jax.vmap(functools.partial(anywhere, **options), tuple(axes))(*arrays)
         return outs, [0] * len(outs)
 
-    def lower(on_one_device: Callable[..., Arrays], ctx: Any, *operands: Any) -> Any:
+    def lower(on_one_device: Callable[..., Arrays], ctx: Any, *operands: Any, **options: Any) -> Any:
         function = on_one_device if compat.is_for_one_device(ctx) else anywhere
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **options)
 
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = batch
@@ -71,11 +72,11 @@ def by_devices(
         on_gpu = functools.partial(lower, one_gpu or one_device or anywhere)
         mlir.register_lowering(primitive, on_gpu, platform=platform)
 
-    def choose(*arrays: jax.Array) -> list[jax.Array]:
+    def choose(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
         if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
             # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
-            return list(anywhere(*arrays))
-        return primitive.bind(*arrays)
+            return list(anywhere(*arrays, **options))
+        return primitive.bind(*arrays, **options)
 
     return choose
 

@@ -29,8 +29,16 @@ _AXES = 3
 
 def divide(numbers: Sequence[Any], divisor: jax.Array) -> list[jax.Array]:
     """Divides floating and complex arrays by a scalar, in float32 those that have fewer bits, and floats."""
+    divisor = jnp.asarray(divisor)
     arrays = [_as_made(jnp.asarray(x, jnp.float32 if isinstance(x, float) else None)) for x in numbers]
-    return list(_divide(jnp.asarray(divisor), *arrays)) if arrays else []
+    joined = [x for x in arrays if _is_joined(x)]
+    quotients = iter(_divide(divisor, *joined) if joined else ())
+    return [next(quotients) if _is_joined(x) else _over(x, divisor) for x in arrays]
+
+
+def _is_joined(x: jax.Array) -> bool:
+    """Returns whether devices divide an array in ways of their own; the trace shows other divisions."""
+    return is_small(x) or is_half(before_cast(x).dtype)
 
 
 def _as_made(x: jax.Array) -> jax.Array:

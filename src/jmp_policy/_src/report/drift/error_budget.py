@@ -108,4 +108,6 @@ class ErrorBudget:
 
     def _relative(self, number: int, error: float) -> float:
         exact = self._measured[number].exact if number in self._measured else 0.0
+        if np.isinf(error):
+            return np.inf
         return error / exact if exact else float(error > 0)

@@ -181,7 +181,10 @@ class Drift(Report):
     def verdict(self) -> str:
         """Returns how large the error is, whether that is normal, and where it is introduced."""
         if not any(result.error for result in self.results):
-            return f"{self.function}: no difference from float32."
+            text = f"{self.function}: no difference from float32"
+            if self.is_loss and not math.isfinite(self.loss):
+                text += f", but the loss is {self.loss} in both: `diagnose` finds the first such value"
+            return f"{text}."
         what = "the gradient is" if self.is_loss else "the results are"
         cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
         parts = [f"{self.function}: {what} off by {_error_text(self.error)}{cosine}{self._compared()}"]

@@ -85,6 +85,8 @@ class Recorder:
         self.measured: dict[int, Measured] = {}
         self.counted_often: set[int] = set()
         self._wanted, self._errors = wanted, errors
+        # What was measured since the last `after_measuring`; None within a trace of its own.
+        self._sums: list[Any] | None = []
 
     def add(self, node: Node) -> int:
         """Adds a node, and returns its number."""
@@ -120,6 +122,24 @@ class Recorder:
         if "largest" in fields:
             largest = jnp.max(jnp.abs(error), initial=0.0)
         self.measured[number] = Measured(introduced, inherited, total, square, lost, largest)
+        if self._sums is not None:
+            self._sums += [x for x in (introduced, inherited, total, square, largest) if x is not None]
+
+    def after_measuring(self, *arrays: Any) -> Sequence[Any]:
+        """Returns arrays that are computed after what was measured so far.
+
+        Compilers may do all sums at the end, and keep until then what they add up: the activations and errors
+        of many layers. XLA drops barriers on a CPU before it orders a program. So the arrays have to depend
+        on the sums, none of which is negative. An elementwise operation takes no more time for it.
+
+        Args:
+          arrays: results of an elementwise operation.
+        """
+        if not self._sums or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+            return arrays
+        is_negative = functools.reduce(jnp.add, self._sums) < 0
+        self._sums = []
+        return [jnp.where(is_negative, np.asarray(np.nan, x.dtype), x) for x in arrays]
 
     def measure_carry(
         self, number: int, start: Any, exact: Any, made: int, measured: dict[int, Measured], reverse: bool
@@ -156,20 +176,21 @@ class Recorder:
     @contextlib.contextmanager
     def inside(self) -> Iterator[dict[int, Measured]]:
         """Collects the measurements of a loop's body, whose arrays belong to a trace of their own."""
-        outer, self.measured = self.measured, {}
+        outer, self.measured, self._sums = (self.measured, self._sums), {}, None
         try:
             yield self.measured
         finally:
-            self.measured = outer
+            self.measured, self._sums = outer
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """Forgets the nodes of a with-block; measures none, since their numbers may be others in the end."""
-        count, wanted, self._wanted = len(self.nodes), self._wanted, {}
+        count, kept = len(self.nodes), (self._wanted, self._sums)
+        self._wanted, self._sums = {}, None
         try:
             yield
         finally:
-            self._wanted = wanted
+            self._wanted, self._sums = kept
             del self.nodes[count:]
 
 

@@ -228,4 +228,4 @@ def _total(at: Measured) -> np.ndarray:
 def _root(error: float, exact: float) -> float:
     if not error:
         return 0.0
-    return float(np.sqrt(error / exact)) if exact else math.inf
+    return float(np.sqrt(error / exact)) if exact and math.isfinite(error) else math.inf

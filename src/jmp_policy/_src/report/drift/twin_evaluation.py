@@ -107,6 +107,8 @@ class TwinEvaluation:
             wide = replay_equation(eqn, values)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
         lost = _lost(eqn, twins, within)
+        if eqn.primitive.name in _ELEMENTWISE:
+            half[0], exact[0] = self._recorder.after_measuring(half[0], exact[0])
         made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
         return [self._result(eqn, site, twins, within, i, made[i], one) for i, one in enumerate(rounds)]
 
@@ -255,6 +257,9 @@ _SUMS = frozenset({"reduce_sum", "reduce", "reduce_window_sum"})
 
 #: Not done again for the sake of a region.
 _COSTLY = having(Trait.COSTLY) | _PRODUCTS | having(Trait.KERNEL) | _SUMS_IN_STEPS
+
+#: Done together with what comes before and after, so that one more elementwise operation takes no time.
+_ELEMENTWISE = frozenset({"add", "add_any", "sub", "mul", "max"})
 
 #: Linear in each operand: absolute errors add up.
 _ADDS = frozenset({
