@@ -36,17 +36,14 @@ bench: $(READY)  ## measure; needs a second environment for the peers, which it 
 bench-gpu: $(READY)  ## measure real models on this machine's GPU, the first ones in ten minutes; then compile them for others
 	$(BIN)/python -m benchmarks gpu
 
-docs: $(READY)  ## build the documentation's site into build/site; the build itself needs no network
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+docs: $(READY) $(VENV)/.ready-docs  ## build the documentation's site into build/site; the build itself needs no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-site-test: $(READY)  ## look at the site in a browser, which must be installed (chromium or google-chrome)
-	$(BIN)/python -m pip install --quiet --editable ".[browser]"
+site-test: $(READY) $(VENV)/.ready-browser  ## look at the site in a browser, which must be installed (chromium or google-chrome)
 	$(BIN)/python -m pytest tests/test_site.py -rs
 
-wheel: $(READY)  ## build sdist and wheel, check both, and use each from where it is installed
+wheel: $(READY) $(VENV)/.ready-release  ## build sdist and wheel, check both, and use each from where it is installed
 	rm -rf dist build/release
-	$(BIN)/python -m pip install --quiet --editable ".[release]"
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tools/check_distributions.py dist
@@ -55,7 +52,7 @@ wheel: $(READY)  ## build sdist and wheel, check both, and use each from where i
 	cd build/release && wheel/bin/python -c "import jmp_policy; print('wheel', jmp_policy.__version__, jmp_policy.get_policy('mixed_float16'))"
 	mkdir build/release/sdist && tar -xzf dist/*.tar.gz -C build/release/sdist --strip-components 1
 	$(BIN)/python -m pip install --quiet --no-deps --target build/release/installed dist/*.tar.gz
-	cd build/release/sdist && PYTHONPATH=$(CURDIR)/build/release/installed $(abspath $(BIN))/python -m pytest --collect-only > ../tests.txt
+	cd build/release/sdist && PYTHONPATH=$(CURDIR)/build/release/installed $(abspath $(BIN))/python -m pytest --collect-only --assert=plain > ../tests.txt
 	@echo "sdist: $$(grep -c :: build/release/tests.txt) tests collected"
 
 $(BIN)/python:
@@ -66,8 +63,9 @@ $(READY): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $@
 
-$(DEMO_READY): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+# What one more target needs: the extra of that name.
+$(VENV)/.ready-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	touch $@
 
 clean:

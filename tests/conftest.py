@@ -1,5 +1,6 @@
 """Shared settings: tests run on the CPU unless told otherwise, which shows itself as eight devices."""
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -10,11 +11,10 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # Most of the time of these tests is compiling. The programs of operations and buffers stay the same; less is
 # done for the speed of the machine code. In jaxlib 0.10 XLA's older emitters can be chosen, which compile in
 # half the time; 0.12 has one kind, and XLA ends the process at a flag that it does not know.
-os.environ["XLA_FLAGS"] += (
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    if importlib.metadata.version("jaxlib").startswith("0.10.")
-    else ""
-)
+os.environ["XLA_FLAGS"] += {
+    "0.10.": " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "0.12.": " --xla_cpu_parallel_codegen_split_count=1",
+}.get(importlib.metadata.version("jaxlib")[:5], "")
 
 import jax
 import pytest
@@ -35,6 +35,13 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector the modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
