@@ -173,7 +173,7 @@ BOTH = ("equinox_mlp", "haiku_mlp")
 
 
 # Autocast decides alike for both half types: bfloat16 on one model of each library.
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "half"), [*((name, "float16") for name in CASES), *((n, "bfloat16") for n in BOTH)]
 )
@@ -243,7 +243,7 @@ def test_modules_of_equinox_are_arguments_and_results():
     assert products(jmpp.autocast(model, "float16"), x[0]) == {("dot_general", "float16", "float16"): 3}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("lift", ["filter_jit", "filter_checkpoint", "error_if", "scan"])
 def test_transforms_of_equinox_inside_are_looked_into(lift, half):

@@ -286,7 +286,7 @@ def layer_norm(y):
     return (y - mean) * jax.lax.rsqrt(jnp.mean((y - mean) ** 2, -1, keepdims=True) + 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(

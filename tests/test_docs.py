@@ -28,7 +28,7 @@ def page_name(path):
     return path.name
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings(name):
     module = importlib.import_module(name)

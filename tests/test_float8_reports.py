@@ -36,7 +36,7 @@ def vector(tree):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 #: Of fp8_delayed the scales are those of the steps before.
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - {DELAYED}))
 def test_drift_measures_what_eight_bits_introduce(recipe):

@@ -108,7 +108,7 @@ def test_every_product_is_in_compute_dtype_forward_and_backward(case, policy):
         assert g.dtype == p.dtype or not jnp.issubdtype(p.dtype, jnp.floating)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CONSTRUCTS, ids=repr)
 def test_close_to_float32_and_in_float32_the_same(case):
     """Half precision rounds every operation by at most 2**-11; these models are a dozen deep."""

@@ -526,7 +526,7 @@ def reference_of(name):
     return train(AROUND[name](lambda tx: jmpp.loss_scaled(tx, jmpp.NoOpLossScale())), start, start, 6)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "method"),
     [(name, jmpp.master_weights) for name in AROUND]

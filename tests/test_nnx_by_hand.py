@@ -26,7 +26,7 @@ def casts_to_float32(model, x):
     return model(x).astype(jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_same_products_and_no_more_bytes_or_memory(case):
     x = case.inputs()

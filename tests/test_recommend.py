@@ -139,7 +139,7 @@ class Kink(nn.Module):
         return decided.sum() + jnp.square(nn.Dense(1, name="smooth")(z)).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_modules_whose_rounding_turns_decisions_are_found():
     z = jax.random.normal(jax.random.key(1), (4, 8))
     arguments = jnp.ones((1, 1)), z

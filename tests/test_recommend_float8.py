@@ -46,7 +46,7 @@ def choose(base, budget, before=0.0):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_module_that_8_bits_ruin_stays_in_half():
     choice, measured = choose((HALF,), budget=0.3)
     one = 2 * 32**3

@@ -185,7 +185,7 @@ class Large(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_overflow_is_found_and_ranks_first():
     params = Large().init(jax.random.key(0), jnp.ones((2, 4)))
     x = jnp.asarray([[1.0, 2.0, 3.0, 1.0], [1.0, 0.5, 0.25, 1.0]])

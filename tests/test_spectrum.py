@@ -268,7 +268,7 @@ class NnxStack(nnx.Module):
         return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_activations_of_scanned_layers_add_up_over_trips(kind, wrapped):
@@ -552,7 +552,7 @@ class NnxNorm(nnx.Module):
         return self.norm(self.a(x))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_in_the_step_of_an_nnx_model(has_aux):
     def loss(model, x, power):
@@ -772,7 +772,7 @@ PLOTTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", PLOTTED)
 def test_plot_is_a_figure_with_labelled_axes(name):
     matplotlib = pytest.importorskip("matplotlib")

@@ -111,7 +111,7 @@ def seen_by_interceptor(model, policy, x):
     return seen, jax.eval_shape(run)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("case", "policy"), LINEN, ids=lambda value: str(value))
 def test_linen_rows_are_what_a_run_does(case, policy):
     rules, x = POLICIES[policy], case.inputs()
@@ -458,7 +458,7 @@ def seen_by_patches(model, policy, x, monkeypatch):
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
 @pytest.mark.parametrize("case", nnx_helpers.CASES, ids=repr)
 def test_nnx_rows_are_what_a_run_does(case, policy, monkeypatch):

@@ -25,7 +25,7 @@ def pyright(*arguments):
     return json.loads(result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_types_of_public_names_are_complete():
     found = pyright("--verifytypes", "jmp_policy", "--ignoreexternal")["typeCompleteness"]
     assert Path(found["packageRootDirectory"]) == ROOT / "src" / "jmp_policy"
