@@ -11,6 +11,7 @@ import pytest
 from gpu_helpers import bits, lowered_for_gpu
 
 import jmp_policy as jmpp
+from jmp_policy._src.loss_scaling.finiteness import gradients_finite
 
 ROWS, COLUMNS = 90, 100
 
@@ -58,7 +59,7 @@ def read_by_test(text):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_gradient_with_a_bound_is_not_read_and_what_is_not_finite_is_found(name):
     f = BOUNDED[name]
-    text, on_gpu = lowered_for_gpu(lambda values: jmpp.all_finite(made(f, values)), VALUES)
+    text, on_gpu = lowered_for_gpu(lambda values: gradients_finite(made(f, values)), VALUES)
     assert read_by_test(text) == [f"{ROWS if name == 'rows' else COLUMNS}"]
     assert on_gpu(VALUES)
     for poisoned in poisonings():
@@ -73,7 +74,7 @@ def poisonings():
 
 @pytest.mark.parametrize("name", READ)
 def test_a_gradient_without_a_bound_is_read(name):
-    text, on_gpu = lowered_for_gpu(lambda values: jmpp.all_finite(made(READ[name], values)), VALUES)
+    text, on_gpu = lowered_for_gpu(lambda values: gradients_finite(made(READ[name], values)), VALUES)
     assert read_by_test(text) == [f"{ROWS}x{COLUMNS}"]
     assert bool(on_gpu(VALUES)) == bool(jnp.isfinite(made(READ[name], VALUES)).all())
 
@@ -83,11 +84,17 @@ def test_overflow_in_float32_is_found_and_large_gradients_are_finite():
         return g * (a * factor) * b
 
     largest = float(np.finfo(np.float32).max)
-    _, on_gpu = lowered_for_gpu(lambda f, v: jmpp.all_finite(gradient(f, **v)), jnp.float32(1), VALUES)
+    _, on_gpu = lowered_for_gpu(lambda f, v: gradients_finite(gradient(f, **v)), jnp.float32(1), VALUES)
     # Between these, a finite gradient may count as overflowed.
     for factor, is_finite in ((1, True), (1e15, True), (1e30, True), (largest / 4, False), (largest, False)):
         assert bool(jnp.isfinite(gradient(jnp.float32(factor), **VALUES)).all()) == is_finite
         assert bool(on_gpu(jnp.float32(factor), VALUES)) == is_finite
+    # The public test, of any arrays, is exact.
+    _, exact = lowered_for_gpu(lambda f, v: jmpp.all_finite(gradient(f, **v)), jnp.float32(1), VALUES)
+    assert jnp.isfinite(gradient(jnp.float32(1e36), **VALUES)).all()
+    assert exact(jnp.float32(1e36), VALUES)
+    assert not on_gpu(jnp.float32(1e36), VALUES)
+    assert not exact(jnp.float32(largest), VALUES)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_overflow_in_float32_is_found_and_large_gradients_are_finite():
 )
 def test_terms_that_cancel_hide_no_overflow(gradient, large):
     v = jnp.zeros((ROWS, COLUMNS)).at[:2, 0].set(jnp.array(large))
-    _, on_gpu = lowered_for_gpu(lambda v, a: jmpp.all_finite(gradient(v, a)), v, VALUES["a"])
+    _, on_gpu = lowered_for_gpu(lambda v, a: gradients_finite(gradient(v, a)), v, VALUES["a"])
     for factor, is_finite in ((1e-8, True), (1, False)):
         assert bool(jnp.isfinite(gradient(factor * v, VALUES["a"])).all()) == is_finite
         assert bool(on_gpu(factor * v, VALUES["a"])) == is_finite
@@ -109,7 +116,7 @@ def test_overflow_in_float16_is_found():
     def gradient(g, a, **_):
         return (g * g).astype("float32") * a
 
-    text, on_gpu = lowered_for_gpu(lambda values: jmpp.all_finite(gradient(**values)), VALUES)
+    text, on_gpu = lowered_for_gpu(lambda values: gradients_finite(gradient(**values)), VALUES)
     assert read_by_test(text) == [f"{COLUMNS}"]
     assert on_gpu(VALUES)
     assert not on_gpu(VALUES | {"g": VALUES["g"].at[3, 4].set(300)})
@@ -117,7 +124,7 @@ def test_overflow_in_float16_is_found():
 
 def test_elsewhere_the_gradient_is_read():
     def test(values):
-        return jmpp.all_finite(made(BOUNDED["weight normalisation"], values))
+        return gradients_finite(made(BOUNDED["weight normalisation"], values))
 
     assert read_by_test(jax.jit(test).lower(VALUES).as_text()) == [f"{ROWS}x{COLUMNS}"]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -32,7 +32,8 @@ def by_devices(
 ) -> Callable[..., list[jax.Array]]:
     """Returns a function of arrays that is computed in one way or another, by the devices it is compiled for.
 
-    All ways give the same results, bit for bit. Keyword arguments, hashable ones, are given to all of them.
+    All ways give the same results, bit for bit, but where the caller says otherwise. Keyword arguments,
+    hashable ones, are given to all of them.
 
     Args:
       name: name of the primitive, as a jaxpr shows it.

@@ -29,9 +29,14 @@ FEW = 2**13
 LONG_ROW = 32
 
 
-def all_finite_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether all elements of all arrays (at least one) are finite; boolean scalar."""
-    bounds = {i: bound for i, x in enumerate(arrays) if (bound := bound_of(x))}
+def all_finite_arrays(arrays: Sequence[jax.Array], *, by_bounds: bool) -> jax.Array:
+    """Returns whether all elements of all arrays (at least one) are finite; boolean scalar.
+
+    Args:
+      arrays: of floating or complex numbers.
+      by_bounds: whether GPUs may test bounds of what was computed, which are infinite beyond 1e30.
+    """
+    bounds = {i: bound for i, x in enumerate(arrays) if by_bounds and (bound := bound_of(x))}
     terms = [term for bound in bounds.values() for term in bound.terms]
     (finite,) = _choose(*arrays, *terms, forms=tuple((i, bound.form) for i, bound in bounds.items()))
     return finite

@@ -17,7 +17,7 @@ from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.decision import Decision, shared
-from jmp_policy._src.loss_scaling.finiteness import all_finite
+from jmp_policy._src.loss_scaling.finiteness import gradients_finite
 from jmp_policy._src.loss_scaling.forgotten_scale import Division
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, check_names, listed, start
@@ -46,7 +46,7 @@ class OneLoss(NamedTuple):
 
     def test(self, grads: PyTree) -> jax.Array:
         """Returns whether all gradients are finite; boolean scalar."""
-        return all_finite(derivatives(grads), self.axis_name)
+        return gradients_finite(derivatives(grads), self.axis_name)
 
     def takes_step(self, finite: jax.Array) -> jax.Array:
         """Returns whether the step is taken; boolean scalar."""
@@ -113,7 +113,7 @@ class SeveralLosses(NamedTuple):
 
     def test(self, grads: dict[str, PyTree]) -> dict[str, jax.Array]:
         """Returns, for each loss, whether its gradients are finite; boolean scalars."""
-        finite = {name: all_finite(derivatives(tree)) for name, tree in grads.items()}
+        finite = {name: gradients_finite(derivatives(tree)) for name, tree in grads.items()}
         if self.axis_name is None:
             return finite
         # One all-reduce for all losses.

@@ -16,7 +16,7 @@ from jax import lax
 from jmp_policy._src.core.dtypes import is_floating, promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
+from jmp_policy._src.loss_scaling.finiteness import gradients_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.microbatches import Batch, is_key
 from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
@@ -141,7 +141,7 @@ def _dropped_unless_finite(
     result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
 ) -> tuple[MicrobatchResult, jax.Array]:
     """Returns a micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
-    kept = _agree(all_finite((derivatives(result.grads), result.loss)), axes)
+    kept = _agree(gradients_finite((derivatives(result.grads), result.loss)), axes)
     numbers = (result.grads, result.loss)
     grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))
     return result._replace(loss=loss, grads=grads, state=select_tree(kept, result.state, before)), kept

@@ -17,7 +17,7 @@ from jax import lax
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varies_over_devices
-from jmp_policy._src.loss_scaling.finiteness import all_finite, select_tree
+from jmp_policy._src.loss_scaling.finiteness import gradients_finite, select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives, next_histories
 from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
@@ -209,7 +209,7 @@ def _with_retries(
         # np.False_ is known before tracing: scales that look at gradients need none then.
         lowered = select_tree(tries > 0, scale.adjust(np.False_), scale)
         result = jax.tree.map(jnp.asarray, step(lowered))
-        return tries + jnp.int32(1), lowered, result, all_finite(derivatives(result[1]))
+        return tries + jnp.int32(1), lowered, result, gradients_finite(derivatives(result[1]))
 
     def unfinished(carry: Any) -> Any:
         tries, _, _, finite = carry
