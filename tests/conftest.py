@@ -1,6 +1,5 @@
 """Shared settings: tests run on the CPU unless told otherwise, which shows itself as eight devices."""
 
-import gc
 import importlib.metadata
 import os
 import shutil
@@ -35,13 +34,6 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def pytest_collection_finish():
-    """Spares the garbage collector the modules and tests, which stay."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
