@@ -160,7 +160,7 @@ def model_loss(kind, name, policy):
     return loss, (variables["params"], state, x)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("policy", [None, "mixed_float16"])
 def test_every_product_of_a_model_is_listed_with_its_place(kind, name, policy):

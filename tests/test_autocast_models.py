@@ -72,7 +72,7 @@ def test_every_loss_of_optax_is_tried():
 # Dtypes in the trace
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_every_product_takes_half_forward_and_backward(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):

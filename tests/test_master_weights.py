@@ -243,7 +243,7 @@ def test_a_float32_sum_cannot_reach_every_master():
     assert p + -p == 0
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @methods
 @halves
 def test_zero_updates_and_skipped_steps_change_no_bit(method, dtype):

@@ -122,7 +122,7 @@ def reports():
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", CASES)
 def test_categories_add_up_to_what_xla_allots(reports, name):
     report = reports(name)

@@ -305,7 +305,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_nesting_of_optimizers(name, tmp_path):
     tx = OPTIMIZERS[name]()

@@ -236,7 +236,7 @@ def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
         jmpp.sensitivity(lambda p: model.apply(p, jnp.ones((1, 3))).sum(), params)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)
     one, other, both = (
@@ -312,7 +312,7 @@ class NNXNet(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_nnx_modules_and_functions_without_modules():
     model, sharded = (
         NNXNet(nnx.Rngs(0)),

@@ -339,7 +339,7 @@ TAPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", TAPPED)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 def test_taps_count_forward_and_backward_through_transforms(name, scale):
