@@ -118,6 +118,7 @@ def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axe
     assert error(by_w, rounded(X, E4M3, axes[1]).T @ rounded(ct, E5M2, axes[1])) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "others", "weights"),
     [("mxfp8", (1, 32), (1, 32)), ("fp8_block", (1, 128), (128, 128))],

@@ -143,6 +143,7 @@ class Net(nn.Module):
         return nn.WeightNorm(nn.Conv(96, (3,)))(x)
 
 
+@pytest.mark.slow
 def test_a_step_with_weight_normalisation_has_the_bits_of_the_cpus():
     model, x = jmpp.wrap(Net(), "mixed_float16"), draw(2, 8, 96)
     params = model.init(jax.random.key(0), x)["params"]

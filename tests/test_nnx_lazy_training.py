@@ -46,6 +46,7 @@ def two_halves(wrt):
     return jmpp.nnx.accumulate_gradients(loss_fn, 2, wrt=wrt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [whole_batch, two_halves])
 def test_adapters_alone_are_trained(gradient):
     model = jmpp.wrap(Adapted(nnx.Rngs(0)), "mixed_float16")

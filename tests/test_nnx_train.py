@@ -101,6 +101,7 @@ def test_scaled_gradients_are_the_gradients_times_the_scale():
     assert jax.tree.structure(nnx.as_pure(grads)) == jax.tree.structure(nnx.as_pure(plain))
 
 
+@pytest.mark.slow
 def test_signature_of_value_and_grad():
     scale = jmpp.StaticLossScale(4.0)
     model = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))

@@ -163,6 +163,7 @@ def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
     assert math.isnan(product_cost.compared(loss, half, None).speedup)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_parameters_copies_gradients_and_activations():
     """As memory_report estimates it of the same gradient."""
     model, x = nn.Dense(64, use_bias=False), jax.random.normal(jax.random.key(0), (1024, 32))

@@ -864,6 +864,7 @@ def test_errors_say_what_to_do(call, error, match):
         call()
 
 
+@pytest.mark.slow
 def test_rows_are_values():
     one, other = example_report(), example_report()
     assert one == other

@@ -378,6 +378,7 @@ def test_a_cast_there_and_back_is_pointed_out(kind):
     assert f"Casts that buy nothing: {text}." in found.verdict
 
 
+@pytest.mark.slow
 def test_casts_that_are_read_are_not():
     assert summary(Three(), "mixed_float16", X).pointless_casts == ()
     # The model's input, and what the norm gives, are rounded on the way to a layer in float32.
