@@ -1,5 +1,6 @@
 """The finite test of gradients that are made in float32 of others, as it is lowered for one GPU."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -43,6 +44,8 @@ READ = {
     "divided by an array": lambda g, v, a, b, r, n: g * a / v,
     "three arrays": lambda g, v, a, b, r, n: g * a + v + jnp.sin(v),
     "one element": lambda g, v, a, b, r, n: jnp.sqrt(g * a),
+    # Each doubles the ways from the last to the first: as many steps to look at as 2**20.
+    "many operations": lambda g, v, a, b, r, n: functools.reduce(lambda x, _: x + x * a, range(20), v),
 }
 
 

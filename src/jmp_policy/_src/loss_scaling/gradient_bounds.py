@@ -26,8 +26,6 @@ from jmp_policy._src.loss_scaling.decision import is_small
 Expression: TypeAlias = int | tuple[Any, ...]
 #: Axes of the gradient along which a term varies; None for one of the gradient's shape.
 Axes: TypeAlias = tuple[int, ...] | None
-#: What a gradient is made of, by `id` and axes.
-Terms: TypeAlias = dict[tuple[int, Axes], Any]
 
 #: What operations do to magnitudes at most.
 _OPERATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -41,6 +39,8 @@ _OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 _IDENTITIES = ("convert_element_type", "copy", "neg")
 #: Terms of the gradient's shape. More than a parameter and its gradient nobody reads for one sum.
 _MOST_ARRAYS = 2
+#: On the way from the terms to the gradient; that of a weight-normalised kernel takes 16.
+_MOST_OPERATIONS = 64
 
 
 class Form(NamedTuple):
@@ -76,8 +76,8 @@ def bound_of(x: jax.Array) -> Bound | None:
     """
     if x.dtype != jnp.float32 or is_small(x) or not all(isinstance(size, int) for size in x.shape):
         return None
-    terms: Terms = {}
-    expression = _expression(x, x.shape, terms)
+    maker = _Maker(x.shape)
+    expression, terms = maker.expression(x), maker.terms
     vectors = {axes for _, axes in terms if axes}
     arrays = sum(axes is None for _, axes in terms)
     if expression is None or len(vectors) != 1 or not 0 < arrays <= _MOST_ARRAYS:
@@ -101,48 +101,57 @@ def are_finite(forms: Sequence[Form], terms: Sequence[Sequence[jax.Array]]) -> j
     return jnp.isfinite(2 * _magnitude(forms[0].expression, joined))
 
 
-def _expression(x: Any, shape: tuple[int, ...], terms: Terms) -> Expression | None:
-    """Returns how an array is made; None if its magnitude is not known to have a bound.
+class _Maker:
+    """Finds how one gradient is made.
 
     Args:
-      x: array of the gradient's shape, or one that is broadcast to it.
       shape: the gradient's.
-      terms: what it is made of. Is added to.
     """
-    made = made_by(x)
-    if made and made.name == "broadcast_in_dim" and made.operands[0].size < x.size:
-        operand, axes = made.operands[0], made.parameters["broadcast_dimensions"]
-        return _vector(operand, [int(axes[i]) for i in _varying(operand)], terms)
-    if jnp.shape(x) != shape:
-        return _vector(x, _varying(x), terms)
-    # Half precision overflows, and integers wrap, where a bound in float32 does not.
-    if made and x.dtype == jnp.float32 and made.name in _IDENTITIES:
-        return _expression(made.operands[0], shape, terms)
-    if not made or x.dtype != jnp.float32 or made.name not in _OPERATIONS:
-        return _term(x, None, terms)
-    parts = tuple(_expression(operand, shape, terms) for operand in made.operands)
-    # The bound of a divisor must be its magnitude: a larger divisor makes a smaller quotient.
-    if None in parts or (made.name == "div" and not _is_vector(parts[1], terms)):
-        return None
-    return (made.name, *parts)
 
+    def __init__(self, shape: tuple[int, ...]):
+        self.terms: dict[tuple[int, Axes], Any] = {}
+        self._shape, self._operations = shape, 0
 
-def _vector(x: Any, axes: list[int], terms: Terms) -> Expression | None:
-    return _term(x, tuple(axes), terms) if len(axes) < 2 else None
+    def expression(self, x: Any) -> Expression | None:
+        """Returns how an array of the gradient's shape, or one that is broadcast to it, is made of `terms`.
+
+        None if its magnitude is not known to have a bound, or if that takes too many operations. What several
+        operations read is looked at by each of them.
+        """
+        self._operations += 1
+        if self._operations > _MOST_OPERATIONS:
+            return None
+        made = made_by(x)
+        if made and made.name == "broadcast_in_dim" and made.operands[0].size < x.size:
+            operand, axes = made.operands[0], made.parameters["broadcast_dimensions"]
+            return self._vector(operand, [int(axes[i]) for i in _varying(operand)])
+        if jnp.shape(x) != self._shape:
+            return self._vector(x, _varying(x))
+        # Half precision overflows, and integers wrap, where a bound in float32 does not.
+        if made and x.dtype == jnp.float32 and made.name in _IDENTITIES:
+            return self.expression(made.operands[0])
+        if not made or x.dtype != jnp.float32 or made.name not in _OPERATIONS:
+            return self._term(x, None)
+        parts = tuple(self.expression(operand) for operand in made.operands)
+        # The bound of a divisor must be its magnitude: a larger divisor makes a smaller quotient.
+        if None in parts or (made.name == "div" and not self._is_vector(parts[1])):
+            return None
+        return (made.name, *parts)
+
+    def _vector(self, x: Any, axes: list[int]) -> Expression | None:
+        return self._term(x, tuple(axes)) if len(axes) < 2 else None
+
+    def _term(self, x: Any, axes: Axes) -> int:
+        key = (id(x), axes)
+        self.terms.setdefault(key, x)
+        return list(self.terms).index(key)
+
+    def _is_vector(self, expression: Expression | None) -> bool:
+        return isinstance(expression, int) and list(self.terms)[expression][1] is not None
 
 
 def _varying(x: Any) -> list[int]:
     return [axis for axis, size in enumerate(jnp.shape(x)) if size != 1]
-
-
-def _term(x: Any, axes: Axes, terms: Terms) -> int:
-    key = (id(x), axes)
-    terms.setdefault(key, x)
-    return list(terms).index(key)
-
-
-def _is_vector(expression: Expression | None, terms: Terms) -> bool:
-    return isinstance(expression, int) and list(terms)[expression][1] is not None
 
 
 def _row(term: jax.Array, axis: int | None, length: int) -> jax.Array:
