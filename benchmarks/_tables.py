@@ -14,10 +14,14 @@ def load(name: str) -> dict[str, Any]:
 
 
 def provenance(result: dict[str, Any]) -> str:
-    versions = result["versions"]
+    """Versions, and the date; the first and the last one, where rows were measured on several days."""
+    versions, rows = result["versions"], result.get("rows", [])
+    dates = sorted(
+        {row.get("date", result["date"]) for row in rows if isinstance(row, dict)} or [result["date"]]
+    )
     return (
         f"jax {versions['jax']}, flax {versions['flax']}, optax {versions['optax']}, Python "
-        f"{versions['python']}, {result['date']}"
+        f"{versions['python']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
     )
 
 
