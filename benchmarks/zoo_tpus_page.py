@@ -1,5 +1,6 @@
 """The tables of real models on TPUs: what `zoo_tpu` found, as Markdown."""
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,14 @@ def tpus(result: dict[str, Any] | None = None) -> str:
         missing = [model for model in MODELS if model not in models]
         if missing:
             lines += paragraph(f"Not compiled for {target} so far: {', '.join(missing)}.")
-        failed = {key: row["error"] for key, row in rows.items() if "error" in row}
-        lines += [
-            f"- {model}, {variant}, does not compile for {target}: `{error.replace('`', chr(39))}`"
-            for (model, variant), error in failed.items()
-        ]
+        failed: dict[tuple[str, str], list[str]] = {}
+        for (model, variant), row in rows.items():
+            if "error" in row:
+                # What follows are addresses in memory.
+                error = textwrap.shorten(row["error"].replace("`", "'"), 160, placeholder=" ...")
+                failed.setdefault((model, error), []).append(variant)
+        for (model, error), variants in failed.items():
+            lines += paragraph(f"{model} ({', '.join(variants)}) does not compile for {target}: `{error}`.")
     return "\n".join(lines).rstrip("\n")
 
 
