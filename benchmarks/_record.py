@@ -9,7 +9,6 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -42,26 +41,20 @@ def update(name: str, new: list[dict[str, Any]], order: dict[str, Sequence[str]]
 
 
 def kept(name: str, *columns: str, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved rows of a benchmark that are in the way of none of the new ones, with the date of each.
+    """The saved rows of a benchmark that are in the way of none of the new ones, with their date and JAX.
 
     Args:
       name: of the benchmark.
       columns: a new row takes the place of the old ones that agree with it in these.
       new: rows that were measured now.
-
-    Raises:
-      RuntimeError: the rows that would be kept were measured with another version of JAX.
     """
     path = RESULTS / f"{name}.json"
-    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    if not path.exists():
+        return []
+    old = json.loads(path.read_text())
+    measured = {"date": old["date"], "jax": old["versions"]["jax"]}
     again = {tuple(row[column] for column in columns) for row in new}
-    others = [row for row in old["rows"] if tuple(row[column] for column in columns) not in again]
-    if others and old["versions"]["jax"] != jax.__version__:
-        raise RuntimeError(
-            f"{path.name} holds {len(others)} other rows, measured with jax {old['versions']['jax']}, and "
-            f"this is jax {jax.__version__}: measure all of them again, or these with that version."
-        )
-    return [{"date": old["date"], **row} for row in others]
+    return [measured | row for row in old["rows"] if tuple(row[column] for column in columns) not in again]
 
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:

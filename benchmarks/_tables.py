@@ -14,15 +14,19 @@ def load(name: str) -> dict[str, Any]:
 
 
 def provenance(result: dict[str, Any]) -> str:
-    """Versions, and the date; the first and the last one, where rows were measured on several days."""
-    versions, rows = result["versions"], result.get("rows", [])
-    dates = sorted(
-        {row.get("date", result["date"]) for row in rows if isinstance(row, dict)} or [result["date"]]
-    )
+    """Versions and date; of JAX and of the date the first and the last, where rows were measured at times."""
+    versions, date = result["versions"], result["date"]
+    rows = [row for row in result.get("rows", ()) if isinstance(row, dict)] or [{}]
+    jaxs = _first_to_last({row.get("jax", versions["jax"]) for row in rows})
+    dates = _first_to_last({row.get("date", date) for row in rows})
     return (
-        f"jax {versions['jax']}, flax {versions['flax']}, optax {versions['optax']}, Python "
-        f"{versions['python']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+        f"jax {jaxs}, flax {versions['flax']}, optax {versions['optax']}, "
+        f"Python {versions['python']}, {dates}"
     )
+
+
+def _first_to_last(texts: set[str]) -> str:
+    return " to ".join(dict.fromkeys((min(texts), max(texts))))
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:

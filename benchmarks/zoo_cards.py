@@ -1,6 +1,6 @@
 """Real models at their published sizes, compiled for three cards: estimated speed-ups, Tensor Cores, memory.
 
-`python -m benchmarks.zoo_cards` compiles all of them, which takes an hour on two cores; with names, such as
+`python -m benchmarks.zoo_cards` compiles all of them in half an hour on two cores; with names, such as
 `python -m benchmarks.zoo_cards ResNet-50 GPT-2`, these ones, and keeps the other rows as they were. The
 numbers are those of `lowering_report`; its parts are used one by one, because its estimates under autocast,
 which these tables do not show, would take as long again.

@@ -1,6 +1,6 @@
 """Real models at their published sizes, compiled for an H100: kernels, bytes, memory, estimated speed-up.
 
-`python -m benchmarks.zoo_gpu` compiles all of them, which takes an hour on two cores; with names, such as
+`python -m benchmarks.zoo_gpu` compiles all of them in half an hour on two cores; with names, such as
 `python -m benchmarks.zoo_gpu ResNet-50 GPT-2`, these ones, and keeps the other rows as they were.
 """
 

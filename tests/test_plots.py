@@ -229,6 +229,27 @@ def test_the_table_of_cards_has_dashes_and_failures():
     assert lines.endswith("- Net in bfloat16 does not compile for A100: `no`")
 
 
+def test_the_tables_of_tpus_name_what_is_missing_and_what_fails_once():
+    page = importlib.import_module("benchmarks.zoo_tpus_page")
+    done = {"gigabytes": 2.0, "peak_gigabytes": 1.0, "products": {"bfloat16": 3, "float32": 1}}
+    failed = {
+        v: f"INTERNAL: `check` {'x' * 140} of Instruction{{this=0x{v}}}" for v in ("by hand", "wrapped")
+    }
+    rows = [
+        {"model": "GPT-2", "target": "v6e", "variant": "float32", **done},
+        *({"model": "GPT-2", "target": "v6e", "variant": v, "error": error} for v, error in failed.items()),
+        {"model": "GPT-2", "target": "v6e", "variant": "autocast", "error": "too large"},
+    ]
+    text = page.tpus(page.load("zoo_tpu") | {"rows": rows}).replace("\n", " ")
+    assert "| GPT-2 | 2.0 | failed | failed | failed |" in text
+    assert "| GPT-2 | 3 of 4 | failed | failed | failed |" in text
+    assert "Not compiled for v6e so far: ResNet-50, Conv seq2seq, DeepSpeech2, " in text
+    assert "GPT-2 (by hand, wrapped) does not compile for v6e: `INTERNAL: 'check' " in text
+    assert "GPT-2 (autocast) does not compile for v6e: `too large`." in text
+    assert text.count("does not compile") == 2
+    assert "0x" not in text
+
+
 def test_the_table_of_loss_scaling_has_differences_and_dashes():
     zoo = importlib.import_module("benchmarks.loss_scaling_zoo")
     report = importlib.import_module("benchmarks.gpu_target").Report

@@ -109,35 +109,46 @@ def test_rows_that_are_measured_again_are_replaced(tmp_path, monkeypatch):
         for where in zoo_peers.PARTS.values()
         for model in (NAME, "GPT-2")
     ]
-    saved = {"date": "2026-01-31", "versions": {"jax": jax.__version__}, "rows": rows}
+    saved = {"date": "2026-01-31", "versions": {"jax": "0.4.1"}, "rows": rows}
     (tmp_path / "zoo_peers.json").write_text(json.dumps(saved))
     monkeypatch.setattr(zoo_peers, "cpu_rows", lambda name: [{**rows[2], "step": 1}])
     monkeypatch.setattr(record, "show", lambda name, rows: None)
     zoo_peers.measure("cpu", [NAME])
     again = json.loads((tmp_path / "zoo_peers.json").read_text())["rows"]
     assert [found for found in again if "step" in found] == [{**rows[2], "step": 1}]
-    others = [{"date": "2026-01-31", **row} for row in (*rows[:2], *rows[3:])]
+    others = [{"date": "2026-01-31", "jax": "0.4.1"} | row for row in (*rows[:2], *rows[3:])]
     assert sorted(map(str, again)) == sorted(map(str, [{**rows[2], "step": 1}, *others]))
 
 
-def test_rows_of_another_version_are_not_mixed_with_new_ones(tmp_path, monkeypatch):
-    record = benchmark("_record")
+def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkeypatch):
+    record, provenance = benchmark("_record"), benchmark("_tables").provenance
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    saved = {"date": "2026-01-31", "versions": {"jax": "0.4.1"}, "rows": [{"model": "A"}, {"model": "B"}]}
-    (tmp_path / "some.json").write_text(json.dumps(saved))
-    assert record.kept("some", "model", new=[{"model": "A"}, {"model": "B"}]) == []
-    with pytest.raises(RuntimeError, match=r"some.json holds 1 other rows, measured with jax 0.4.1"):
-        record.kept("some", "model", new=[{"model": "A"}])
+    monkeypatch.setattr(record, "show", lambda name, rows: None)
+    order = {"model": ["A", "B", "C"]}
 
+    def measured(version, date, model):
+        versions = {"jax": version, "flax": "2", "optax": "3", "python": "4"}
+        monkeypatch.setattr(record, "environment", lambda: {"date": date, "versions": versions})
+        record.update("some", [{"model": model}], order)
+        return json.loads((tmp_path / "some.json").read_text())
 
-def test_a_table_names_the_days_on_which_its_rows_were_measured():
-    versions = {"jax": "1", "flax": "2", "optax": "3", "python": "4"}
-    table = {"versions": versions, "date": "2026-02-02", "rows": [{"a": 1}, {"a": 2}]}
-    provenance = benchmark("_tables").provenance
-    assert provenance(table) == "jax 1, flax 2, optax 3, Python 4, 2026-02-02"
-    table["rows"][0]["date"] = "2026-01-31"
-    assert provenance(table) == "jax 1, flax 2, optax 3, Python 4, 2026-01-31 to 2026-02-02"
-    assert provenance({**table, "rows": {}}) == "jax 1, flax 2, optax 3, Python 4, 2026-02-02"
+    assert (
+        provenance(measured("0.10.2", "2026-01-30", "A"))
+        == "jax 0.10.2, flax 2, optax 3, Python 4, 2026-01-30"
+    )
+    measured("0.11.0", "2026-01-31", "B")
+    third = measured("0.12.0", "2026-02-02", "C")
+    assert third["rows"] == [
+        {"date": "2026-01-30", "jax": "0.10.2", "model": "A"},
+        {"date": "2026-01-31", "jax": "0.11.0", "model": "B"},
+        {"model": "C"},
+    ]
+    assert provenance(third) == "jax 0.10.2 to 0.12.0, flax 2, optax 3, Python 4, 2026-01-30 to 2026-02-02"
+    # All again, one by one: nothing of the old ones is left.
+    for model in "ABC":
+        last = measured("0.12.0", "2026-02-03", model)
+    assert provenance(last) == "jax 0.12.0, flax 2, optax 3, Python 4, 2026-02-03"
+    assert provenance({**last, "rows": {}}) == "jax 0.12.0, flax 2, optax 3, Python 4, 2026-02-03"
 
 
 def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half():
