@@ -24,7 +24,7 @@ from benchmarks import _record
 from benchmarks._structures import STRUCTURES
 from benchmarks.models import MODELS
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 
 MODULES = 10
 BATCHES = 3

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.jaxpr import evaluator, ir
+from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.binding import bind_product
 from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
@@ -42,9 +42,7 @@ def operands(*shapes, seed=0):
 def dot(a, b, dims, result=None):
     """The product as the interpreters bind it."""
     jaxpr = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=result))(a, b)
-    (out,) = evaluator.evaluate(
-        jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params)
-    )
+    (out,) = ir.evaluate(jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params))
     return out
 
 
@@ -157,9 +155,7 @@ def convolution(a, b, result=None, **about):
     """A convolution as the interpreters bind it."""
     function = functools.partial(lax.conv_general_dilated, preferred_element_type=result, **about)
     jaxpr = jax.make_jaxpr(function)(a, b)
-    (out,) = evaluator.evaluate(
-        jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params)
-    )
+    (out,) = ir.evaluate(jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params))
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, loop_rules, operation_rules, parts, quotients, row_gather
+from jmp_policy._src.autocast import call_rules, operation_rules, parts, quotients, row_gather
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
 from jmp_policy._src.autocast.runtime import as_function, run
 from jmp_policy._src.autocast.values import argument, leaves_marked
@@ -29,9 +29,7 @@ from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: The rules of operations that hold others, by name; a `lax.platform_dependent` is a `cond`.
-_CALLS: dict[str, Rule] = {
-    name: ({**call_rules.RULES, **loop_rules.RULES})[kind] for name, kind in calls.KINDS.items()
-}
+_CALLS: dict[str, Rule] = {name: call_rules.RULES[kind] for name, kind in calls.KINDS.items()}
 
 #: The rules of primitives that need more than their list says.
 _RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **row_gather.RULES, **_CALLS}

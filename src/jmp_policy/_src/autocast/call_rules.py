@@ -1,12 +1,12 @@
-"""The rules of operations that call a jaxpr once: jit, checkpoint, custom derivatives, shard_map."""
+"""The rules of operations with a jaxpr inside: calls, custom derivatives, loops and branches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jmp_policy._src.autocast.operation_rules import as_traced
+from jmp_policy._src.autocast.operation_rules import AS_TRACED, as_traced
 from jmp_policy._src.autocast.planner import (
     Demand,
     EqnPlan,
@@ -18,8 +18,8 @@ from jmp_policy._src.autocast.planner import (
     planned_dtypes,
 )
 from jmp_policy._src.autocast.runtime import as_function, rebound, run
-from jmp_policy._src.autocast.values import CastCache, cast, computed
-from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow
+from jmp_policy._src.autocast.values import CastCache, computed
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
@@ -115,7 +115,7 @@ class Checkpoint(_Call):
 
     def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
-        outs = rebuild_control_flow.checkpoint(step.eqn, function, _read_all(step, caches), binding.bind)
+        outs = control_flow.checkpoint(step.eqn, function, _read_all(step, caches), binding.bind)
         return [computed(out) for out in outs]
 
 
@@ -132,94 +132,24 @@ class CustomJVP(_Call):
         return step
 
     def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn = step.eqn
-        dtypes = planned_dtypes(plan.outs, eqn.outvars)
-        function = jax.custom_jvp(_named(as_function(plan, dtypes), eqn))
-        _, user_rule = compat.subfunctions(eqn)
-
-        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            return _run_rule(step, user_rule, dtypes, primals, tangents)
-
-        function.defjvp(rule, symbolic_zeros=eqn.params["symbolic_zeros"])
-        return [computed(out) for out in function(*_read_all(step, caches))]
+        dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
+        function, arrays = as_function(plan, dtypes), _read_all(step, caches)
+        rule = _planned_when_run(step)
+        return list(map(computed, control_flow.custom_jvp(step.eqn, function, arrays, rule, dtypes)))
 
 
-def _named(function: Callable[..., Any], eqn: Any) -> Callable[..., Any]:
-    function.__name__ = compat.name_of(eqn).rsplit(".", 1)[-1]
-    return function
+def _planned_when_run(step: EqnPlan) -> control_flow.Run:
+    """Returns what plans and runs a rule of a derivative, which was written for float32."""
 
+    def run_planned(jaxpr: Any, arrays: Sequence[Any], dtypes: Sequence[Any] | None) -> list[Any]:
+        wanted = dtypes or [None] * len(compat.open_jaxpr(jaxpr).outvars)
+        demands = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
+        assert step.planner is not None
+        plan = step.planner.plan(jaxpr, [Value(array.dtype) for array in arrays], demands, step.region)
+        outs = run(plan, list(map(computed, arrays)))
+        return [cache.read(dtype) for cache, dtype in zip(outs, wanted, strict=True)]
 
-def _run_rule(
-    step: EqnPlan, rule: Any, dtypes: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
-) -> Any:
-    """Runs the user's rule for tangents, traced in the dtypes it was written for, under a plan."""
-    zero, atoms = jax.custom_derivatives.SymbolicZero, step.eqn.invars
-    # Symbolic zeros and the tangents of integers are no arrays: the traced function closes over them.
-    is_array = [not isinstance(t, zero) and t.dtype != jax.dtypes.float0 for t in tangents]
-    kept = [
-        zero(ir.retyped(t.aval, atom.aval.dtype)) if isinstance(t, zero) and ir.is_float32(atom) else t
-        for t, atom in zip(tangents, atoms, strict=True)
-    ]
-
-    def flat(*arrays: Any) -> Sequence[Any]:
-        given = iter(arrays[len(atoms) :])
-        filled = [next(given) if array else t for t, array in zip(kept, is_array, strict=True)]
-        return rule(*arrays[: len(atoms)], *filled)
-
-    given = [*primals, *(t for t, array in zip(tangents, is_array, strict=True) if array)]
-    types = [*atoms, *(atom for atom, array in zip(atoms, is_array, strict=True) if array)]
-    outs, _ = _run_traced(step, flat, given, types, [*dtypes, *dtypes])
-    outs = [
-        zero(ir.retyped(out.aval, dtype)) if isinstance(out, zero) and dtype is not None else out
-        for out, dtype in zip(outs, [*dtypes, *dtypes], strict=True)
-    ]
-    return outs[: len(dtypes)], outs[len(dtypes) :]
-
-
-def _run_traced(
-    step: EqnPlan,
-    function: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
-    types: Sequence[Any],
-    dtypes: Sequence[np.dtype | None] | None = None,
-) -> tuple[list[Any], list[Any]]:
-    """Runs a function that was written for float32 on arrays of which some are half.
-
-    Args:
-      step: the operation it belongs to.
-      function: of flat arrays; its results may hold things that are no arrays.
-      arrays: its arguments, as they are.
-      types: an atom of the jaxpr for each argument: the dtype that the function was written for.
-      dtypes: what is wanted of each result; None for results as they come.
-
-    Returns:
-      Its results, and the atom of the traced function for each of them.
-    """
-    others: dict[int, Any] = {}
-
-    def traced(*arrays: Any) -> list[Any]:
-        outs = list(function(*arrays))
-        others.update((place, out) for place, out in enumerate(outs) if not ir.is_array(out))
-        return [out for place, out in enumerate(outs) if place not in others]
-
-    jaxpr = ir.trace_as(traced, arrays, [ir.dtype_of(atom) for atom in types])
-    count = len(compat.open_jaxpr(jaxpr).outvars) + len(others)
-    wanted = list(dtypes) if dtypes is not None else [None] * count
-    demands = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
-    assert step.planner is not None
-    plan = step.planner.plan(
-        jaxpr,
-        [Value(array.dtype) for array in arrays],
-        [demand for place, demand in enumerate(demands) if place not in others],
-        step.region,
-    )
-    made = iter(run(plan, [computed(array) for array in arrays]))
-    atoms = iter(compat.open_jaxpr(jaxpr).outvars)
-    places = range(count)
-    return (
-        [others[i] if i in others else next(made).read(wanted[i]) for i in places],
-        [None if i in others else next(atoms) for i in places],
-    )
+    return run_planned
 
 
 class CustomVJP(_Call):
@@ -256,64 +186,10 @@ class CustomVJP(_Call):
         return asked and region.half is not None and not eqn.params["symbolic_zeros"]
 
     def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        arrays = _read_all(step, caches)
         dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
-        function = jax.custom_vjp(as_function(plan, dtypes))
-        passes = _PlannedPasses(step, dtypes, arrays)
-        function.defvjp(passes.forward, passes.backward)
-        return [computed(out) for out in function(*arrays)]
-
-
-class _PlannedPasses:
-    """The user's forward and backward pass of a custom_vjp, each planned when JAX asks for it.
-
-    Both are functions that were written for float32. Each is traced so, and its trace is run under a plan, on
-    arrays of which some are half. The residuals that the forward pass saves may be half then; what they were
-    traced as has to be known when the backward pass is traced, and is kept in `_residual_types`.
-
-    Args:
-      step: the operation.
-      dtypes: of its results; None for those that are left alone.
-      arrays: its operands.
-    """
-
-    def __init__(self, step: EqnPlan, dtypes: Sequence[Any], arrays: Sequence[Any]):
-        self._step, self._dtypes, self._arrays = step, dtypes, arrays
-        _, self._user_forward, self._user_backward = compat.subfunctions(step.eqn)
-        self._residual_types: list[Any] = []
-
-    def forward(self, *arrays: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the results and the residuals."""
-
-        def flat(*arrays: Any) -> Sequence[Any]:
-            # With each argument: whether it is differentiated.
-            return self._user_forward(*(part for array in arrays for part in (array, True)))
-
-        eqn = self._step.eqn
-        outs, atoms = _run_traced(self._step, flat, arrays, eqn.invars)
-        places = compat.residual_places(eqn)  # Known once the forward pass was traced.
-        self._residual_types = _chosen(atoms, eqn.invars, places)
-        results = zip(outs[-len(self._dtypes) :], self._dtypes, strict=True)
-        return [x if d is None else cast(x, d) for x, d in results], _chosen(outs, arrays, places)
-
-    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the cotangents of the operands, in the operands' dtypes; None for those without one."""
-
-        def flat(*arrays: Any) -> Sequence[Any]:
-            return compat.cotangents(self._user_backward(*arrays))
-
-        types = [*self._residual_types, *self._step.eqn.outvars]
-        outs, _ = _run_traced(self._step, flat, [*residuals, *cotangents], types)
-        return tuple(
-            cast(out, array.dtype) if ir.is_array(out) else None
-            for out, array in zip(outs, self._arrays, strict=True)
-        )
-
-
-def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """Residuals: the next one that was made, or the argument in that place."""
-    new = iter(made)
-    return [next(new) if place is None else arguments[place] for place in places]
+        function, arrays = as_function(plan, dtypes), _read_all(step, caches)
+        passes = _planned_when_run(step)
+        return list(map(computed, control_flow.custom_vjp(step.eqn, function, arrays, passes, dtypes)))
 
 
 class ShardMap(_Call):
@@ -321,10 +197,127 @@ class ShardMap(_Call):
 
     def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
-        return [
-            computed(out)
-            for out in rebuild_control_flow.shard_map(step.eqn, function, _read_all(step, caches))
-        ]
+        return [computed(out) for out in control_flow.shard_map(step.eqn, function, _read_all(step, caches))]
+
+
+def _both(one: Demand, other: Demand) -> Demand:
+    """What is wanted of a value with two users."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one and other
+
+
+class _ControlFlow:
+    """Base of the rules of loops and branches."""
+
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        if not step.inner or step.is_unchanged:
+            return rebound(step.eqn, float32_reads(step.eqn), caches)
+        return list(map(computed, self.call(step, _read_all(step, caches))))
+
+    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Does it, when something inside changes."""
+        raise NotImplementedError
+
+
+class Loop(_ControlFlow):
+    """lax.scan, lax.while_loop: carries have the least dtypes that the body gives back.
+
+    Both passes go over the body until its carries end in what they began as. Carries that start as zeros or
+    as a parameter are float32: they often are sums. Constants are cast in the body: cast outside, their
+    gradients would be summed over the trips in half.
+    """
+
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        loop = calls.loop(eqn, eqn.invars)
+        ins = planner.demands(loop.body, self._wanted(planner, loop, outs, region), region).ins
+        if loop.test is None:
+            return ins
+        test = planner.demands(loop.test, [True], region).ins
+        tested, fixed = len(loop.tested), len(loop.fixed)
+        carry = [_both(a, b) for a, b in zip(ins[fixed:], test[tested:], strict=True)]
+        return [*test[:tested], *ins[:fixed], *carry]
+
+    @staticmethod
+    def _wanted(planner: Planner, loop: calls.Loop, outs: Sequence[Demand], region: Region) -> list[Demand]:
+        """What is wanted of the body's results: of carries also what the next trip wants of them."""
+        first, carries = len(loop.fixed), len(loop.start)
+
+        def after(wanted: list[Demand]) -> list[Demand]:
+            inside = planner.demands(loop.body, wanted, region).ins[first : first + carries]
+            return [*map(_both, wanted[:carries], inside), *wanted[carries:]]
+
+        return ir.fixed_point(list(outs), after)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        loop = calls.loop(eqn, ins)
+        if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
+            return as_traced(self, eqn, "as traced: it takes references")
+        wanted, atoms = self._wanted(planner, loop, outs, region), eqn.outvars[: len(loop.start)]
+
+        def planned(carry: Sequence[Value]) -> Plan:
+            return planner.plan(loop.body, [*loop.fixed, *carry, *loop.xs], wanted, region)
+
+        def after(carry: list[Value]) -> list[Value]:
+            return [
+                Value(FLOAT32) if ir.is_float32(atom) and value.dtype != end.dtype else value
+                for value, end, atom in zip(carry, planned(carry).outs, atoms, strict=False)
+            ]
+
+        carry = ir.fixed_point([Value(value.dtype) for value in loop.start], after)
+        plans = (planned(carry),)
+        if loop.test is not None:
+            plans += (planner.plan(loop.test, [*loop.tested, *carry], [True], region),)
+        reads = planned_dtypes([*loop.tested, *loop.fixed, *carry, *loop.xs], eqn.invars)
+        results = (*carry, *(v._replace(source="computed") for v in plans[0].outs[len(carry) :]))
+        return EqnPlan(eqn, self, reads, results, "what is inside decides", plans)
+
+    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+        body, *test = step.inner
+        function = as_function(body, planned_dtypes(step.outs, step.eqn.outvars))
+        if not test:
+            return control_flow.scan_over_arrays(step.eqn, function, arrays)
+        return control_flow.while_over_arrays(
+            step.eqn, as_function(test[0], [None]), function, arrays, binding.bind
+        )
+
+
+class Cond(_ControlFlow):
+    """lax.cond and lax.switch: a result has the widest dtype that a branch gives it."""
+
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        if self._is_opaque(eqn):
+            return AS_TRACED.demand(planner, eqn, outs, region)
+        branches = [planner.demands(branch, outs, region).ins for branch in calls.branches(eqn)]
+        demands = list(branches[0])
+        for branch in branches[1:]:
+            demands = [_both(a, b) for a, b in zip(demands, branch, strict=True)]
+        return [True, *demands]
+
+    @staticmethod
+    def _is_opaque(eqn: Any) -> bool:
+        # Branches by platform: a kernel per platform, written for its dtypes.
+        return compat.platforms_of_branches(eqn) is not None or ir.has_references(eqn)
+
+    def plan(
+        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
+    ) -> EqnPlan:
+        if self._is_opaque(eqn):
+            step = AS_TRACED.plan(planner, eqn, ins, outs, region)
+            return as_traced(self, eqn, step.why, step.note)
+        plans = [planner.plan(branch, ins[1:], outs, region) for branch in calls.branches(eqn)]
+        results = []
+        for var, *values in zip(eqn.outvars, *(plan.outs for plan in plans), strict=True):
+            dtypes = {value.dtype for value in values}
+            results.append(Value(FLOAT32 if len(dtypes) > 1 and ir.is_float32(var) else values[0].dtype))
+        reads = planned_dtypes(ins, eqn.invars)
+        return EqnPlan(eqn, self, reads, tuple(results), "what is inside decides", tuple(plans))
+
+    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+        dtypes = planned_dtypes(step.outs, step.eqn.outvars)
+        return control_flow.cond([as_function(plan, dtypes) for plan in step.inner], arrays)
 
 
 RULES: Mapping[Kind, Rule] = {
@@ -334,4 +327,7 @@ RULES: Mapping[Kind, Rule] = {
     Kind.CUSTOM_JVP: CustomJVP(),
     Kind.CUSTOM_VJP: CustomVJP(),
     Kind.SHARD_MAP: ShardMap(),
+    Kind.SCAN: Loop(),
+    Kind.WHILE: Loop(),
+    Kind.COND: Cond(),
 }

@@ -23,7 +23,7 @@ from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
 from jmp_policy._src.autocast.uses import Uses, is_half
 from jmp_policy._src.autocast.values import CastCache, computed
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.products import binding
 
 

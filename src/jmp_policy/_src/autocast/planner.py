@@ -23,8 +23,7 @@ import numpy as np
 
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
-from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
-from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
 from jmp_policy._src.policy.regions import Region, Regions
 
 #: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None

@@ -8,7 +8,7 @@ import numpy as np
 from jmp_policy._src.autocast.planner import Plan
 from jmp_policy._src.autocast.values import CastCache, argument, computed, constant
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.products import binding
 
 

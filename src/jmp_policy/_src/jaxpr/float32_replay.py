@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
-from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.flatten import flattened
+from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import Trait, having
 
 #: Operations that run as they were traced, between casts: what they do depends on the bits of their operands,
@@ -68,14 +68,7 @@ def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
       jaxpr: closed or not.
       values: its arguments, in the dtypes that it was traced with or float32 already.
     """
-    return evaluate(
-        jaxpr,
-        list(map(to_float32, values)),
-        replay_equation,
-        constant=_constant,
-        literal=_literal,
-        last_uses=last_uses(jaxpr),
-    )
+    return _REPLAY.run(jaxpr, list(map(to_float32, values)))
 
 
 def replay_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -88,19 +81,46 @@ def replay_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
     Returns:
       Its results; those traced in half are float32.
     """
-    values = [to_float32(value) for value in values]
     with compat.eqn_context(eqn):
-        kind = calls.kind_of(eqn)
-        rule = _RULES.get(eqn.primitive.name if kind is None else kind)
+        return list(_REPLAY.equation(eqn, list(map(to_float32, values)), None))
+
+
+class Replay(Interpreter):
+    """Runs a program in float32. Values are arrays.
+
+    Loops and branches are operations like others: the jaxprs among their parameters are traced again.
+    """
+
+    def enters(self, eqn: Any, kind: Kind, values: list[Any]) -> bool:
+        """Whether a call is run: not a loop or branch, nor a jit that is bound to layouts or donations."""
+        return kind in _ENTERED and not calls.is_bound(eqn)
+
+    def constant(self, atom: Any, value: Any) -> Any:
+        """A constant in float32, if it is half."""
+        dtype = ir.dtype_of(atom)
+        if not is_half(dtype) or ir.is_traced(value):
+            return to_float32(value)
+        if isinstance(atom, compat.Literal):
+            return np.asarray(value, dtype).astype(np.float32)
+        # At once: within a trace the cast would be another operation.
+        with jax.ensure_compile_time_eval():
+            return to_float32(value)
+
+    def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
+        """Does an operation in float32; one that is written for its dtypes between casts."""
+        rule = _RULES.get(eqn.primitive.name)
         if rule is not None:
             return rule(eqn, values)
-        called = calls.called(eqn) if kind is not Kind.PLATFORM else None
-        if called is not None and not calls.is_bound(eqn):
-            return evaluate_in_float32(called.jaxpr, values)
         params = {name: _param(value) for name, value in eqn.params.items()}
         if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
             return as_traced(eqn, values)
-        return compat.bind_primitive(eqn.primitive, values, params)
+        return list(map(to_float32, compat.bind_primitive(eqn.primitive, values, params)))
+
+
+#: Calls that are run; of a `lax.platform_dependent` all branches are traced again.
+_ENTERED = frozenset(Kind) - {Kind.SCAN, Kind.WHILE, Kind.COND, Kind.PLATFORM}
+
+_REPLAY = Replay()
 
 
 def to_float32(value: Any) -> Any:
@@ -108,19 +128,6 @@ def to_float32(value: Any) -> Any:
     if not is_half(getattr(value, "dtype", None)):
         return value
     return jax.lax.convert_element_type(value, np.float32)
-
-
-def _constant(_: Any, value: Any) -> Any:
-    if ir.is_traced(value):
-        return to_float32(value)
-    # At once: within a trace the cast would be another operation.
-    with jax.ensure_compile_time_eval():
-        return to_float32(value)
-
-
-def _literal(atom: Any) -> Any:
-    dtype = ir.dtype_of(atom)
-    return np.asarray(atom.val, dtype).astype(np.float32) if is_half(dtype) else atom.val
 
 
 def is_foreign(name: str) -> bool:
@@ -214,27 +221,8 @@ def _round(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return compat.bind_primitive(eqn.primitive, values, eqn.params) if keeps else list(values)
 
 
-def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return rebuild_control_flow.checkpoint(eqn, _inside(eqn), values, _rebound)
-
-
-def _shard_map(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return rebuild_control_flow.shard_map(eqn, _inside(eqn), values)
-
-
-def _inside(eqn: Any) -> Callable[..., list[Any]]:
-    """Returns what an operation calls, in float32."""
-    return lambda *values: evaluate_in_float32(eqn.params["jaxpr"], values)
-
-
-def _rebound(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
-    return compat.bind_primitive(eqn.primitive, values, {**eqn.params, **changed})
-
-
-#: By primitive's name, or by kind of call. Of loops and branches the jaxprs among their parameters change.
-_RULES: Mapping[str | Kind, Callable[[Any, Sequence[Any]], list[Any]]] = {
+#: By primitive's name.
+_RULES: Mapping[str, Callable[[Any, Sequence[Any]], list[Any]]] = {
     "convert_element_type": _convert,
     "reduce_precision": _round,
-    Kind.CHECKPOINT: _checkpoint,
-    Kind.SHARD_MAP: _shard_map,
 }

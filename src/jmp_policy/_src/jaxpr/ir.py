@@ -1,4 +1,4 @@
-"""Questions about jaxprs and their atoms: dtypes, shapes, shardings, jaxprs inside an operation."""
+"""Jaxprs and their atoms: dtypes, shapes, shardings, jaxprs inside an operation, the loop over equations."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jmp_policy._src.jaxpr.compat import Literal, open_jaxpr, platforms_of_branches, varying
+from jmp_policy._src.jaxpr.compat import Literal, constants, open_jaxpr, platforms_of_branches, varying
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -162,3 +162,62 @@ def has_shardings(params: dict[str, Any]) -> bool:
 def as_array(value: Any, atom: Any) -> Any:
     """Returns a result as an array: a number that stands in the program is one too."""
     return jax.numpy.asarray(value, dtype_of(atom)) if isinstance(atom, Literal) else value
+
+
+def evaluate(
+    jaxpr: Any,
+    values: Sequence[Any],
+    step: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    constant: Callable[[Any, Any], Any] = lambda var, value: value,
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+    last_uses: Sequence[Sequence[Any]] | None = None,
+) -> list[Any]:
+    """Gives each equation of a jaxpr to a function, in order; returns the values of the results.
+
+    Args:
+      jaxpr: closed or not.
+      values: its arguments; what `step` takes.
+      step: gives the results of an equation for its operands.
+      constant: gives the value of a constant variable, for the variable and the constant; that is None in a
+        jaxpr that is not closed.
+      literal: gives the value of a number that stands in the program.
+      last_uses: of `last_uses`, to free values that are not needed any more.
+    """
+    opened, consts = open_jaxpr(jaxpr), constants(jaxpr)
+    known = dict(zip(opened.invars, values, strict=True))
+    for var, value in zip(opened.constvars, consts or [None] * len(opened.constvars), strict=True):
+        known[var] = constant(var, value)
+
+    if last_uses is not None:
+        # What is left of the arguments is in `known`, and goes with its last use.
+        del values
+
+    def value_of(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else known[atom]
+
+    for i, eqn in enumerate(opened.eqns):
+        known.update(zip(eqn.outvars, step(eqn, list(map(value_of, eqn.invars))), strict=True))
+        if last_uses is not None:
+            for var in last_uses[i]:
+                del known[var]
+    return list(map(value_of, opened.outvars))
+
+
+def last_uses(jaxpr: Any) -> list[list[Any]]:
+    """The variables that are not needed after each equation."""
+    opened = open_jaxpr(jaxpr)
+    seen = {atom for atom in opened.outvars if not isinstance(atom, Literal)}
+    dead: list[list[Any]] = []
+    for eqn in reversed(opened.eqns):
+        atoms = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)]
+        dead.append([atom for atom in dict.fromkeys(atoms) if atom not in seen])
+        seen.update(atoms)
+    return dead[::-1]
+
+
+def fixed_point(start: Any, after: Callable[[Any], Any]) -> Any:
+    """Repeats `after` until it changes nothing: what is known of carries at the start of every trip."""
+    while (new := after(start)) != start:
+        start = new
+    return start

@@ -6,12 +6,11 @@ one converted there.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jmp_policy._src.jaxpr import calls, compat, source_lines
+from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.policy.regions import is_marker
 
 
@@ -116,7 +115,7 @@ class _Walk:
             site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
             return self._equation(eqn, operands, site, silent)
 
-        return evaluate(
+        return ir.evaluate(
             jaxpr,
             arguments,
             step,
@@ -125,13 +124,14 @@ class _Walk:
         )
 
     def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}
-        loops |= dict.fromkeys((Kind.COND, Kind.PLATFORM), self._cond)
         kind = calls.kind_of(eqn)
-        if kind in (Kind.SCAN, Kind.WHILE) and not silent:
-            self._visitor.loop(eqn, site)
-        if kind in loops:
-            return loops[kind](eqn, operands, site, silent)
+        if kind in (Kind.SCAN, Kind.WHILE):
+            if not silent:
+                self._visitor.loop(eqn, site)
+            return self._loop(eqn, operands, site, silent)
+        if kind in (Kind.COND, Kind.PLATFORM):
+            branches = [self.inside(j, operands[1:], site, silent) for j in calls.branches(eqn)]
+            return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
         called = calls.looked_into(eqn)
         if called is not None:
             return self.inside(called.jaxpr, operands[called.skipped :], site, silent)
@@ -148,46 +148,28 @@ class _Walk:
             self.inside(jaxpr, arguments, site, silent)
         return [self.new(provenance, times=site.times) for _ in eqn.outvars]
 
-    def _scan(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        consts, carries = compat.scan_sizes(eqn.params)
-        trips = dataclasses.replace(site, times=site.times * eqn.params["length"])
-        fixed = operands[:consts]
-        xs = [self.new(info.provenance, times=trips.times) for info in operands[consts + carries :]]
+    def _loop(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        loop = calls.loop(eqn, operands)
+        if loop.trips is None:
+            trips = dataclasses.replace(site, counted=False)
+        else:
+            trips = dataclasses.replace(site, times=site.times * loop.trips)
+        xs = [self.new(info.provenance, times=trips.times) for info in loop.xs]
 
-        def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
-            return self.inside(eqn.params["jaxpr"], [*fixed, *carry, *xs], trips, silent)
+        def body(carry: Sequence[ValueInfo], silent: bool) -> list[ValueInfo]:
+            return self.inside(loop.body, [*loop.fixed, *carry, *xs], trips, silent)
 
-        carry = self._settled(operands[consts : consts + carries], body, trips.times)
+        def carried(provenance: Sequence[frozenset[int]]) -> list[ValueInfo]:
+            return [self.new(known, times=trips.times)._replace(is_carry=True) for known in provenance]
+
+        def after(provenance: list[frozenset[int]]) -> list[frozenset[int]]:
+            results = body(carried(provenance), True)
+            return [known | info.provenance for known, info in zip(provenance, results, strict=False)]
+
+        carry = carried(ir.fixed_point([info.provenance for info in loop.start], after))
+        if loop.test is not None:
+            self.inside(loop.test, [*loop.tested, *carry], trips, silent)
         return [self.new(info.provenance, times=site.times) for info in body(carry, silent)]
-
-    def _while(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        tested, fixed, start = operands[:first], operands[first : first + second], operands[first + second :]
-        trips = dataclasses.replace(site, counted=False)
-
-        def body(carry: list[ValueInfo], silent: bool) -> list[ValueInfo]:
-            return self.inside(eqn.params["body_jaxpr"], [*fixed, *carry], trips, silent)
-
-        carry = self._settled(start, body, site.times)
-        self.inside(eqn.params["cond_jaxpr"], [*tested, *carry], trips, silent)
-        return [self.new(info.provenance, times=site.times) for info in body(carry, silent)]
-
-    def _cond(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        branches = [self.inside(j, operands[1:], site, silent) for j in eqn.params["branches"]]
-        return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
-
-    def _settled(
-        self, start: Sequence[ValueInfo], body: Callable[[list[ValueInfo], bool], list[ValueInfo]], times: int
-    ) -> list[ValueInfo]:
-        """Returns what is known of a loop's carry at the start of every trip."""
-        provenance = [info.provenance for info in start]
-        while True:
-            carry = [self.new(known, times=times)._replace(is_carry=True) for known in provenance]
-            after = body(carry, True)[: len(provenance)]
-            joined = [known | info.provenance for known, info in zip(provenance, after, strict=True)]
-            if joined == provenance:
-                return carry
-            provenance = joined
 
 
 def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:

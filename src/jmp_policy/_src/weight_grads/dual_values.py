@@ -16,23 +16,16 @@ Where a weight meets an activation, what comes of it is an activation.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import (
-    calls,
-    compat,
-    evaluator,
-    ir,
-    op_lists,
-    rebuild_control_flow,
-    source_lines,
-)
+from jmp_policy._src.jaxpr import calls, compat, ir, op_lists, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products import binding
@@ -83,8 +76,8 @@ def read(value: Any) -> Any:
     return value.value if isinstance(value, Activation) else value
 
 
-class Run:
-    """One run of a program.
+class DualValues(Interpreter):
+    """Runs a program on arrays, weights and activations, each of which is one of them.
 
     Attributes:
       missed: where a weight gradient stays half, and why.
@@ -92,57 +85,111 @@ class Run:
 
     def __init__(self) -> None:
         self.missed: dict[str, str] = {}
-        self._holds: dict[int, bool] = {}
-
-    def evaluate(self, jaxpr: Any, values: Sequence[Any], opens_scope: bool = False) -> list[Any]:
-        """Returns the results of a jaxpr for arrays, weights and activations, each of which is one of them.
-
-        Args:
-          jaxpr: closed or not.
-          values: its arguments.
-          opens_scope: whether the first named scope of all its operations is left out.
-        """
-
-        def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-            kind = param_cast_kind(eqn)
-            with compat.eqn_context(eqn, compat.stack_within(eqn, int(opens_scope), -1 if kind else None)):
-                return [_cast(eqn, operands[0], kind)] if kind else self._one(eqn, operands)
-
-        return evaluator.evaluate(jaxpr, values, step)
+        self._marked: dict[int, bool] = {}
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """Returns a jaxpr as a function of arrays, weights and activations to arrays."""
+        return lambda *values: list(map(read, self.inside(jaxpr, lambda: list(values), False)[0]))
 
-        def call(*values: Any) -> list[Any]:
-            with binding.program(is_body=True):
-                return list(map(read, self.evaluate(jaxpr, values)))
+    def inside(self, jaxpr: Any, take: Callable[[], list[Any]], where: Any) -> tuple[list[Any], Any]:
+        """Runs the body of a loop, branch or call; what leaves it is an activation."""
+        with binding.program(is_body=True):
+            return _activations(map(read, self.run(jaxpr, take(), where))), ()
 
-        return call
+    def at(self, eqn: Any, around: Any) -> bool:
+        """Whether the first named scope of all operations is left out: of the outermost jaxpr alone."""
+        return False
 
-    def note(self, eqn: Any, why: str) -> None:
-        """Writes down a weight gradient that stays half."""
-        self.missed.setdefault(source_lines.source_line(eqn) or "somewhere", why)
+    def context(self, eqn: Any, around: Any) -> Any:
+        """The scopes of an operation, without that which marks the cast of a parameter."""
+        last = -1 if param_cast_kind(eqn) else None
+        return compat.eqn_context(eqn, compat.stack_within(eqn, int(around), last))
 
-    def _one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        weights = [value for value in operands if isinstance(value, DualWeight)]
+    def bind(self, eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
+        """Does an operation itself."""
+        return binding.bind(eqn, *arrays, **changed)
+
+    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+        """Carries are activations: a weight that changes from trip to trip is none."""
+        return Carries(_activations(map(read, loop.start)))
+
+    def cond(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
+        """Runs a branch for an index, which may be an activation."""
+        return super().cond(eqn, [read(values[0]), *values[1:]], where)
+
+    def enters(self, eqn: Any, kind: Kind, values: list[Any]) -> bool:
+        """Whether a call or loop is run: with a weight outside or inside, and if it can be rebuilt."""
+        if not self._concerns(eqn, values):
+            return False
+        return calls.is_inlined(eqn) if kind is Kind.JIT else kind in _ENTERED
+
+    def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
+        """Does an operation that takes weights by a rule, and any other as it was traced."""
+        mark = param_cast_kind(eqn)
+        if mark:
+            return [_cast(eqn, values[0], mark)]
         kind = calls.kind_of(eqn)
-        if kind is not None and (weights or self._holds_marks(eqn)):
-            return _CALLS[kind](self, eqn, operands)
+        if kind is not None and self._concerns(eqn, values):
+            return self._closed_call(eqn, kind, values)
+        weights = [value for value in values if isinstance(value, DualWeight)]
         if weights:
-            rule = _RULES.get(eqn.primitive.name, _with_weights)
-            return rule(eqn, operands, weights)
-        outs = binding.bind(eqn, *map(read, operands))
-        is_active = self._holds_marks(eqn) or any(isinstance(value, Activation) for value in operands)
-        return list(map(Activation, outs)) if is_active else outs
+            return _RULES.get(eqn.primitive.name, _with_weights)(eqn, values, weights)
+        outs = binding.bind(eqn, *map(read, values))
+        is_active = self._is_marked(eqn) or any(isinstance(value, Activation) for value in values)
+        return _activations(outs) if is_active else outs
 
-    def _holds_marks(self, eqn: Any) -> bool:
-        return any(map(self._is_marked_inside, ir.subjaxprs(eqn)))
+    def _closed_call(self, eqn: Any, kind: Kind, values: list[Any]) -> list[Any]:
+        """Does a call that is not run operation by operation."""
+        if kind is Kind.JIT and not calls.is_bound(eqn):
+            call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
+            outs = call(*values)
+            self.missed.update(missed)
+            return _activations(outs)
+        if kind is Kind.CUSTOM_JVP and compat.name_of(eqn) == FLOAT32_PRODUCT:
+            (inner,) = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
+            # Of autocast: a float32 result whose derivatives are half products.
+            return [_product(inner, values, inner.invars[0].aval.dtype)]
+        if kind is not Kind.WHILE:
+            name = eqn.primitive.name
+            why = (
+                "which is bound to its shardings or donations"
+                if name == "jit"
+                else "whose derivative is given"
+            )
+            line = source_lines.source_line(eqn) or "somewhere"
+            self.missed.setdefault(line, f"the weight goes into a {name}, {why}")
+        return _activations(binding.bind(eqn, *map(read, values)))
 
-    def _is_marked_inside(self, jaxpr: Any) -> bool:
-        eqns = compat.open_jaxpr(jaxpr).eqns
-        if id(jaxpr) not in self._holds:
-            self._holds[id(jaxpr)] = any(param_cast_kind(eqn) or self._holds_marks(eqn) for eqn in eqns)
-        return self._holds[id(jaxpr)]
+    def _concerns(self, eqn: Any, values: Sequence[Any]) -> bool:
+        return any(isinstance(value, DualWeight) for value in values) or self._is_marked(eqn)
+
+    def _is_marked(self, eqn: Any) -> bool:
+        """Whether a parameter is cast inside a call or loop."""
+        return any(map(self._has_marks, ir.subjaxprs(eqn)))
+
+    def _has_marks(self, jaxpr: Any) -> bool:
+        if id(jaxpr) not in self._marked:
+            eqns = compat.open_jaxpr(jaxpr).eqns
+            self._marked[id(jaxpr)] = any(param_cast_kind(eqn) or self._is_marked(eqn) for eqn in eqns)
+        return self._marked[id(jaxpr)]
+
+
+#: Calls and loops that are run operation by operation, jits aside. The others bring their own derivative,
+#: have none, or cannot be rebuilt.
+_ENTERED = (Kind.CALL, Kind.CHECKPOINT, Kind.SHARD_MAP, Kind.SCAN, Kind.COND)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
+    """Returns a jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
+    run = DualValues()
+    function = run.function(jaxpr)
+    function.__name__ = name
+    return jax.jit(function), run.missed
+
+
+def _activations(values: Iterable[Any]) -> list[Any]:
+    return list(map(Activation, values))
 
 
 def _cast(eqn: Any, value: Any, kind: WeightKind) -> DualWeight:
@@ -211,7 +258,7 @@ def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeigh
         return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
     if eqn.primitive.name in op_lists.BROADCASTING:
         operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
-    return list(map(Activation, binding.bind(eqn, *map(read, operands))))
+    return _activations(binding.bind(eqn, *map(read, operands)))
 
 
 def _stopped(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
@@ -263,92 +310,6 @@ def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
     # Its cotangent is summed already, and may be beyond half.
     return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, fp32, result=FLOAT32))
 
-
-def _jit(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    if calls.is_bound(eqn):
-        return _closed(run, eqn, operands)
-    if calls.is_inlined(eqn):
-        return run.evaluate(eqn.params["jaxpr"], operands)
-    call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
-    outs = call(*operands)
-    run.missed.update(missed)
-    return list(map(Activation, outs))
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
-    """Returns a jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
-    run = Run()
-    function = run.function(jaxpr)
-    function.__name__ = name
-    return jax.jit(function), run.missed
-
-
-def _call(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    return run.evaluate(eqn.params["call_jaxpr"], operands)
-
-
-def _checkpoint(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    leaves, structure = jax.tree.flatten(list(operands))
-    function = run.function(eqn.params["jaxpr"])
-    flat = lambda *leaves: function(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-    return list(map(Activation, rebuild_control_flow.checkpoint(eqn, flat, leaves, binding.bind)))
-
-
-def _shard_map(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    return list(
-        map(Activation, rebuild_control_flow.shard_map(eqn, run.function(eqn.params["jaxpr"]), operands))
-    )
-
-
-def _scan(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    consts, carries = compat.scan_sizes(eqn.params)
-    stop = consts + carries
-    function = run.function(eqn.params["jaxpr"])
-
-    def body(*values: Any) -> list[Any]:
-        return function(*values[:consts], *map(Activation, values[consts:stop]), *values[stop:])
-
-    operands = [*operands[:consts], *map(read, operands[consts:stop]), *operands[stop:]]
-    return list(map(Activation, rebuild_control_flow.scan(eqn, body, operands)))
-
-
-def _cond(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    if compat.platforms_of_branches(eqn) is not None:
-        return _closed(run, eqn, operands)
-    functions = list(map(run.function, eqn.params["branches"]))
-    return list(map(Activation, rebuild_control_flow.cond(functions, [read(operands[0]), *operands[1:]])))
-
-
-def _custom_jvp(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    inner = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
-    if compat.name_of(eqn) != FLOAT32_PRODUCT or len(inner) != 1:
-        return _closed(run, eqn, operands)
-    # Of autocast: a float32 result whose derivatives are half products.
-    return [_product(inner[0], operands, inner[0].invars[0].aval.dtype)]
-
-
-def _closed(run: Run, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Does a call that brings its own derivative, has none, or cannot be rebuilt."""
-    name = eqn.primitive.name
-    why = "which is bound to its shardings or donations" if name == "jit" else "whose derivative is given"
-    if name != "while":
-        run.note(eqn, f"the weight goes into a {name}, {why}")
-    return list(map(Activation, binding.bind(eqn, *map(read, operands))))
-
-
-_CALLS: Mapping[Kind, Callable[[Run, Any, Sequence[Any]], Sequence[Any]]] = {
-    Kind.JIT: _jit,
-    Kind.CALL: _call,
-    Kind.CHECKPOINT: _checkpoint,
-    Kind.SHARD_MAP: _shard_map,
-    Kind.SCAN: _scan,
-    Kind.COND: _cond,
-    Kind.WHILE: _closed,
-    Kind.PLATFORM: _closed,
-    Kind.CUSTOM_JVP: _custom_jvp,
-    Kind.CUSTOM_VJP: _closed,
-}
 
 #: Operations of weights that are done in a way of their own.
 _RULES: Mapping[str, Callable[[Any, Sequence[Any], Sequence[DualWeight]], Sequence[Any]]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_policy._src.jaxpr import compat, evaluator
+from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.products.binding import bind_product
 
@@ -120,4 +120,4 @@ def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
             return bind_product(eqn.primitive, values, params)
 
     jaxpr = jax.make_jaxpr(lambda ct: transpose(ct)[0])(ct)
-    return lax.convert_element_type(evaluator.evaluate(jaxpr, [ct], step)[0], FLOAT32)
+    return lax.convert_element_type(ir.evaluate(jaxpr, [ct], step)[0], FLOAT32)

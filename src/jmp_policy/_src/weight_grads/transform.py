@@ -12,7 +12,7 @@ from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads.dual_values import Run, read
+from jmp_policy._src.weight_grads.dual_values import DualValues, read
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads, wants_fp32_weight_grads
 
 #: Whether a function is traced for this already. Part of the key of jit's cache.
@@ -45,13 +45,13 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
             if not any(map(ir.is_traced, jax.tree.leaves((args, kwargs)))):
                 return fn(*args, **kwargs)
             jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
-        run = Run()
+        run = DualValues()
         if ir.is_explicit(compat.open_jaxpr(jaxpr).invars):
             # Op by op, constants would not get the shardings that the trace gave them.
             made = jax.jit(run.function(jaxpr))(*arrays)
         else:
             with binding.program(is_body=False):
-                made = list(map(read, run.evaluate(jaxpr, arrays, opens_scope)))
+                made = list(map(read, run.run(jaxpr, arrays, opens_scope)))
         for place, why in run.missed.items():
             warnings.warn(
                 f"grad_dtype=float32 does not reach a weight at {place}: {why}. Its gradient is as without.",

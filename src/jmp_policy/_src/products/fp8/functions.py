@@ -9,7 +9,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.policy.worthwhile import staying, without_target
 from jmp_policy._src.products import functions

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.products.fp8.blocks import BLOCKS, block_product
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of

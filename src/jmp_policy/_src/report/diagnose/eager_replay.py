@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.jaxpr.evaluator import evaluate
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
+from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import Trait, having
 
 #: Stands for where a non-finite constant of the program comes from.
@@ -53,7 +53,7 @@ class ReplayedEqn:
     writes: list[int]
 
 
-class EagerReplay:
+class EagerReplay(Interpreter):
     """The values of a program that ran operation by operation.
 
     Args:
@@ -85,7 +85,7 @@ class EagerReplay:
         places = [self._add(value) for value in arguments]
         self.arguments = places
         self.origins.update({place: i for i, place in enumerate(places)})
-        self.results = self._run(jaxpr, places, site or walk.Site())
+        self.results = self.run(jaxpr, places, site or walk.Site())
 
     def _add(self, value: Any, constant: bool = False) -> int:
         self.values.append(value)
@@ -95,29 +95,39 @@ class EagerReplay:
             self._constants.add(place)
         return place
 
-    def _run(self, jaxpr: Any, arguments: Sequence[int], outer: walk.Site) -> list[int]:
-        return evaluate(
-            jaxpr,
-            arguments,
-            lambda eqn, reads: self._equation(eqn, reads, walk.site_of(eqn, outer)),
-            constant=lambda _, value: self._add(value, constant=True),
-            literal=lambda atom: self._add(np.asarray(atom.val, ir.dtype_of(atom)), constant=True),
-        )
+    def constant(self, atom: Any, value: Any) -> int:
+        """The place of a constant."""
+        if isinstance(atom, compat.Literal):
+            value = np.asarray(value, ir.dtype_of(atom))
+        return self._add(value, constant=True)
 
-    def _equation(self, eqn: Any, reads: list[int], site: walk.Site) -> list[int]:
-        kind, called = calls.kind_of(eqn), calls.called(eqn)
-        if kind in (Kind.COND, Kind.PLATFORM) and self._is_known:
-            branches = eqn.params["branches"]
-            index = min(max(int(self.values[reads[0]]), 0), len(branches) - 1)
-            return self._run(branches[index], reads[1:], site)
-        if called is not None and kind is not Kind.SHARD_MAP:
-            return self._run(called.jaxpr, reads[called.skipped :], site)
-        with compat.eqn_context(eqn):
-            outs = compat.bind_primitive(eqn.primitive, [self.values[place] for place in reads], eqn.params)
-        writes = [self._add(out) for out in outs]
-        self.steps.append(ReplayedEqn(eqn, site, reads, writes))
-        if eqn.primitive.name in VIEWS and len(reads) == 1 and reads[0] in self.origins:
-            self.origins[writes[0]] = self.origins[reads[0]]
+    def at(self, eqn: Any, around: walk.Site) -> walk.Site:
+        """The site of an operation."""
+        return walk.site_of(eqn, around)
+
+    def enters(self, eqn: Any, kind: Kind, values: list[int]) -> bool:
+        """Whether it is followed: calls are, and branches where it is known which one is taken."""
+        return self._is_known if kind is Kind.COND else kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
+
+    def call(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
+        """Runs what is called; of branches by platform the one that is taken."""
+        is_branch = calls.kind_of(eqn) is Kind.PLATFORM and self._is_known
+        return self.cond(eqn, values, where) if is_branch else super().call(eqn, values, where)
+
+    checkpoint = Interpreter.call
+
+    def cond(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
+        """Runs the branch that is taken."""
+        branches = calls.branches(eqn)
+        index = min(max(int(self.values[values[0]]), 0), len(branches) - 1)
+        return self.run(branches[index], values[1:], where)
+
+    def operation(self, eqn: Any, values: list[int], where: walk.Site) -> list[int]:
+        """Does an operation, and keeps what it gives."""
+        writes = [self._add(out) for out in self.bind(eqn, *(self.values[place] for place in values))]
+        self.steps.append(ReplayedEqn(eqn, where, values, writes))
+        if eqn.primitive.name in VIEWS and len(values) == 1 and values[0] in self.origins:
+            self.origins[writes[0]] = self.origins[values[0]]
         return writes
 
     def filled(self, values: Sequence[Any]) -> "EagerReplay":
@@ -200,7 +210,7 @@ def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
         in_float32 = [inside.in_float32(place) for place in places]
         return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *in_float32)]
 
-    stacked = rebuild_control_flow.shard_map(step.eqn, program, arguments, out_specs=P(axes))
+    stacked = control_flow.shard_map(step.eqn, program, arguments, out_specs=P(axes))
     assert inside is not None
     return inside.filled(stacked)
 

@@ -1,11 +1,12 @@
 """Describes the operation that made the first non-finite value, be it inside a loop or a shard_map."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jmp_policy._src.jaxpr import calls, compat
+from jmp_policy._src.jaxpr import calls
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.source_lines import is_called_by
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, Zero, advice
@@ -139,13 +140,10 @@ def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostCo
 
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
     """Returns the places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
-    params = step.eqn.params
-    if calls.kind_of(step.eqn) is Kind.SCAN:
-        first, carries = compat.scan_sizes(params)
-    elif calls.kind_of(step.eqn) is Kind.SHARD_MAP:
-        first, carries = 0, 0
-    else:
-        first, carries = params["body_nconsts"], len(inner.results)
+    first, carries = 0, 0
+    if calls.kind_of(step.eqn) is not Kind.SHARD_MAP:
+        loop = calls.loop(step.eqn, step.reads)
+        first, carries = len(loop.fixed), len(loop.start)
     wanted = {result for result, write in zip(inner.results, step.writes, strict=True) if write in forward}
     starts = inner.arguments[first : first + carries]
     while True:
@@ -182,22 +180,16 @@ def _largest(
 
 def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
     """Yields the trips of a loop, each as a replay of its own."""
-    params, values = step.eqn.params, [replay.values[place] for place in step.reads]
-    if calls.kind_of(step.eqn) is Kind.SCAN:
-        consts, carries = compat.scan_sizes(params)
-        fixed, carry, xs = values[:consts], values[consts : consts + carries], values[consts + carries :]
-        order = range(params["length"])
-        for i in reversed(order) if params["reverse"] else order:
-            inner = EagerReplay(params["jaxpr"], [*fixed, *carry, *(x[i] for x in xs)], step.site)
-            yield inner
-            carry = [inner.values[place] for place in inner.results[:carries]]
-        return
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    tested, fixed, carry = values[:first], values[first : first + second], values[first + second :]
-    while True:
-        test = EagerReplay(params["cond_jaxpr"], [*tested, *carry], step.site)
-        if not bool(test.values[test.results[0]]):
-            return
-        inner = EagerReplay(params["body_jaxpr"], [*fixed, *carry], step.site)
+    loop = calls.loop(step.eqn, [replay.values[place] for place in step.reads])
+    trips: Iterable[int] = itertools.count() if loop.trips is None else range(loop.trips)
+    if loop.trips is not None and step.eqn.params["reverse"]:
+        trips = range(loop.trips - 1, -1, -1)
+    carry = loop.start
+    for i in trips:
+        if loop.test is not None:
+            test = EagerReplay(loop.test, [*loop.tested, *carry], step.site)
+            if not bool(test.values[test.results[0]]):
+                return
+        inner = EagerReplay(loop.body, [*loop.fixed, *carry, *(x[i] for x in loop.xs)], step.site)
         yield inner
-        carry = [inner.values[place] for place in inner.results]
+        carry = [inner.values[place] for place in inner.results[: len(carry)]]

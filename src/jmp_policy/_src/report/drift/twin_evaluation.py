@@ -16,29 +16,30 @@ What one line of the source does with few operations that are cheap is a region,
 `wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.rounding import narrowed
-from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow, walk
+from jmp_policy._src.jaxpr import calls, compat, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.evaluator import evaluate, last_uses
 from jmp_policy._src.jaxpr.float32_replay import has_half, is_foreign, replay_equation
+from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_float8_scale
-from jmp_policy._src.report.drift import branches, loops
-from jmp_policy._src.report.drift.recorder import Node, Recorder, over_devices
-from jmp_policy._src.report.drift.twin import Twin, as_written, held, nodes_of, packed, same, unpacked
+from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder, Stack, over_devices, over_trips
+from jmp_policy._src.report.drift.twin import Twin, as_written, held, same
+from jmp_policy._src.report.drift.two_ways import TwinCarries, cond
 
 
-class TwinEvaluation:
+class TwinEvaluation(Interpreter):
     """Evaluates jaxprs on twins.
 
     Args:
@@ -47,47 +48,89 @@ class TwinEvaluation:
     """
 
     def __init__(self, recorder: Recorder, every_operation: bool):
-        self._recorder = recorder
+        self.recorder = recorder
         self._every_operation = every_operation
 
-    def run(self, jaxpr: Any, arguments: Sequence[Twin], outer: walk.Site) -> list[Twin]:
-        """Returns the results of a jaxpr, closed or not, that is called at a site."""
-        return evaluate(
-            jaxpr,
-            list(arguments),
-            lambda eqn, twins: self._equation(eqn, twins, walk.site_of(eqn, outer)),
-            constant=lambda _, value: same(value),
-            literal=lambda atom: same(jnp.asarray(atom.val, ir.dtype_of(atom))),
-            last_uses=last_uses(jaxpr),
-        )
+    def at(self, eqn: Any, around: Site) -> Site:
+        """The site of an operation."""
+        return walk.site_of(eqn, around)
 
-    def _equation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
+    def in_loop(self, eqn: Any, around: Site) -> Site:
+        """The site of the body of a loop, which runs once per trip."""
+        if calls.kind_of(eqn) is Kind.WHILE:
+            return dataclasses.replace(around, counted=False)
+        return dataclasses.replace(around, times=around.times * eqn.params["length"])
+
+    def constant(self, atom: Any, value: Any) -> Twin:
+        """A constant, which both runs share."""
+        return same(jnp.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
+
+    def equation(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """The results of an equation in both runs; what neither rounds nor differs is run once."""
         if is_float8_scale(eqn):
             # The float32 run has no use for it: what it makes of the operands is the product's error.
-            return list(map(same, as_written(eqn, twins)))
-        if all(twin.node is None for twin in twins) and not _involves_half(eqn):
-            return list(map(same, replay_equation(eqn, [twin.exact for twin in twins])))
-        kind, called = calls.kind_of(eqn), calls.called(eqn)
-        if kind is Kind.SCAN:
-            return loops.scan(self.run, self._recorder, eqn, twins, site)
-        if kind is Kind.WHILE and loops.has_one_end(eqn):
-            return loops.while_loop(self.run, self._recorder, eqn, twins, site)
-        if kind is Kind.COND and not branches.is_opaque(eqn):
-            return branches.cond(self.run, self._recorder, eqn, twins, site)
-        if kind is Kind.SHARD_MAP:
-            return self._shard_map(eqn, twins, site)
-        if called is not None:
-            if kind is Kind.CHECKPOINT:
-                twins = _kept_apart(twins)
-            return self.run(called.jaxpr, twins[called.skipped :], site)
-        return self._operation(eqn, twins, site)
+            return list(map(same, as_written(eqn, values)))
+        if all(twin.node is None for twin in values) and not _involves_half(eqn):
+            return list(map(same, replay_equation(eqn, [twin.exact for twin in values])))
+        return super().equation(eqn, values, where)
 
-    def _operation(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
-        exact = replay_equation(eqn, [twin.exact for twin in twins])
-        differs = any(twin.node is not None for twin in twins)
-        computed = replay_equation(eqn, [twin.half for twin in twins]) if differs else exact
+    def enters(self, eqn: Any, kind: Kind, values: list[Twin]) -> bool:
+        """Whether it is looked into; else it is an operation as a whole."""
+        if kind is Kind.WHILE:
+            return calls.ends_at_once(eqn)
+        is_for_platforms = compat.platforms_of_branches(eqn) is not None
+        return kind is not Kind.COND or not (is_for_platforms or ir.has_references(eqn))
+
+    def inside(
+        self, jaxpr: Any, take: Callable[[], list[Twin]], where: Site
+    ) -> tuple[list[Twin], dict[int, Measured]]:
+        """Runs a jaxpr in a trace of its own; what is recorded is what was measured there."""
+        with self.recorder.inside() as measured:
+            return self.run(jaxpr, take(), where), measured
+
+    def of_trip(self, record: dict[int, Measured]) -> Stack:
+        """What is measured in a trip, as one array."""
+        return Stack(record)
+
+    def added(self, record: Stack, trip: Stack) -> Stack:
+        """What is measured in several trips of a while loop, and in one more."""
+        return Stack(over_trips(record.measured(), trip.measured()))
+
+    def over_devices(self, eqn: Any, record: dict[int, Measured]) -> dict[int, Measured]:
+        """What is measured on all devices of a shard_map."""
+        if not eqn.params["check_vma"]:
+            self.recorder.counted_often.update(record)
+        return over_devices(record, tuple(compat.manual_axes(eqn.params)), eqn.params["check_vma"])
+
+    def keep(self, record: Any) -> None:
+        """Keeps what was measured in a loop or on devices."""
+        self.recorder.measured.update(record.measured() if isinstance(record, Stack) else record)
+
+    def checkpoint(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """Runs what a jax.checkpoint holds, kept apart from what computed the same before."""
+        # Else the compiler would merge what is computed again with the first time.
+        return self.call(eqn, lax.optimization_barrier(values), where)
+
+    def carries(self, eqn: Any, loop: calls.Loop, where: Site) -> TwinCarries:
+        """Carries are nodes of their own."""
+        return TwinCarries(self, eqn, loop, where)
+
+    def goes_on(self, loop: calls.Loop, carries: Any, carry: Any, where: Site) -> Any:
+        """Whether both runs have another trip."""
+        found = carries.goes_on(carry)
+        return found.exact if found.node is None else found.exact & found.half
+
+    def cond(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """Runs the branch of both runs, or that of each."""
+        return cond(self, eqn, values, where)
+
+    def operation(self, eqn: Any, values: list[Twin], where: Site) -> list[Twin]:
+        """Does an operation in both runs, and measures what it introduces."""
+        exact = replay_equation(eqn, [twin.exact for twin in values])
+        differs = any(twin.node is not None for twin in values)
+        computed = replay_equation(eqn, [twin.half for twin in values]) if differs else exact
         if _runs_as_traced(eqn):
-            half, rounds = as_written(eqn, twins), [True] * len(computed)
+            half, rounds = as_written(eqn, values), [True] * len(computed)
         else:
             dtypes = map(ir.dtype_of, eqn.outvars)
             rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
@@ -97,23 +140,23 @@ class TwinEvaluation:
             ]
         if not differs and not any(rounds):
             return list(map(same, exact))
-        region = None if self._every_operation else (site.path, site.line, site.backward)
-        within = [t.region is not None and t.region == region for t in twins]
+        region = None if self._every_operation else (where.path, where.line, where.backward)
+        within = [t.region is not None and t.region == region for t in values]
         wide = computed
         if eqn.primitive.name in _COSTLY:
-            within = [False] * len(twins)
+            within = [False] * len(values)
         if any(within):
-            values = [t.wide if inside else t.half for t, inside in zip(twins, within, strict=True)]
-            wide = replay_equation(eqn, values)
+            entering = [t.wide if inside else t.half for t, inside in zip(values, within, strict=True)]
+            wide = replay_equation(eqn, entering)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
-        lost = _lost(eqn, twins, within)
+        lost = _lost(eqn, values, within)
         if eqn.primitive.name in _ELEMENTWISE:
-            half[0], exact[0] = self._recorder.after_measuring(half[0], exact[0])
+            half[0], exact[0] = self.recorder.after_measuring(half[0], exact[0])
         made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
-        return [self._result(eqn, site, twins, within, i, made[i], one) for i, one in enumerate(rounds)]
+        return [self._result(eqn, where, values, within, i, made[i], one) for i, one in enumerate(rounds)]
 
     def _result(
-        self, eqn: Any, site: walk.Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
+        self, eqn: Any, site: Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
         rounds: bool,
     ) -> Twin:  # fmt: skip
         """Returns one result of an operation with its node; `made` is what it has become."""
@@ -121,7 +164,7 @@ class TwinEvaluation:
         if passed is not None and not rounds:
             # A view of what is in another region begins none: its node has the sources of that one.
             return made._replace(node=passed) if any(within) else Twin(made.half, made.exact, passed)
-        nodes, sources = self._recorder.nodes, dict[int, None]()
+        nodes, sources = self.recorder.nodes, dict[int, None]()
         operands = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
         for number, inside in operands:
             sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
@@ -137,30 +180,9 @@ class TwinEvaluation:
         adds = eqn.primitive.name in _ADDS and all(node.adds for node in before)
         note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
         node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note)
-        number = self._recorder.add(node)
-        self._recorder.measure(number, made.half, made.wide, made.exact, made.lost)
+        number = self.recorder.add(node)
+        self.recorder.measure(number, made.half, made.wide, made.exact, made.lost)
         return made._replace(node=number)
-
-    def _shard_map(self, eqn: Any, twins: list[Twin], site: walk.Site) -> list[Twin]:
-        params, begin, results = eqn.params, len(self._recorder.nodes), []
-        differs, numbers = nodes_of(twins)
-
-        def on_device(*arrays: Any) -> list[Any]:
-            del self._recorder.nodes[begin:]
-            with self._recorder.inside() as measured:
-                results[:] = self.run(params["jaxpr"], unpacked(arrays, differs, numbers), site)
-            whole = over_devices(measured, tuple(compat.manual_axes(params)), params["check_vma"])
-            return [*packed(results, [True] * len(results)), whole]
-
-        out_specs = (*params["out_specs"], jax.P())
-        *pairs, measured = rebuild_control_flow.shard_map(eqn, on_device, packed(twins, differs), out_specs)
-        self._recorder.measured.update(measured)
-        if not params["check_vma"]:
-            self._recorder.counted_often.update(measured)
-        return [
-            same(exact) if twin.node is None else Twin(half, exact, twin.node)
-            for (half, exact), twin in zip(pairs, results, strict=True)
-        ]
 
 
 def _weight(node: Node) -> tuple[int, bool]:
@@ -217,13 +239,6 @@ def _passed_on(eqn: Any, twins: Sequence[Twin], i: int) -> int | None:
     var, out = eqn.invars[place], eqn.outvars[i]
     is_number = all(jnp.issubdtype(ir.dtype_of(v), jnp.inexact) for v in (var, out))
     return twins[place].node if is_number and walk.size(var) == walk.size(out) else None
-
-
-def _kept_apart(twins: list[Twin]) -> list[Twin]:
-    """Keeps the compiler from merging what a jax.checkpoint computes again with the first time."""
-    arrays = [(t.half, t.exact) if t.node is not None else (t.exact,) for t in twins]
-    apart = lax.optimization_barrier(arrays)
-    return [Twin(pair[0], pair[-1], twin.node) for pair, twin in zip(apart, twins, strict=True)]
 
 
 #: Of loops and branches that are done as one operation, why their row is of the whole.

@@ -1,34 +1,64 @@
-"""Results of a branch or loop in which the two runs of a program may go different ways."""
+"""Loops and branches in which the two runs of a program may go different ways.
 
-from collections.abc import Sequence
-from typing import Any
+A scan has as many trips in both runs, and what is measured in it is known for each trip. The trips of a while
+loop may be counted by values that differ. Both runs go on together while both of them go on, and what is
+measured is added up. What is left to the one that has more trips it does alone.
 
+The index of a branch may differ, too. Then one more branch is there for the case that both runs take
+different ones; it gives the results of both, and measures nothing::
+
+    switch(index.half if index.half == index.exact else the last,
+           first branch on twins, second branch on twins, ..., each run its own branch)
+
+Where the two runs went different ways, their whole difference is introduced by the loop or branch itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.float32_replay import to_float32
+from jmp_policy._src.jaxpr import calls, control_flow, ir
+from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
+from jmp_policy._src.jaxpr.interpreter import Carries
 from jmp_policy._src.jaxpr.walk import Site
-from jmp_policy._src.report.drift.recorder import Node, Recorder
-from jmp_policy._src.report.drift.twin import Twin, held, same
+from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack
+from jmp_policy._src.report.drift.twin import Twin, as_written, held, same
+
+
+class Evaluation(Protocol):
+    """What evaluates a jaxpr on twins: `twin_evaluation.TwinEvaluation`."""
+
+    recorder: Recorder
+
+    def in_loop(self, eqn: Any, around: Site) -> Site:
+        """Returns where the body of a loop is."""
+        ...
+
+    def run(self, jaxpr: Any, values: Sequence[Twin], where: Site) -> list[Twin]:
+        """Returns the results of a jaxpr that is called at a site."""
+        ...
+
+    def inside(self, jaxpr: Any, take: Callable[[], list[Twin]], where: Any) -> tuple[list[Twin], Any]:
+        """Runs a jaxpr in a trace of its own; gives its results and what was measured."""
+        ...
 
 
 def result_of(
-    recorder: Recorder,
-    eqn: Any,
-    i: int,
-    site: Site,
-    twin: Twin,
-    sources: Sequence[int | None],
-    apart: Any,
-    note: str,
-) -> Twin:
+    recorder: Recorder, eqn: Any, site: Site, i: int, twin: Twin, sources: Sequence[int | None],
+    apart: Any, note: str,
+) -> Twin:  # fmt: skip
     """Returns a result of a branch or loop as a node, if the two runs may differ in it.
 
     It inherits what was computed inside where both runs went the same way. Where they did not, their whole
     difference is introduced here: what is inside cannot be compared.
 
     Args:
-      recorder, eqn, i, site: where to note it, and which result of which operation it is.
+      recorder, eqn, site: where to note it, and which operation it is.
+      i: which of its results.
       twin: its values in both runs.
       sources: the nodes that it may be; None for values that cannot differ.
       apart: whether the two runs went different ways; None if they cannot.
@@ -39,9 +69,199 @@ def result_of(
         return same(twin.exact)
     var = eqn.outvars[i]
     half = held(twin.half, var)
-    dtype, name = ir.dtype_of(var), eqn.primitive.name
-    node = Node(site, name, dtype, 1, inside, rounds=apart is not None, adds=True, note=note)
+    node = Node(site, eqn.primitive.name, ir.dtype_of(var), 1, inside, apart is not None, True, note)
     number = recorder.add(node)
     wide = half if apart is None else jnp.where(apart, twin.exact, to_float32(half))
     recorder.measure(number, half, wide, twin.exact)
     return Twin(half, twin.exact, number)
+
+
+class TwinCarries(Carries):
+    """The carries of a loop. At the start of a trip each that may differ is a node of its own.
+
+    Args:
+      evaluation: evaluates the body.
+      eqn, site: its equation, and where it is.
+      loop: its operands.
+
+    Attributes:
+      differs: for each carry, whether the two runs may differ in it.
+      carried: for each carry, its node at the start of a trip.
+      results: the carries at the end of a trip.
+      made: for each carry of a scan, the node of the body that it is after a trip; None if it is none of this
+        loop. Its error at the start of a trip is then that of the trip before, and not measured again.
+    """
+
+    def __init__(self, evaluation: Evaluation, eqn: Any, loop: calls.Loop, site: Site):
+        super().__init__(loop.start)
+        self._evaluation, self._recorder, self._eqn, self._loop = evaluation, evaluation.recorder, eqn, loop
+        self._outside, self._site = site, evaluation.in_loop(eqn, site)
+        self._is_scan = loop.test is None
+        self.differs = [twin.node is not None for twin in self.start]
+        self.carried: list[int | None] = []
+        self.results: list[Twin] = []
+        self.made: list[int | None] = [None] * len(self.start)
+        self._begin = len(self._recorder.nodes)
+
+    def settle(self, trial: Callable[[], Any]) -> None:
+        """Sets `differs`: what differs after a trip differs at its start."""
+
+        def after(differs: list[bool]) -> list[bool]:
+            self.differs = differs
+            with self._recorder.forgetting():
+                # A new function each time: JAX would not trace the same one again.
+                jax.eval_shape(lambda: trial())
+            return [a or b.node is not None for a, b in zip(differs, self.results, strict=True)]
+
+        ir.fixed_point(self.differs, after)
+
+    def first(self) -> list[Twin]:
+        """The first carries, as two arrays each where the runs may differ."""
+        return self._alike(self.start)
+
+    def begin(self, carry: list[Twin]) -> list[Twin]:
+        """The carries as nodes of the trip."""
+        # A loop may trace its body more than once; what was recorded before is void.
+        del self._recorder.nodes[self._begin :]
+        carried = self.as_nodes(carry)
+        self.carried = [twin.node for twin in carried]
+        return carried
+
+    def as_nodes(self, carry: list[Twin]) -> list[Twin]:
+        """The carries at the start of a trip, each a node of its own if it may differ."""
+        return [self._as_node(i, t) if t.node is not None else t for i, t in enumerate(carry)]
+
+    def _as_node(self, i: int, twin: Twin) -> Twin:
+        node = Node(self._site, "carry", ir.dtype_of(self._eqn.outvars[i]), 1, (), rounds=False, adds=True)
+        number = self._recorder.add(node)
+        if self.made[i] is None:
+            self._recorder.measure(number, twin.half, twin.exact, twin.exact)
+        return Twin(twin.half, twin.exact, number)
+
+    def end(self, results: list[Twin]) -> list[Twin]:
+        """The carries after a trip, as two arrays each where the runs may differ."""
+        self.results, nodes = results, self._recorder.nodes
+        last_carry = max((n for n in self.carried if n is not None), default=-1)
+        for i, result in enumerate(results if self._is_scan else ()):
+            node = result.node if self.carried[i] is not None else None
+            is_own = node is not None and node > last_carry and nodes[node].site.times == self._site.times
+            self.made[i] = node if is_own else None
+        return self._alike(results)
+
+    def last(self, carry: list[Twin]) -> list[Twin]:
+        """The results of the loop."""
+        if self._is_scan:
+            self._measure_carries()
+        self._connect()
+        if not self._is_scan:
+            return self._last_of_while(carry)
+        return [Twin(*pair[:2], made.node) for pair, made in zip(carry, self.results, strict=True)]
+
+    def _measure_carries(self) -> None:
+        recorder, reverse = self._recorder, self._eqn.params["reverse"]
+        for number, begun, made in zip(self.carried, self.start, self.made, strict=True):
+            if number is not None and made is not None:
+                recorder.measure_carry(number, begun.half, begun.exact, made, recorder.measured, reverse)
+
+    def _connect(self) -> None:
+        """Gives the nodes of carries their sources: the first carry, and what a trip makes of it."""
+        nodes = self._recorder.nodes
+        for number, begun, result in zip(self.carried, self.start, self.results, strict=True):
+            if number is not None:
+                # Its place is that of what makes it in every trip, so that it is in the same module.
+                made = nodes[number if result.node is None else result.node]
+                sources = tuple(n for n in (begun.node, result.node) if n is not None)
+                nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
+
+    def goes_on(self, carry: list[Twin]) -> Twin:
+        """Whether a while loop has another trip, in both runs."""
+        with self._recorder.forgetting():
+            operands = [*self._loop.tested, *self.as_nodes(carry)]
+            (found,) = self._evaluation.run(self._loop.test, operands, self._site)
+        return found
+
+    def _last_of_while(self, carry: list[Twin]) -> list[Twin]:
+        """The results of a while loop, after each run has done the trips that it has more of."""
+        loop, goes_on, apart = self._loop, self.goes_on(carry), None
+        final = [Twin(twin.half, twin.exact) for twin in carry]
+        if goes_on.node is not None:
+            apart = goes_on.half | goes_on.exact
+            rest = [*loop.tested, *loop.fixed, *final]
+            exacts = replay_equation(self._eqn, [twin.exact for twin in rest])
+            final = list(map(Twin, as_written(self._eqn, rest), exacts))
+        note = "one of the two runs takes more trips"
+        where = self._recorder, self._eqn, self._outside
+        return [
+            result_of(*where, i, twin, (begun.node, made.node), apart, note)
+            for i, (twin, begun, made) in enumerate(zip(final, self.start, self.results, strict=True))
+        ]
+
+    def _alike(self, carries: Sequence[Twin]) -> list[Twin]:
+        """Carries, before or after a trip, in the same structure and dtypes."""
+        return [
+            Twin(held(twin.half, var), twin.exact, _A_NODE) if two else same(twin.exact)
+            for twin, var, two in zip(carries, self._eqn.outvars, self.differs, strict=False)
+        ]
+
+
+#: Stands for the node of a carry, which is another one in each trip.
+_A_NODE = -1
+
+
+def cond(evaluation: Evaluation, eqn: Any, twins: Sequence[Twin], site: Site) -> list[Twin]:
+    """Returns the results of a cond or switch."""
+    index, *operands = twins
+    branches = [_Branch(evaluation, eqn, jaxpr, site, operands) for jaxpr in calls.branches(eqn)]
+    nothing = [branch.nothing for branch in branches]
+
+    def taken(number: int) -> Callable[..., Any]:
+        def function(operands: list[Twin]) -> Any:
+            pairs, measured = branches[number].run(operands)
+            return pairs, [*nothing[:number], measured, *nothing[number + 1 :]]
+
+        return function
+
+    def each_its_own(operands: list[Twin]) -> Any:
+        both = [index, *operands]
+        exacts = replay_equation(eqn, [twin.exact for twin in both])
+        return _pairs(eqn, map(Twin, as_written(eqn, both), exacts)), nothing
+
+    functions, number, apart = [taken(i) for i in range(len(branches))], index.exact, None
+    if index.node is not None:
+        apart = index.half != index.exact
+        number = jnp.where(apart, len(functions), number)
+        functions.append(each_its_own)
+    pairs, found = lax.switch(number, functions, operands)
+    for stack in found:
+        evaluation.recorder.measured.update(stack.measured())
+    where, note = (evaluation.recorder, eqn, site), "the two runs take different branches"
+    return [
+        result_of(*where, i, Twin(*pair), [branch.nodes[i] for branch in branches], apart, note)
+        for i, pair in enumerate(pairs)
+    ]
+
+
+class _Branch:
+    """One branch, traced: what is measured must be known before any branch is put together.
+
+    Attributes:
+      run: function of the operands to the results in both runs, and what was measured.
+      nodes: of its results.
+      nothing: what is measured in it where another one is taken.
+    """
+
+    def __init__(self, evaluation: Evaluation, eqn: Any, jaxpr: Any, site: Site, operands: list[Twin]):
+        self.nodes: list[int | None] = []
+
+        def branch(operands: list[Twin]) -> Any:
+            results, measured = evaluation.inside(jaxpr, lambda: operands, site)
+            self.nodes = [twin.node for twin in results]
+            return _pairs(eqn, results), Stack(measured)
+
+        self.run, types = control_flow.traced_once(branch, operands)
+        self.nothing = jax.tree.map(ir.zeros, types[1])
+
+
+def _pairs(eqn: Any, twins: Any) -> list[tuple[Any, Any]]:
+    """Results in both runs, in the same dtypes from every branch."""
+    return [(held(twin.half, var), twin.exact) for twin, var in zip(twins, eqn.outvars, strict=True)]

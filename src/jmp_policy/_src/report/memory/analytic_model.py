@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.evaluator import evaluate
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import is_backward
 from jmp_policy._src.products.fp8.eligibility import formats_of

@@ -10,6 +10,7 @@ code made the value:
   where another one reads its values, their cotangents are rounded when they come in.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -17,13 +18,13 @@ import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import calls, compat, ir, rebuild_control_flow
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
+from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, replay_equation, to_float32
+from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import size
 from jmp_policy._src.report.sensitivity import exact_operations
-from jmp_policy._src.report.sensitivity.custom_derivatives import custom_jvp, custom_vjp
 from jmp_policy._src.report.sensitivity.rounding_taps import Which
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
@@ -60,30 +61,33 @@ class Tapped:
     Args:
       array: as the module that made it sees it.
       group: what its rounding counts for; None for nothing.
-      run: the program that it belongs to.
     """
 
-    __slots__ = ("_read", "array", "group", "run")
+    __slots__ = ("array", "group", "seen_by")
 
-    def __init__(self, array: Any, group: str | None, run: "TappedProgram"):
-        self.array, self.group, self.run = array, group, run
-        self._read: dict[Any, Any] = {}
-
-    def outside(self) -> Any:
-        """Returns the array as other modules see it."""
-        return self._once("", self.array, self.group, False)
-
-    def entering(self, group: str) -> Any:
-        """Returns the array as another module sees it that computes with it in half."""
-        return self._once(group, self.outside(), group, True)
-
-    def _once(self, key: str, array: Any, group: str | None, value: bool) -> Any:
-        if key not in self._read:
-            self._read[key] = self.run.tapped(array, group, value, cotangent=True, alone=True)
-        return self._read[key]
+    def __init__(self, array: Any, group: str | None = None):
+        self.array, self.group = array, group
+        #: By the group that reads it ("" for others), the array as that group sees it.
+        self.seen_by: dict[str, Any] = {}
 
 
-class TappedProgram:
+jax.tree_util.register_pytree_node(
+    Tapped, lambda x: ((x.array,), x.group), lambda group, arrays: Tapped(arrays[0], group)
+)
+
+
+class _Carries(Carries):
+    """Carries, of which the first and those of later trips may be of different groups."""
+
+    def end(self, results: list[Tapped]) -> list[Tapped]:
+        self._made = [value.group for value in results]
+        return [Tapped(r.array, first.group) for r, first in zip(results, self.start, strict=True)]
+
+    def last(self, carry: list[Tapped]) -> list[Tapped]:
+        return [Tapped(value.array, group) for value, group in zip(carry, self._made, strict=True)]
+
+
+class TappedProgram(Interpreter):
     """One run.
 
     Args:
@@ -102,15 +106,108 @@ class TappedProgram:
         taps: Taps,
     ):
         self._group_of, self._sinks, self._dtype, self._taps = group_of, sinks, dtype, taps
+        self._readers: Mapping[Any, Sequence[Any]] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         """Returns the results of a closed jaxpr, in float32."""
-        given = [Tapped(to_float32(array), None, self) for array in arrays]
-        return [out.outside() for out in self._inside(jaxpr, given, ())]
+        return [self._outside(out) for out in self.run(jaxpr, [Tapped(to_float32(x)) for x in arrays], ())]
 
-    def tapped(self, array: Any, group: str | None, value: bool, cotangent: bool, alone: bool = False) -> Any:
-        """Returns an array with a tap on it, if somebody asks about the group."""
+    def run(self, jaxpr: Any, values: Sequence[Tapped], where: tuple[str, ...] = ()) -> list[Tapped]:
+        """Returns the results of a jaxpr, within scopes of these names."""
+        opened, around = compat.open_jaxpr(jaxpr), self._readers
+        self._readers = _readers(opened, lambda eqn: self._group_of(self.at(eqn, where)))
+        try:
+            outs = super().run(jaxpr, values, where)
+        finally:
+            self._readers = around
+        return [
+            Tapped(ir.as_array(out.array, atom), out.group)
+            for out, atom in zip(outs, opened.outvars, strict=True)
+        ]
+
+    def at(self, eqn: Any, around: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the scopes around an operation."""
+        return (*around, *compat.scopes(eqn))
+
+    def constant(self, atom: Any, value: Any) -> Tapped:
+        """A constant, which belongs to no module."""
+        return Tapped(
+            to_float32(np.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
+        )
+
+    def enters(self, eqn: Any, kind: Kind, values: list[Tapped]) -> bool:
+        """Whether it is run: not a while loop, which nothing differentiates backward, nor own derivatives."""
+        if kind in (Kind.SCAN, Kind.COND):
+            return _holds_half(eqn)
+        return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
+
+    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+        """Carries that may change their group."""
+        return _Carries(loop.start)
+
+    def cond(self, eqn: Any, values: list[Tapped], where: Any) -> Sequence[Tapped]:
+        """Runs a branch; results are of the groups that the last one gives them."""
+        groups: list[str | None] = []
+
+        def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+            def function(*operands: Tapped) -> list[Any]:
+                outs = self.run(jaxpr, list(operands), where)
+                groups[:] = [out.group for out in outs]
+                return [out.array for out in outs]
+
+            return function
+
+        index, *operands = values
+        outs = control_flow.cond(list(map(branch, calls.branches(eqn))), [index.array, *operands])
+        return list(map(Tapped, outs, groups))
+
+    def operation(self, eqn: Any, values: list[Tapped], where: tuple[str, ...]) -> Sequence[Tapped]:
+        """Does an operation in float32, with taps on its operands and results."""
+        if calls.kind_of(eqn) is Kind.WHILE and _holds_half(eqn):
+            return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
+        group = self._group_of(where)
+        arrays = [self._read(value, atom, eqn, group) for value, atom in zip(values, eqn.invars, strict=True)]
+        if _adds_up_cotangents(eqn) and self._is_asked(group):
+            outs = self._summed(eqn, arrays, group)
+        elif _holds_half(eqn):
+            outs = _OWN.get(calls.kind_of(eqn), replay_equation)(eqn, arrays)
+        else:
+            outs = compat.bind_primitive(eqn.primitive, arrays, eqn.params)
+        return [self._made(eqn, var, out, group) for var, out in zip(eqn.outvars, outs, strict=True)]
+
+    def _made(self, eqn: Any, var: Any, array: Any, group: str | None) -> Tapped:
+        """A result of an operation."""
+        if group is None or not is_half(ir.dtype_of(var)):
+            return Tapped(array)
+        forward = not exact_operations.keeps_values(eqn)
+        own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
+        backward = len(own) > 1 or any(map(exact_operations.rounds_cotangents, own))
+        return Tapped(self._tapped(array, group, forward, backward), group)
+
+    def _read(self, value: Tapped, atom: Any, eqn: Any, group: str | None) -> Any:
+        """A value as an operation of a group reads it."""
+        if value.group == group or not is_half(ir.dtype_of(atom)):
+            return value.array
+        outside = self._outside(value)
+        if group is None or eqn.primitive.name == "convert_element_type":
+            return outside
+        if group not in value.seen_by:
+            # It computes with it in half, and would round it itself.
+            value.seen_by[group] = self._tapped(outside, group, value=True, cotangent=True, alone=True)
+        return value.seen_by[group]
+
+    def _outside(self, value: Tapped) -> Any:
+        """A value as modules see it that did not make it."""
+        if "" not in value.seen_by:
+            tapped = self._tapped(value.array, value.group, value=False, cotangent=True, alone=True)
+            value.seen_by[""] = tapped
+        return value.seen_by[""]
+
+    def _tapped(
+        self, array: Any, group: str | None, value: bool, cotangent: bool, alone: bool = False
+    ) -> Any:
+        """An array with a tap on it, if somebody asks about the group."""
         if not (value or cotangent) or not self._is_asked(group):
             return array
         return self._taps.tap(Which(value, cotangent, self._dtype), array, self._sinks[Sink(group, alone)])
@@ -119,55 +216,6 @@ class TappedProgram:
         if group is not None:
             self.groups[group] = None
         return group is not None and Sink(group, False) in self._sinks
-
-    def _inside(self, jaxpr: Any, values: Sequence[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        opened = compat.open_jaxpr(jaxpr)
-        known: dict[Any, Tapped] = dict(zip(opened.invars, values, strict=True))
-        for var, value in zip(opened.constvars, compat.constants(jaxpr), strict=True):
-            known[var] = Tapped(to_float32(value), None, self)
-        readers = _readers(opened, lambda eqn: self._group_of((*names, *compat.scopes(eqn))))
-
-        def value_of(atom: Any) -> Tapped:
-            if not isinstance(atom, compat.Literal):
-                return known[atom]
-            number = np.asarray(atom.val, ir.dtype_of(atom))
-            return Tapped(to_float32(number), None, self)
-
-        for eqn in opened.eqns:
-            inner = (*names, *compat.scopes(eqn))
-            operands = list(map(value_of, eqn.invars))
-            with compat.eqn_context(eqn):
-                results = self._equation(eqn, operands, inner, readers)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return list(map(value_of, opened.outvars))
-
-    def _equation(
-        self, eqn: Any, operands: list[Tapped], names: tuple[str, ...], readers: Mapping[Any, Any]
-    ) -> list[Tapped]:
-        rule = _RULES.get(calls.kind_of(eqn))  # type: ignore[arg-type]
-        if rule is not None and _holds_half(eqn):
-            return rule(self, eqn, operands, names)
-        called = calls.called(eqn)
-        if called is not None and calls.kind_of(eqn) not in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP):
-            return self._inside(called.jaxpr, operands[called.skipped :], names)
-        group = self._group_of(names)
-        arrays = [_read(value, atom, eqn, group) for value, atom in zip(operands, eqn.invars, strict=True)]
-        if _adds_up_cotangents(eqn) and self._is_asked(group):
-            outs = self._summed(eqn, arrays, group)
-        elif _holds_half(eqn):
-            outs = _OWN.get(eqn.primitive.name, replay_equation)(eqn, arrays)
-        else:
-            outs = compat.bind_primitive(eqn.primitive, arrays, eqn.params)
-        return [self._made(eqn, var, out, group, readers) for var, out in zip(eqn.outvars, outs, strict=True)]
-
-    def _made(self, eqn: Any, var: Any, array: Any, group: str | None, readers: Any) -> Tapped:
-        """Returns a result of an operation."""
-        if group is None or not is_half(ir.dtype_of(var)):
-            return Tapped(array, None, self)
-        forward = not exact_operations.keeps_values(eqn)
-        own = [reader for reader, reader_group in readers.get(var, ()) if reader_group == group]
-        backward = len(own) > 1 or any(map(exact_operations.rounds_cotangents, own))
-        return Tapped(self.tapped(array, group, forward, backward), group, self)
 
     def _summed(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
         """Runs an operation of which a transpose adds up half terms, with a tap on the sum."""
@@ -186,64 +234,6 @@ class TappedProgram:
             for array, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return compat.bind_primitive(eqn.primitive, full, eqn.params)
-
-    def _flat(self, jaxpr: Any, names: tuple[str, ...], groups: Sequence[str | None], made: list[Any]) -> Any:
-        """Returns a function of arrays that runs a jaxpr inside an operation."""
-
-        def function(*arrays: Any) -> list[Any]:
-            values = [Tapped(a, g, self) for a, g in zip(arrays, groups, strict=True)]
-            outs = self._inside(jaxpr, values, names)
-            made[:] = [out.group for out in outs]
-            return [ir.as_array(out.array, atom) for out, atom in _results(jaxpr, outs)]
-
-        return function
-
-    def _scan(self, eqn: Any, operands: list[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        made: list[str | None] = []
-        groups = [value.group for value in operands]
-        body = self._flat(eqn.params["jaxpr"], names, groups, made)
-        arrays = [value.array for value in operands]
-        outs = rebuild_control_flow.scan(eqn, body, arrays)
-        return [Tapped(out, group, self) for out, group in zip(outs, made, strict=True)]
-
-    def _cond(self, eqn: Any, operands: list[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        made: list[str | None] = []
-        groups = [value.group for value in operands[1:]]
-        branches = [self._flat(branch, names, groups, made) for branch in eqn.params["branches"]]
-        outs = rebuild_control_flow.cond(branches, [value.array for value in operands])
-        return [Tapped(out, group, self) for out, group in zip(outs, made, strict=True)]
-
-    def _checkpoint(self, eqn: Any, operands: list[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        made: list[str | None] = []
-        function = self._flat(eqn.params["jaxpr"], names, [value.group for value in operands], made)
-        arrays = [value.array for value in operands]
-        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        outs = jax.checkpoint(function, **options)(*arrays)
-        return [Tapped(out, group, self) for out, group in zip(outs, made, strict=True)]
-
-    def _shard_map(self, eqn: Any, operands: list[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        made: list[str | None] = []
-        function = self._flat(eqn.params["jaxpr"], names, [value.group for value in operands], made)
-        outs = rebuild_control_flow.shard_map(eqn, function, [value.array for value in operands])
-        return [Tapped(out, group, self) for out, group in zip(outs, made, strict=True)]
-
-    def _while(self, eqn: Any, operands: list[Tapped], names: tuple[str, ...]) -> list[Tapped]:
-        """Runs a loop without taps: nothing differentiates it backward."""
-        outs = replay_equation(eqn, [value.outside() for value in operands])
-        return [Tapped(out, None, self) for out in outs]
-
-
-def _results(jaxpr: Any, outs: Sequence[Tapped]) -> Any:
-    return zip(outs, compat.open_jaxpr(jaxpr).outvars, strict=True)
-
-
-def _read(value: Tapped, atom: Any, eqn: Any, group: str | None) -> Any:
-    """Returns a value as an operation of a group reads it."""
-    if value.group == group or not is_half(ir.dtype_of(atom)):
-        return value.array
-    if group is None or eqn.primitive.name == "convert_element_type":
-        return value.outside()
-    return value.entering(group)
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
@@ -280,12 +270,23 @@ def _holds_half(eqn: Any) -> bool:
     )
 
 
-_OWN = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
+def _with_own_jvp(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    function = functools.partial(_flat_in_float32, eqn)
+    return control_flow.custom_jvp(eqn, function, arrays, _in_float32, [None] * len(eqn.outvars))
 
-_RULES: Mapping[Kind, Callable[..., list[Tapped]]] = {
-    Kind.SCAN: TappedProgram._scan,
-    Kind.COND: TappedProgram._cond,
-    Kind.CHECKPOINT: TappedProgram._checkpoint,
-    Kind.SHARD_MAP: TappedProgram._shard_map,
-    Kind.WHILE: TappedProgram._while,
-}
+
+def _with_own_vjp(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    function = functools.partial(_flat_in_float32, eqn)
+    return control_flow.custom_vjp(eqn, function, arrays, _in_float32, [None] * len(eqn.outvars))
+
+
+def _flat_in_float32(eqn: Any, *arrays: Any) -> list[Any]:
+    return evaluate_in_float32(eqn.params["call_jaxpr"], arrays)
+
+
+def _in_float32(jaxpr: Any, arrays: Sequence[Any], _: Any) -> list[Any]:
+    return evaluate_in_float32(jaxpr, arrays)
+
+
+#: Functions with derivatives of their own, which stay: here the replay is differentiated.
+_OWN: Mapping[Kind | None, Any] = {Kind.CUSTOM_JVP: _with_own_jvp, Kind.CUSTOM_VJP: _with_own_vjp}

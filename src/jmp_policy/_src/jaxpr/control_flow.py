@@ -1,0 +1,237 @@
+"""The loop, branch, checkpoint, map or custom derivative of an equation once more, around other functions.
+
+The functions here know how JAX writes these down; who calls them says what runs inside. Arguments and results
+of the functions inside are pytrees of arrays, one per operand and result.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.jaxpr import calls, compat, ir
+
+#: One pytree of arrays per operand, to one per result.
+Function = Callable[..., Sequence[Any]]
+
+#: Runs a jaxpr on arrays, which may be in other dtypes than it was traced with. A dtype is wanted of each
+#: result; None for results as they come.
+Run = Callable[[Any, Sequence[Any], Sequence[Any] | None], Sequence[Any]]
+
+
+def scan(eqn: Any, trip: Callable[[Any, Any], Any], start: Any, xs: Any) -> Any:
+    """Runs `trip(carry, x) -> carry, y` as often, and in the order, that a scan's equation says."""
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return lax.scan(trip, start, xs, **options)
+
+
+def scan_over_arrays(eqn: Any, body: Function, operands: Sequence[Any]) -> list[Any]:
+    """Runs a scan whose body takes constants, carries and one slice of each input, as its jaxpr does."""
+    loop = calls.loop(eqn, operands)
+    carries = len(loop.start)
+
+    def trip(carry: Any, xs: Any) -> Any:
+        outs = list(body(*loop.fixed, *carry, *xs))
+        return outs[:carries], outs[carries:]
+
+    last, ys = scan(eqn, trip, loop.start, loop.xs)
+    return [*last, *ys]
+
+
+def while_over_arrays(
+    eqn: Any, test: Function, body: Function, operands: Sequence[Any], bind: Callable[..., Any]
+) -> Sequence[Any]:
+    """Runs a while loop whose test and body take constants and carries, as its jaxprs do."""
+    loop = calls.loop(eqn, operands)
+    if not calls.ends_at_once(eqn):  # The public function takes one end for all.
+        jaxprs = {
+            "cond_jaxpr": jax.make_jaxpr(test)(*loop.tested, *loop.start),
+            "body_jaxpr": jax.make_jaxpr(body)(*loop.fixed, *loop.start),
+        }
+        return bind(eqn, *operands, **jaxprs)
+    return lax.while_loop(
+        lambda carry: test(*loop.tested, *carry)[0],
+        lambda carry: body(*loop.fixed, *carry),
+        list(loop.start),
+    )
+
+
+def cond(branches: Sequence[Function], operands: Sequence[Any]) -> list[Any]:
+    """Runs a cond or switch: `operands` begin with the index."""
+    return list(lax.switch(operands[0], branches, *operands[1:]))
+
+
+def checkpoint(eqn: Any, function: Function, operands: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
+    """Runs a jax.checkpoint; one of a backward pass that is in the program already stays one.
+
+    A fresh checkpoint would not keep XLA from merging that with the forward pass.
+    """
+    if not eqn.params["differentiated"]:
+        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return list(jax.checkpoint(function, **options)(*operands))
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*operands)
+    arrays = [*compat.constants(closed), *jax.tree.leaves(list(operands))]
+    outs = bind(eqn, *arrays, jaxpr=compat.convert_constvars_jaxpr(closed))
+    return list(jax.tree.unflatten(jax.tree.structure(results), outs))
+
+
+def shard_map(eqn: Any, function: Function, operands: Sequence[Any], out_specs: Any = None) -> list[Any]:
+    """Runs a function under a jax.shard_map like that of an equation.
+
+    Args:
+      eqn: the equation.
+      function: what runs on each device.
+      operands: its arguments, of all devices.
+      out_specs: where its results lie, if it has others than the equation.
+    """
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *operands: tuple(function(*operands)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]) if out_specs is None else out_specs,
+        check_vma=params["check_vma"],
+        axis_names=set(compat.manual_axes(params)),
+    )
+    return list(mapped(*operands))
+
+
+def traced_once(function: Callable[[Any], Any], argument: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Traces a function of one pytree; gives a function that runs the trace, and the types of the results."""
+    closed, types = jax.make_jaxpr(function, return_shape=True)(argument)
+    run, structure = jaxpr_as_fun(closed), jax.tree.structure(types)
+    return lambda argument: jax.tree.unflatten(structure, run(*jax.tree.leaves(argument))), types
+
+
+def custom_jvp(
+    eqn: Any, function: Function, arrays: Sequence[Any], run: Run, dtypes: Sequence[Any]
+) -> Sequence[Any]:
+    """Runs a custom_jvp around another function; the rule for tangents is the user's.
+
+    Args:
+      eqn: the equation.
+      function: what it computes, of arrays.
+      arrays: its operands.
+      run: runs the user's rule, traced in the dtypes that it was written for.
+      dtypes: what is wanted of its results and their tangents; None for results as they come.
+    """
+    _, user_rule = compat.subfunctions(eqn)
+    whole: Any = jax.custom_jvp(_named(function, eqn))
+    zero, atoms = jax.custom_derivatives.SymbolicZero, eqn.invars
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        # Symbolic zeros are of the dtypes that the rule was written for.
+        kept = [
+            zero(ir.retyped(t.aval, ir.dtype_of(atom)))
+            if isinstance(t, zero) and is_floating(ir.dtype_of(atom))
+            else t
+            for t, atom in zip(tangents, atoms, strict=True)
+        ]
+        wanted = [*dtypes, *dtypes]
+        outs, _ = _run_traced(run, user_rule, [*primals, *kept], [*atoms, *atoms], wanted)
+        outs = [
+            zero(ir.retyped(out.aval, dtype)) if isinstance(out, zero) and dtype is not None else out
+            for out, dtype in zip(outs, wanted, strict=True)
+        ]
+        return outs[: len(dtypes)], outs[len(dtypes) :]
+
+    whole.defjvp(rule, symbolic_zeros=eqn.params["symbolic_zeros"])
+    return whole(*arrays)
+
+
+def custom_vjp(
+    eqn: Any, function: Function, arrays: Sequence[Any], run: Run, dtypes: Sequence[Any]
+) -> Sequence[Any]:
+    """Runs a custom_vjp around another function; the forward and the backward pass are the user's.
+
+    Each pass is traced in the dtypes that it was written for when JAX asks for it. The residuals may be in
+    others then; what they were traced as has to be known when the backward pass is traced.
+
+    Args:
+      eqn, function, arrays, run: as for `custom_jvp`.
+      dtypes: of its results; None for those that are left alone.
+    """
+    _, user_forward, user_backward = compat.subfunctions(eqn)
+    residual_types: list[Any] = []
+    whole: Any = jax.custom_vjp(function)
+
+    def forward(*arrays: Any) -> Any:
+        def flat(*arrays: Any) -> Sequence[Any]:
+            # With each argument: whether it is differentiated.
+            return user_forward(*(part for array in arrays for part in (array, True)))
+
+        outs, atoms = _run_traced(run, flat, arrays, eqn.invars)
+        places = compat.residual_places(eqn)  # Known once the forward pass was traced.
+        residual_types[:] = _chosen(atoms, eqn.invars, places)
+        results = zip(outs[-len(dtypes) :], dtypes, strict=True)
+        return [_cast(x, dtype) for x, dtype in results], _chosen(outs, arrays, places)
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def flat(*arrays: Any) -> Sequence[Any]:
+            return compat.cotangents(user_backward(*arrays))
+
+        outs, _ = _run_traced(run, flat, [*residuals, *cotangents], [*residual_types, *eqn.outvars])
+        return tuple(
+            _cast(out, array.dtype) if ir.is_array(out) else None
+            for out, array in zip(outs, arrays, strict=True)
+        )
+
+    whole.defvjp(forward, backward)
+    return whole(*arrays)
+
+
+def _named(function: Callable[..., Any], eqn: Any) -> Callable[..., Any]:
+    function.__name__ = compat.name_of(eqn).rsplit(".", 1)[-1]
+    return function
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    return value if dtype is None or value.dtype == dtype else lax.convert_element_type(value, dtype)
+
+
+def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
+    """The residuals: the next one that was made, or the argument in that place."""
+    new = iter(made)
+    return [next(new) if place is None else arguments[place] for place in places]
+
+
+def _run_traced(
+    run: Run, function: Function, values: Sequence[Any], atoms: Sequence[Any], wanted: Any = None
+) -> tuple[list[Any], list[Any]]:
+    """Traces a function in the dtypes that it was written for, and runs the trace on arrays in others.
+
+    Args:
+      run: runs it.
+      function: of flat arrays. It closes over what is no array among the arguments (symbolic zeros, tangents
+        of integers); its results may hold such things too.
+      values: its arguments, as they are.
+      atoms: an atom of the jaxpr for each argument: the dtype that the function was written for.
+      wanted: a dtype for each result; None for all results as they come.
+
+    Returns:
+      Its results, and the atom of the trace for each of them.
+    """
+    others: dict[int, Any] = {}
+    places = [place for place, value in enumerate(values) if ir.is_array(value)]
+
+    def traced(*given: Any) -> list[Any]:
+        filled = list(values)
+        for place, array in zip(places, given, strict=True):
+            filled[place] = array
+        outs = list(function(*filled))
+        others.update((place, out) for place, out in enumerate(outs) if not ir.is_array(out))
+        return [out for place, out in enumerate(outs) if place not in others]
+
+    arrays = [values[place] for place in places]
+    jaxpr = ir.trace_as(traced, arrays, [ir.dtype_of(atoms[place]) for place in places])
+    atoms_of_results = compat.open_jaxpr(jaxpr).outvars
+    count = len(atoms_of_results) + len(others)
+    kept = None if wanted is None else [dtype for i, dtype in enumerate(wanted) if i not in others]
+    made, found = iter(run(jaxpr, arrays, kept)), iter(atoms_of_results)
+    return (
+        [others[i] if i in others else next(made) for i in range(count)],
+        [None if i in others else next(found) for i in range(count)],
+    )
