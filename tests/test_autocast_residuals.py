@@ -74,7 +74,7 @@ def loss_without_parts(function, half, monkeypatch):
 
     def unjoined(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(parts, "join", lambda plan: plan.program)
+            patch.setattr(parts, "join", lambda plan, joined_step: plan.program)
             return loss(*args)
 
     return unjoined

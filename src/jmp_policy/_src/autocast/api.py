@@ -4,19 +4,20 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, operation_rules, parts, quotients, row_gather
-from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
-from jmp_policy._src.autocast.runtime import as_function, run
+from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
+from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
 from jmp_policy._src.core.dtypes import parse_dtype
 from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
-from jmp_policy._src.jaxpr import calls, compat, ir, op_lists
+from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
+from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.policy import Policy, PolicyLike
 from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
@@ -32,7 +33,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 _CALLS: dict[str, Rule] = {name: call_rules.RULES[kind] for name, kind in calls.KINDS.items()}
 
 #: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **quotients.RULES, **row_gather.RULES, **_CALLS}
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **special_rules.RULES, **_CALLS}
+
+
+def _join(plan: Plan) -> Any:
+    return parts.join(plan, joined_parts.joined_step)
+
+
+#: Reason of an entry that the caller has made.
+_ASKED = "as the caller asked"
 
 
 class Traced(NamedTuple):
@@ -56,7 +65,7 @@ class Settings:
         self,
         policy: "PolicyMap | PolicyLike | DTypeLike | None" = None,
         rules: Any = (),
-        ops: Mapping[str, op_lists.OpList] | None = None,
+        ops: Mapping[str, OpList] | None = None,
         lower: Iterable[str] = (),
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
@@ -67,7 +76,7 @@ class Settings:
         default = self.policy_map.default
         self.half, self.recipe = compute_dtype(default.compute_dtype, policy), default.recipe
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
-        self.table = op_lists.changed_table(ops, lower=lower, full=full, follow=follow)
+        self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         given = [*(ops or {}), *lower, *full, *follow]
         calls = [name for name in given if name in _CALLS and name != "custom_vjp_call"]
         if calls:
@@ -75,7 +84,7 @@ class Settings:
                 f"A {calls[0]} holds other operations, and what they are decides. Put those on a list, or "
                 "mark the code with `region`."
             )
-        self._names = {name for name, (_, why) in self.table.items() if why == op_lists.ASKED}
+        self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
         self._warned: set[str] = set()
 
     def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -94,9 +103,7 @@ class Settings:
         with self._marked() as seen:
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
-        planner = Planner(
-            regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, join=parts.join
-        )
+        planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, join=_join)
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
@@ -130,7 +137,7 @@ class Settings:
         if unused:
             paths = regions.paths | (set() if seen is None else seen.paths)
             raise unused_error(unused, f"the function {name}, as autocast sees it", paths)
-        names = op_lists.unknown_names(self._names, planner.met)
+        names = _unknown_names(self._names, planner.met)
         texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
         texts += [f"no operation met so far has the name {text}" for text in names]
         for text in texts:
@@ -180,7 +187,7 @@ def autocast(
     lower: Iterable[str] = (),
     full: Iterable[str] = (),
     follow: Iterable[str] = (),
-    ops: Mapping[str, op_lists.OpList] | None = None,
+    ops: Mapping[str, OpList] | None = None,
 ) -> F:
     """Returns a function whose operations each run in the precision that suits them.
 
@@ -244,6 +251,48 @@ def autocast(
         return [ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
 
     return in_half  # type: ignore[return-value]
+
+
+def _changed_table(
+    ops: Mapping[str, OpList] | None = None,
+    **lists: Iterable[str] | str,
+) -> Mapping[str, tuple[OpList, str]]:
+    """Returns the table with the user's changes.
+
+    Args:
+      ops: primitive's name -> list.
+      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list.
+
+    Raises:
+      ValueError: for a list that there is not, for a name on two lists, and for a name that is empty.
+      TypeError: for something that is no name, such as a function.
+    """
+    changes: dict[str, Any] = {}
+    given = [*dict(ops or {}).items()]
+    for op_list, names in lists.items():
+        given += [(name, op_list) for name in ([names] if isinstance(names, str) else names)]
+    for name, op_list in given:
+        if not isinstance(name, str):
+            raise TypeError(
+                "The op lists of autocast hold names of primitives, as a jaxpr shows them ('dot_general'); "
+                f"got {name!r} of type {type(name).__name__}."
+            )
+        if op_list not in get_args(OpList):
+            raise ValueError(
+                f"Unknown op list {op_list!r} for {name!r}. Known: {', '.join(get_args(OpList))}."
+            )
+        if changes.setdefault(name, op_list) != op_list:
+            raise ValueError(
+                f"The primitive {name!r} is on two lists, {changes[name]!r} and {op_list!r}; leave one."
+            )
+    return {**LISTED, **{name: (op_list, _ASKED) for name, op_list in changes.items()}}
+
+
+def _unknown_names(names: Iterable[str], seen: Iterable[str]) -> list[str]:
+    """Returns names on the caller's lists that are in no table and were not met, each with a suggestion."""
+    seen = set(seen)
+    known = {*LISTED, *seen}
+    return [f"{name!r}.{did_you_mean(name, known)}" for name in names if name not in known]
 
 
 def check_function(fn: Any, name: str) -> None:

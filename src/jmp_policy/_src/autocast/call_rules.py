@@ -14,10 +14,12 @@ from jmp_policy._src.autocast.planner import (
     Planner,
     Rule,
     Value,
+    as_function,
     float32_reads,
     planned_dtypes,
+    rebound,
+    run,
 )
-from jmp_policy._src.autocast.runtime import as_function, rebound, run
 from jmp_policy._src.autocast.values import CastCache, computed
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind

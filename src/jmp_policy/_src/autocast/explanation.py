@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jmp_policy._src.autocast.api import Settings, check_function
-from jmp_policy._src.autocast.planner import MOVED, EqnPlan, Plan
+from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import compat, ir, source_lines
@@ -124,7 +124,7 @@ def _row(step: EqnPlan, path: str) -> Operation:
     operands = {d.name for d in step.reads if d is not None}
     results = {v.dtype.name for v, var in zip(step.outs, eqn.outvars, strict=True) if ir.is_float32(var)}
     traced = {str(var.aval.dtype) for var in eqn.outvars if hasattr(var.aval, "dtype")}
-    if step.why == MOVED:
+    if step.how is How.MOVED:
         operands = results = {"each use's"}
     return Operation(
         operation=eqn.primitive.name,

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.autocast.elementwise_parts import Part
-from jmp_policy._src.autocast.planner import EqnPlan, Value
+from jmp_policy._src.autocast.parts import Part, Uses, is_half
+from jmp_policy._src.autocast.planner import EqnPlan
 from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
-from jmp_policy._src.autocast.uses import Uses, is_half
-from jmp_policy._src.autocast.values import CastCache, computed
+from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.products import binding

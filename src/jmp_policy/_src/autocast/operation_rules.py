@@ -8,11 +8,19 @@ import numpy as np
 
 from jmp_policy._src.autocast import float8_products
 from jmp_policy._src.autocast.float32_outputs import dot_with_float32_output, product
-from jmp_policy._src.autocast.planner import MOVED, Demand, EqnPlan, Planner, Rule, float32_reads, traced
-from jmp_policy._src.autocast.runtime import rebound
+from jmp_policy._src.autocast.planner import (
+    Demand,
+    EqnPlan,
+    How,
+    Planner,
+    Rule,
+    float32_reads,
+    rebound,
+    traced,
+)
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_lists
+from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.regions import Region
 from jmp_policy._src.products import binding
@@ -63,7 +71,7 @@ class AsTraced(_Bound):
             op_list, reason = planner.table[eqn.primitive.name]
             why = f"{op_list}: {reason}"
         else:
-            why = op_lists.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced")
+            why = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced")
             inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
             # What a solver is made of is nothing that the user wrote.
@@ -113,10 +121,10 @@ class Lower(_Bound):
             return self._plan_other(eqn, region)
         if _wanted_full(eqn, outs) and not region.lower:
             why = f"lower: {reason}; the result is float32, since only float32 operations use it"
-            return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why)
+            return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why, how=How.LOWERED)
         rule, why = float8_products.choose(eqn, ins, region) if region.recipe else (None, "")
         why = f"lower: {reason}{why}"
-        return EqnPlan(eqn, rule or self, _reads(eqn, half), _results(eqn, half), why)
+        return EqnPlan(eqn, rule or self, _reads(eqn, half), _results(eqn, half), why, how=How.LOWERED)
 
     def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
         """Plans a primitive that the caller has put on the list: what it makes of half it must say."""
@@ -131,9 +139,8 @@ class Lower(_Bound):
             text = str(error).partition("\n")[0]
             note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
             return as_traced(self, eqn, f"full: it takes no {region.half.name}", note)
-        return EqnPlan(
-            eqn, self, reads, tuple(Value(out.dtype) for out in made), "lower: as the caller asked"
-        )
+        results = tuple(Value(out.dtype) for out in made)
+        return EqnPlan(eqn, self, reads, results, "lower: as the caller asked", how=How.LOWERED)
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn, half = step.eqn, step.region.half
@@ -187,7 +194,7 @@ class Promote(_Bound):
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn = step.eqn
-        if eqn.primitive.name not in op_lists.BROADCASTING:
+        if eqn.primitive.name not in op_table.BROADCASTING:
             return rebound(eqn, step.reads, caches)
         broadcast = tuple(
             place
@@ -257,7 +264,7 @@ class DataMovement(Promote):
         """Plans a move of a parameter or a constant."""
         reorders = eqn.outvars[0].aval.size == eqn.invars[0].aval.size and not is_summed(eqn)
         if value.source == "constant" or reorders:
-            return EqnPlan(eqn, self, (value.dtype,), (value,), MOVED)
+            return EqnPlan(eqn, self, (value.dtype,), (value,), How.MOVED.value, how=How.MOVED)
         # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
         out = value._replace(broadcast=value.broadcast or is_summed(eqn))
         return EqnPlan(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
@@ -268,7 +275,7 @@ class DataMovement(Promote):
         return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if step.why == MOVED:
+        if step.how is How.MOVED:
             return _made_at_use(step, caches[0])
         return as_planned(step, rebound(step.eqn, step.reads, caches))
 
@@ -277,7 +284,7 @@ def is_summed(eqn: Any) -> bool:
     """Returns whether the transpose of a move is a sum: over the copies of a broadcast, or over devices."""
     # Sizes may be symbolic, and a broadcast never shrinks.
     name, grows = eqn.primitive.name, eqn.outvars[0].aval.size != eqn.invars[0].aval.size
-    return name in op_lists.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
+    return name in op_table.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
 
 
 def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
@@ -293,7 +300,7 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
 
 def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
     """Returns the step of an operation in float32 whose results are handed on in half."""
-    return EqnPlan(eqn, rule, _reads(eqn, FLOAT32), _results(eqn, half), f"inside: {reason}")
+    return EqnPlan(eqn, rule, _reads(eqn, FLOAT32), _results(eqn, half), f"inside: {reason}", how=How.INSIDE)
 
 
 class Float32Internal(Promote):
@@ -341,18 +348,19 @@ class Convert(_Bound):
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
         if ir.is_float32(source):
             if to == FLOAT32:
-                return EqnPlan(eqn, self, (ins[0].dtype,), (ins[0],), MOVED)
+                return EqnPlan(eqn, self, (ins[0].dtype,), (ins[0],), How.MOVED.value, how=How.MOVED)
             return EqnPlan(eqn, self, (ins[0].dtype,), (traced(eqn.outvars[0]),), "the user's cast")
         is_mask = ir.is_array_of(source, np.dtype(bool))
         if to == FLOAT32 and (is_mask or ins[0].source == "constant"):
             # 0 and 1 are exact in half: a mask takes no part in promotion.
             number = 1.0 if is_mask else ins[0].number
-            return EqnPlan(eqn, self, (None,), (Value(FLOAT32, "constant", number),), MOVED)
+            value = Value(FLOAT32, "constant", number)
+            return EqnPlan(eqn, self, (None,), (value,), How.MOVED.value, how=How.MOVED)
         return AS_TRACED.plan(planner, eqn, ins, outs, region)
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         (cache,), eqn = caches, step.eqn
-        if step.why != MOVED:
+        if step.how is not How.MOVED:
             return rebound(eqn, step.reads, caches)
         if step.reads[0] is not None:
             return [cache]
@@ -368,5 +376,5 @@ LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "i
 #: The rules of primitives that are on no list, or on one with something of their own.
 OWN: dict[str, Rule] = {
     "convert_element_type": Convert(),
-    **{name: DataMovement() for name in op_lists.MOVES},
+    **{name: DataMovement() for name in op_table.MOVES},
 }

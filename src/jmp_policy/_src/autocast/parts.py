@@ -1,21 +1,369 @@
-"""Joins equations of a plan into parts that run as one: those of softmaxes, and elementwise ones."""
+"""Finds the parts of a planned program that run as one: softmaxes, elementwise operations of half values.
 
-from collections.abc import Mapping
-from typing import Any
+    h = x @ w                 # half
+    t = tanh(h ** 3 + h)      # float32: its derivative would keep float32 arrays
+    y = (t * h) @ v           # the product reads half
 
+Grown from its result, an elementwise part takes in what makes its operands, as long as nobody else reads
+that, until all its large operands are half. Those are then all that its derivative has to keep
+(`joined_parts`).
+"""
+
+import functools
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.autocast.elementwise_parts import elementwise_parts
-from jmp_policy._src.autocast.joined_parts import joined_step
-from jmp_policy._src.autocast.planner import Plan, Program, as_program
-from jmp_policy._src.autocast.softmax_parts import softmax_parts
-from jmp_policy._src.autocast.uses import Uses, is_half
+from jmp_policy._src.autocast.operation_rules import is_summed
+from jmp_policy._src.autocast.planner import EqnPlan, How, Plan, Program, as_program
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.jaxpr import calls, compat, ir, op_table
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.op_table import Trait, having
 
 
-def join(plan: Plan) -> Program | Mapping[Any, np.dtype]:
+@functools.lru_cache(maxsize=256)
+def is_half(dtype: Any) -> bool:
+    """Returns whether a dtype is one of those that autocast lowers to."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+
+
+class Uses:
+    """The equations of a plan, by the variables that they make and read.
+
+    Args:
+      plan: its equations and their steps.
+    """
+
+    def __init__(self, plan: Plan):
+        opened = compat.open_jaxpr(plan.jaxpr)
+        self.eqns, self.steps = opened.eqns, plan.steps
+        #: Variable -> the place of the equation that makes it; -> the places that read it, with the operand.
+        self.made_at: dict[Any, int] = {}
+        self.read_at: dict[Any, list[tuple[int, int]]] = {}
+        self._held: dict[Any, Any] = {}
+        #: What `half_of_all` said; those of plans that are inlined, by place.
+        self._halves: dict[Any, np.dtype | None] = {}
+        self._inlined: dict[int, Uses] = {}
+        for var, value in zip(opened.invars, plan.ins, strict=True):
+            self._held[var] = value.dtype
+        for place, (eqn, step) in enumerate(zip(self.eqns, self.steps, strict=True)):
+            for operand, atom in enumerate(eqn.invars):
+                if not isinstance(atom, compat.Literal):
+                    self.read_at.setdefault(atom, []).append((place, operand))
+            for var, value in zip(eqn.outvars, step.outs, strict=True):
+                self.made_at[var], self._held[var] = place, value.dtype
+        self.returned = {atom for atom in opened.outvars if not isinstance(atom, compat.Literal)}
+
+    def held(self, var: Any) -> Any:
+        """Returns the dtype in which a variable is held."""
+        return self._held.get(var, ir.dtype_of(var))
+
+    def read_within(self, var: Any, places: Any) -> bool:
+        """Returns whether all who read a variable are in some places."""
+        return var not in self.returned and all(place in places for place, _ in self.read_at.get(var, ()))
+
+    def half_of_all(self, var: Any, through_elementwise: bool = False) -> np.dtype | None:
+        """Returns the one half dtype in which everyone reads a variable, if there is one.
+
+        Operations that only move it are looked through, and calls that are inlined.
+
+        Args:
+          var: the variable.
+          through_elementwise: whether to look through operations in float32 whose results are rounded.
+        """
+        if var in self.returned or var not in self.read_at:
+            return None
+        key = var, through_elementwise
+        if key not in self._halves:
+            found = {self._half_read(*read, through_elementwise) for read in self.read_at[var]}
+            self._halves[key] = found.pop() if len(found) == 1 else None
+        return self._halves[key]
+
+    def _half_read(self, place: int, operand: int, through_elementwise: bool) -> np.dtype | None:
+        eqn, step = self.eqns[place], self.steps[place]
+        name, kind = eqn.primitive.name, calls.kind_of(eqn)
+        is_wide = through_elementwise and not is_half(step.reads[operand])
+        if is_wide and is_elementwise(eqn, ir.shape_of(eqn.invars[operand])):
+            return self.half_of_all(eqn.outvars[0], through_elementwise)
+        if step.inner:
+            if kind is not Kind.CALL and not (kind is Kind.JIT and calls.is_inlined(eqn)):
+                return None
+            if place not in self._inlined:
+                self._inlined[place] = Uses(step.inner[0])
+            inside = self._inlined[place]
+            inner = compat.open_jaxpr(step.inner[0].jaxpr).invars
+            return inside.half_of_all(inner[operand], through_elementwise)
+        if name == "convert_element_type":
+            to = eqn.params["new_dtype"]
+            return to if is_half(to) else self.half_of_all(eqn.outvars[0]) if to == ir.FLOAT32 else None
+        if step.reads[operand] is not None and is_half(step.reads[operand]):
+            return step.reads[operand]
+        if len(eqn.outvars) != 1 or not ir.is_float32(eqn.outvars[0]):
+            return None
+        moves = name in op_table.MOVES and len(eqn.invars) == 1 and not is_summed(eqn)
+        if moves:
+            return self.half_of_all(eqn.outvars[0], through_elementwise)
+        return None
+
+
+_ELEMENTWISE = having(Trait.ELEMENTWISE)
+
+#: Operands with so many times fewer elements than the result may be float32: broadcast means, scales, biases.
+_SMALLER = 8
+
+
+def is_elementwise(eqn: Any, shape: Any) -> bool:
+    """Returns whether an equation makes one array of this shape, element by element."""
+    kind, name = calls.kind_of(eqn), eqn.primitive.name
+    if kind is None and name not in _ELEMENTWISE and name != "convert_element_type":
+        return False
+    if len(eqn.outvars) != 1 or eqn.effects or not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
+        return False
+    out = eqn.outvars[0].aval
+    if out.shape != shape or (out.dtype != FLOAT32 and out.dtype.kind not in "biu"):
+        return False
+    if kind is Kind.CUSTOM_JVP or (kind is Kind.JIT and calls.is_inlined(eqn)):
+        called = calls.called(eqn)
+        assert called is not None
+        inner = compat.open_jaxpr(called.jaxpr)
+        return not compat.constants(called.jaxpr) and all(map(_is_elementwise_inside, inner.eqns))
+    if name == "convert_element_type":
+        return eqn.params.get("sharding") is None
+    return name in _ELEMENTWISE
+
+
+def _is_elementwise_inside(eqn: Any) -> bool:
+    """Returns whether an equation may be in a function that is elementwise; of scalars, too."""
+    if len(eqn.outvars) != 1 or not ir.is_plain_array(eqn.outvars[0]):
+        return False
+    return is_constant(eqn) or is_broadcast(eqn) or is_elementwise(eqn, ir.shape_of(eqn.outvars[0]))
+
+
+def is_constant(eqn: Any) -> bool:
+    """Returns whether an equation makes an array of numbers that stand in the program."""
+    if not eqn.invars or [a for a in eqn.invars if not isinstance(a, compat.Literal)]:
+        return False
+    return len(eqn.outvars) == 1 and not eqn.effects and not ir.holds_jaxpr(eqn)
+
+
+def is_broadcast(eqn: Any) -> bool:
+    """Returns whether an equation copies a small array to a larger shape."""
+    return eqn.primitive.name == "broadcast_in_dim" and is_smaller(eqn.invars[0], eqn.outvars[0])
+
+
+def is_smaller(atom: Any, out: Any) -> bool:
+    """Returns whether an operand has so few elements that it counts for nothing beside the result."""
+    if isinstance(atom, compat.Literal):
+        return True
+    small, large = ir.shape_of(atom), ir.shape_of(out)
+    return ir.has_known_sizes((*small, *large)) and _SMALLER * math.prod(small) <= math.prod(large)
+
+
+_NONLINEAR = having(Trait.NONLINEAR)
+
+
+class Part(NamedTuple):
+    """Equations with one result, of which one function is made.
+
+    Args:
+      places: of the equations in their program.
+      inputs: variables that others make.
+      out: the variable that others read.
+      half: dtype of the result.
+      is_softmax: whether it is exponentials over their sum, and not elementwise.
+    """
+
+    places: tuple[int, ...]
+    inputs: tuple[Any, ...]
+    out: Any
+    half: np.dtype
+    is_softmax: bool = False
+
+
+def elementwise_parts(uses: Uses, taken: set[int]) -> Iterator[Part]:
+    """Yields the parts of a program; `taken` are places of equations that belong to others."""
+    taken = set(taken)
+    for place in reversed(range(len(uses.eqns))):
+        part = None if place in taken else _part(uses, place, taken)
+        if part is not None:
+            taken.update(p for p in part.places if not is_constant(uses.eqns[p]))
+            yield part
+
+
+def _part(uses: Uses, last: int, taken: set[int]) -> Part | None:
+    """Returns the part whose result the equation in a place makes."""
+    out = uses.eqns[last].outvars[0] if uses.eqns[last].outvars else None
+    if out is None or not _may_end(uses, last):
+        return None
+    half = uses.held(out) if is_half(uses.held(out)) else uses.half_of_all(out)
+    if half is None:
+        return None
+    places, inputs = _grown(uses, last, taken)
+    if not all(_is_input(uses, var) for var in inputs) or not _is_worth_it(uses, places, inputs, out):
+        return None
+    return Part(tuple(sorted(places)), tuple(inputs), out, half)
+
+
+def _may_end(uses: Uses, place: int) -> bool:
+    eqn, step = uses.eqns[place], uses.steps[place]
+    out = eqn.outvars[0]
+    sizes = ir.shape_of(out) if ir.is_float32(out) else ()
+    # Of a number nothing is to be saved.
+    is_sized = bool(sizes) and ir.has_known_sizes(sizes)
+    return is_sized and is_elementwise(eqn, sizes) and not _is_asked_half(step)
+
+
+def _grown(uses: Uses, last: int, taken: set[int]) -> tuple[set[int], list[Any]]:
+    """Returns the places of a part that ends in one, and its inputs."""
+    shape = ir.shape_of(uses.eqns[last].outvars[0])
+    places, inputs = {last}, []
+    #: Place -> what it makes that the part reads. The last one is looked at first: all its readers have been.
+    operands: dict[int, list[Any]] = {}
+    waiting: list[int] = []
+
+    def add(atoms: Sequence[Any]) -> None:
+        for atom in dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)):
+            place = uses.made_at.get(atom)
+            known = inputs if place is None else operands.setdefault(place, [])
+            if place is not None and not known:
+                heapq.heappush(waiting, -place)
+            if atom not in known:
+                known.append(atom)
+
+    add(uses.eqns[last].invars)
+    while waiting:
+        place = -heapq.heappop(waiting)
+        if place not in taken and _is_taken_in(uses, place, places, shape):
+            places.add(place)
+            add(uses.eqns[place].invars)
+        else:
+            inputs += operands[place]
+    return places, inputs
+
+
+def _is_taken_in(uses: Uses, place: int, places: set[int], shape: Any) -> bool:
+    """Returns whether a part takes in an equation that makes an operand of it."""
+    eqn, step = uses.eqns[place], uses.steps[place]
+    if is_constant(eqn):
+        return True
+    if _is_asked_half(step) or not uses.read_within(eqn.outvars[0], places):
+        return False
+    if is_broadcast(eqn):
+        return ir.shape_of(eqn.outvars[0]) == shape
+    if not is_elementwise(eqn, shape):
+        return False
+    whole = {a for a in eqn.invars if not isinstance(a, compat.Literal) and ir.shape_of(a) == shape}
+    # What is half anyway only if that leaves as many operands to keep.
+    return not is_half(uses.held(eqn.outvars[0])) or len(whole) == 1
+
+
+def _is_asked_half(step: EqnPlan) -> bool:
+    """Returns whether the caller wants an elementwise operation in half."""
+    return step.region.lower or step.how is How.LOWERED
+
+
+def _is_input(uses: Uses, var: Any) -> bool:
+    """Returns whether an operand of a part is an array that is half or float32, or has no derivative."""
+    dtype = uses.held(var)
+    return ir.is_plain_array(var) and (is_half(dtype) or dtype == FLOAT32 or dtype.kind in "biu")
+
+
+def _is_worth_it(uses: Uses, places: set[int], inputs: Sequence[Any], out: Any) -> bool:
+    """Returns whether a part's operands are less than what its equations would keep, of that some float32."""
+    kept: dict[Any, np.dtype] = {}
+    for place in places:
+        kept |= _kept(uses.eqns[place], uses.steps[place])
+    operands = [var for var in inputs if is_floating(uses.held(var)) and not is_smaller(var, out)]
+    least = sum(uses.held(var).itemsize for var in operands)
+    return FLOAT32 in kept.values() and least < sum(dtype.itemsize for dtype in kept.values())
+
+
+def _kept(eqn: Any, step: EqnPlan) -> dict[Any, np.dtype]:
+    """Returns the variables that the derivative of an equation needs, with the dtypes they are read in."""
+    if step.inner:
+        inside = [pair for plan in step.inner for pair in _equations(plan)]
+        return {var: dtype for pair in inside for var, dtype in _kept(*pair).items()}
+    if eqn.primitive.name not in _NONLINEAR:
+        return {}
+    read = {
+        atom: dtype
+        for atom, dtype in zip(eqn.invars, step.reads, strict=True)
+        if dtype is not None and not isinstance(atom, compat.Literal)
+    }
+    if eqn.primitive.name not in op_table.BROADCASTING:
+        # Of the operand or the result one is enough.
+        return dict.fromkeys(eqn.outvars, next(iter(read.values()))) if read else {}
+    return {} if len(read) < 2 else {a: d for a, d in read.items() if not is_smaller(a, eqn.outvars[0])}
+
+
+def _equations(plan: Plan) -> Iterator[tuple[Any, EqnPlan]]:
+    yield from zip(compat.open_jaxpr(plan.jaxpr).eqns, plan.steps, strict=True)
+
+
+def softmax_parts(uses: Uses) -> Iterator[Part]:
+    """Yields softmaxes whose float32 exponentials would be kept beside the half weights."""
+    for place, eqn in enumerate(uses.eqns):
+        if eqn.primitive.name == "div" and ir.is_float32(eqn.outvars[0]):
+            places = _softmax(uses, place)
+            out = eqn.outvars[0]
+            held = uses.held(out)
+            half = held if is_half(held) else uses.half_of_all(out, through_elementwise=True)
+            if places is not None and half is not None:
+                yield Part(places, tuple(uses.eqns[places[0]].invars), out, half, is_softmax=True)
+
+
+def _softmax(uses: Uses, place: int) -> tuple[int, ...] | None:
+    """Returns the places of a softmax that ends in a quotient: exp, sum, how that is broadcast, quotient."""
+    quotient = uses.eqns[place]
+    chain = [place]
+    made = _made_by(uses, quotient.invars[1])
+    while made is not None and uses.eqns[made].primitive.name in ("broadcast_in_dim", "reshape"):
+        chain.append(made)
+        made = _made_by(uses, uses.eqns[made].invars[0])
+    if made is None or uses.eqns[made].primitive.name != "reduce_sum":
+        return None
+    sums, numerator = uses.eqns[made], quotient.invars[0]
+    first = _made_by(uses, numerator)
+    places = (*([] if first is None else [first]), made, *reversed(chain))
+    inside = [var for p in places[:-1] for var in uses.eqns[p].outvars]
+    if (
+        first is None
+        or uses.eqns[first].primitive.name != "exp"
+        or sums.invars[0] is not numerator
+        or isinstance(uses.eqns[first].invars[0], compat.Literal)
+        or not all(ir.is_float32(var) and uses.read_within(var, set(places)) for var in inside)
+        or any(is_half(uses.held(var)) for var in inside)
+        or not _is_along(sums, quotient)
+    ):
+        return None
+    return places
+
+
+def _made_by(uses: Uses, atom: Any) -> int | None:
+    return None if isinstance(atom, compat.Literal) else uses.made_at.get(atom)
+
+
+def _is_along(sums: Any, quotient: Any) -> bool:
+    """Returns whether each exponential is divided by the sum that it is in: the summed axes have size 1."""
+    axes, shape = sums.params["axes"], ir.shape_of(quotient.outvars[0])
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    return ir.shape_of(quotient.invars[0]) == shape and ir.shape_of(quotient.invars[1]) == kept
+
+
+def join(plan: Plan, joined_step: Callable[[Uses, Part], EqnPlan]) -> Program | Mapping[Any, np.dtype]:
     """Returns the program of a plan, with its parts joined; or first, which values have to be half for that.
 
     Those are results of parts that are held in float32 and read in half: what moves them is to be planned so.
+
+    Args:
+      plan: of a whole jaxpr.
+      joined_step: gives the step that does all equations of a part.
     """
     uses = Uses(plan)
     softmaxes = list(softmax_parts(uses))

@@ -16,15 +16,17 @@ cost nothing at run time.
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from jmp_policy._src.autocast.values import CastCache, Value, computed
-from jmp_policy._src.jaxpr import compat, ir, op_lists, source_lines
+from jmp_policy._src.autocast.values import CastCache, Value, argument, computed, constant
+from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
 from jmp_policy._src.policy.regions import Region, Regions
+from jmp_policy._src.products import binding
 
 #: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None
 #: that nobody uses it.
@@ -32,6 +34,18 @@ Demand: TypeAlias = bool | None
 
 
 _OUTSIDE = Region(None)
+
+
+class How(enum.Enum):
+    """How a step is done, where its dtypes do not say it. Values are shown to users."""
+
+    AS_PLANNED = ""
+    #: Moves a parameter or a constant, which is cast before it is moved.
+    MOVED = "moved, in the dtype of each use"
+    #: In float32, with results handed on in half.
+    INSIDE = "inside"
+    #: As the lists or the caller say: in half.
+    LOWERED = "lower"
 
 
 @dataclasses.dataclass
@@ -50,6 +64,7 @@ class EqnPlan:
       planner: of steps that plan more when they run: rules of derivatives.
       at: the equation on whose behalf it runs, if not `eqn`.
       is_rewritten: whether other operations give the result or its derivative, whatever the dtypes.
+      how: what more there is to know to run it.
     """
 
     eqn: Any
@@ -63,6 +78,7 @@ class EqnPlan:
     planner: "Planner | None" = None
     at: Any = None
     is_rewritten: bool = False
+    how: How = How.AS_PLANNED
 
     @property
     def is_unchanged(self) -> bool:
@@ -351,7 +367,7 @@ def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple
         if not isinstance(atom, compat.Literal):
             reads.setdefault(atom, set()).add(value.dtype)
     for step in reversed(steps):
-        moved = step.why == MOVED
+        moved = step.how is How.MOVED
         for atom, dtype in zip(step.eqn.invars, step.reads, strict=True):
             if not isinstance(atom, compat.Literal) and ir.is_float32(atom):
                 later = reads.get(step.eqn.outvars[0], set()) if moved else {_read(step, atom, dtype)}
@@ -362,9 +378,59 @@ def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple
 def _read(step: EqnPlan, atom: Any, dtype: Any) -> np.dtype:
     """Returns what an operand is read in: one that is broadcast is broadcast in float32."""
     name, like = step.eqn.primitive.name, step.eqn.outvars
-    is_broadcast = name in op_lists.BROADCASTING and ir.shape_of(atom) != ir.shape_of(like[0])
+    is_broadcast = name in op_table.BROADCASTING and ir.shape_of(atom) != ir.shape_of(like[0])
     return FLOAT32 if dtype is None or is_broadcast else dtype
 
 
-#: Why of a step that moves a parameter or a constant: it is done in whichever dtype its result is read in.
-MOVED = "moved, in the dtype of each use"
+def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
+    """Runs the operations of a plan, on behalf of the lines of code they come from.
+
+    Args:
+      plan: what is to be done.
+      caches: the arguments. Casts made of them are kept in them.
+
+    Returns:
+      The results.
+    """
+    steps = iter(plan.program.steps)
+
+    def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
+        planned = next(steps)
+        with compat.eqn_context(planned.at or eqn):
+            return planned.rule.run(planned, operands)
+
+    return evaluate(
+        plan.program, caches, step, constant=_constant, literal=_literal, last_uses=plan.last_uses
+    )
+
+
+def _constant(var: Any, value: Any) -> CastCache:
+    return constant(value, var.aval.dtype if ir.is_plain_array(var) else None)
+
+
+def _literal(atom: Any) -> CastCache:
+    # An array: what it is handed to as an argument may ask for its shape, which a Python number has not.
+    value = np.asarray(atom.val, ir.dtype_of(atom))
+    return CastCache(value, value.dtype, value.astype)
+
+
+def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+    """Returns a plan as a function of arrays in the dtypes it was made for.
+
+    Args:
+      plan: what is to be done.
+      dtypes: of each result; None for results as they come.
+    """
+
+    def function(*arrays: Any) -> list[Any]:
+        with binding.program(is_body=True):
+            outs = run(plan, list(map(argument, arrays, plan.ins)))
+            return [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
+
+    return function
+
+
+def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], caches: Sequence[CastCache]) -> list[CastCache]:
+    """Does the operation itself, with its own parameters, on operands in the given dtypes."""
+    arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
+    return [computed(out) for out in binding.bind(step_eqn, *arrays)]

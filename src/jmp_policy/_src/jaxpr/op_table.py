@@ -48,6 +48,20 @@ class Trait(enum.Flag):
     ELEMENTWISE = enum.auto()
     #: Its derivative depends on its operands, which JAX keeps for the backward pass, or its result.
     NONLINEAR = enum.auto()
+    #: Its results are numbers that its operands were: exact in half, if those are half.
+    EXACT = enum.auto()
+    #: Its transpose gives copies or parts of a cotangent, and zeros; sums over copies are looked at apart.
+    EXACT_TRANSPOSE = enum.auto()
+    #: Errors of its operands add up as they are.
+    ADDS = enum.auto()
+    #: Rounds after each of many steps, in an order that only the compiler knows.
+    ACCUMULATES = enum.auto()
+    #: An accumulation with as many terms as its operand has elements for each of its result.
+    REDUCES = enum.auto()
+    #: Compares or rounds: a small change of its operands may turn its result.
+    DECIDES = enum.auto()
+    #: Orders its operands, or picks some of them by their order.
+    RANKS = enum.auto()
 
 
 class Operation(NamedTuple):
@@ -66,11 +80,16 @@ class Operation(NamedTuple):
 
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
-    _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR,
+    _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES, _REDUCES,
+    _DECIDES, _RANKS,
 ) = Trait  # fmt: skip
 
-#: What moves a weight and leaves it one.
-_WEIGHT = _MOVES | _KEEPS_WEIGHT
+#: Exact forward and backward.
+_SAFE = _EXACT | _EXACT_TRANSPOSE
+
+#: What copies a weight, or moves it, and leaves it one.
+_COPIED_WEIGHT = _MOVES | _KEEPS_WEIGHT | _EXACT
+_WEIGHT = _COPIED_WEIGHT | _EXACT_TRANSPOSE
 
 #: Elementwise functions of one operand, or of several.
 _CURVE = _ELEMENTWISE | _NONLINEAR
@@ -121,67 +140,75 @@ OPERATIONS: Mapping[str, Operation] = {
     "asinh": Operation("full", "a logarithm", _CURVE),
     "acosh": Operation("full", "a logarithm", _CURVE),
     "atanh": Operation("full", "a logarithm, steep near 1", _CURVE),
-    "reduce_sum": Operation("full", "many terms: half stops growing at 2048 times a term"),
-    "reduce_prod": Operation("full", "many factors: leaves float16's range"),
-    "cumsum": Operation("full", "as reduce_sum", _COSTLY),
-    "cumprod": Operation("full", "as reduce_prod", _COSTLY),
-    "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY),
-    "reduce_window_sum": Operation("full", "as reduce_sum (average pooling)", _COSTLY),
-    "psum": Operation("full", "a sum over devices", _COSTLY | _COLLECTIVE),
-    "psum_invariant": Operation("full", "a sum over devices", _COLLECTIVE),
-    "reduce_scatter": Operation("full", "a sum over devices", _COLLECTIVE),
-    "unreduced_psum": Operation("full", "a sum over devices", _COLLECTIVE),
-    "argmax": Operation("full", "a decision: ties that half would make"),
-    "argmin": Operation("full", "a decision: ties that half would make"),
-    "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER),
-    "top_k": Operation("full", "a decision: ties that half would make"),
+    "reduce_sum": Operation(
+        "full",
+        "many terms: half stops growing at 2048 times a term",
+        _EXACT_TRANSPOSE | _ACCUMULATES | _REDUCES,
+    ),
+    "reduce_prod": Operation("full", "many factors: leaves float16's range", _ACCUMULATES),
+    "cumsum": Operation("full", "as reduce_sum", _COSTLY | _EXACT_TRANSPOSE | _ACCUMULATES),
+    "cumprod": Operation("full", "as reduce_prod", _COSTLY | _ACCUMULATES),
+    "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY | _ACCUMULATES),
+    "reduce_window_sum": Operation(
+        "full", "as reduce_sum (average pooling)", _COSTLY | _ACCUMULATES | _REDUCES
+    ),
+    "psum": Operation("full", "a sum over devices", _COSTLY | _COLLECTIVE | _ACCUMULATES),
+    "psum_invariant": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
+    "reduce_scatter": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
+    "unreduced_psum": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
+    "argmax": Operation("full", "a decision: ties that half would make", _SAFE | _RANKS),
+    "argmin": Operation("full", "a decision: ties that half would make", _EXACT | _RANKS),
+    "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER | _EXACT | _RANKS),
+    "top_k": Operation("full", "a decision: ties that half would make", _EXACT | _RANKS),
     # As the widest operand.
-    "add": Operation("follow", "exact to half's rounding", _EACH),
-    "add_any": Operation("follow", "a sum of two cotangents", _EACH),
-    "sub": Operation("follow", "exact to half's rounding", _EACH),
+    "add": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS),
+    "add_any": Operation("follow", "a sum of two cotangents", _EACH | _EXACT_TRANSPOSE | _ADDS),
+    "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS),
     "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR),
     "div": Operation(
-        "follow", "exact to half's rounding; see autocast/quotients.py", _EACH | _NONLINEAR | _POLE
+        "follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _NONLINEAR | _POLE
     ),
-    "neg": Operation("follow", "exact", _ELEMENTWISE),
-    "sign": Operation("follow", "exact", _ELEMENTWISE),
-    "abs": Operation("follow", "exact", _CURVE),
-    "max": Operation("follow", "exact", _EACH),
-    "min": Operation("follow", "exact", _EACH),
-    "clamp": Operation("follow", "exact", _ELEMENTWISE),
-    "floor": Operation("follow", "exact", _ELEMENTWISE),
-    "ceil": Operation("follow", "exact", _ELEMENTWISE),
-    "round": Operation("follow", "exact", _ELEMENTWISE),
-    "rem": Operation("follow", "exact to half's rounding; see autocast/quotients.py", _EACH | _POLE),
+    "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
+    "sign": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
+    "abs": Operation("follow", "exact", _CURVE | _SAFE),
+    "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS),
+    "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS),
+    "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS),
+    "floor": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
+    "ceil": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
+    "round": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
+    "rem": Operation("follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _POLE),
     "square": Operation(
         "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares", _CURVE
     ),
     "one_minus_square": Operation("follow", "a product; the derivative of tanh", _CURVE),
-    "integer_pow": Operation("follow", "a product of few factors; see autocast/quotients.py", _CURVE | _POLE),
+    "integer_pow": Operation(
+        "follow", "a product of few factors; see autocast/special_rules.py", _CURVE | _POLE
+    ),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
     "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
-    "select_n": Operation("follow", "picks a value", _EACH),
-    "eq": Operation("follow", "a comparison", _EACH),
-    "ne": Operation("follow", "a comparison", _EACH),
-    "lt": Operation("follow", "a comparison", _EACH),
-    "le": Operation("follow", "a comparison", _EACH),
-    "gt": Operation("follow", "a comparison", _EACH),
-    "ge": Operation("follow", "a comparison", _EACH),
-    "is_finite": Operation("follow", "a comparison", _ELEMENTWISE),
-    "cummax": Operation("follow", "exact", _COSTLY),
-    "cummin": Operation("follow", "exact", _COSTLY),
-    "reduce_window_max": Operation("follow", "exact (max pooling)", _COSTLY),
-    "reduce_window_min": Operation("follow", "exact"),
-    "pmax": Operation("follow", "exact", _COLLECTIVE),
-    "pmin": Operation("follow", "exact", _COLLECTIVE),
-    "concatenate": Operation("follow", "moves data"),
-    "stack": Operation("follow", "moves data"),
-    "dynamic_update_slice": Operation("follow", "moves data", _COSTLY),
-    "dynamic_slice": Operation("follow", "moves data", _KEEPS_WEIGHT),
-    "all_gather": Operation("follow", "moves data", _KEEPS_WEIGHT | _COSTLY | _COLLECTIVE),
-    "all_gather_invariant": Operation("follow", "moves data", _KEEPS_WEIGHT | _COLLECTIVE),
-    "all_to_all": Operation("follow", "moves data", _COSTLY | _COLLECTIVE),
-    "ppermute": Operation("follow", "moves data", _COSTLY | _COLLECTIVE),
+    "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS),
+    "eq": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE),
+    "lt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "le": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "gt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "ge": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "is_finite": Operation("follow", "a comparison", _ELEMENTWISE | _EXACT_TRANSPOSE),
+    "cummax": Operation("follow", "exact", _COSTLY | _EXACT),
+    "cummin": Operation("follow", "exact", _COSTLY | _EXACT),
+    "reduce_window_max": Operation("follow", "exact (max pooling)", _COSTLY | _SAFE),
+    "reduce_window_min": Operation("follow", "exact", _EXACT),
+    "pmax": Operation("follow", "exact", _COLLECTIVE | _EXACT),
+    "pmin": Operation("follow", "exact", _COLLECTIVE | _EXACT),
+    "concatenate": Operation("follow", "moves data", _SAFE | _ADDS),
+    "stack": Operation("follow", "moves data", _SAFE | _ADDS),
+    "dynamic_update_slice": Operation("follow", "moves data", _COSTLY | _EXACT | _ADDS),
+    "dynamic_slice": Operation("follow", "moves data", _KEEPS_WEIGHT | _SAFE),
+    "all_gather": Operation("follow", "moves data", _KEEPS_WEIGHT | _COSTLY | _COLLECTIVE | _EXACT),
+    "all_gather_invariant": Operation("follow", "moves data", _KEEPS_WEIGHT | _COLLECTIVE | _EXACT),
+    "all_to_all": Operation("follow", "moves data", _COSTLY | _COLLECTIVE | _EXACT),
+    "ppermute": Operation("follow", "moves data", _COSTLY | _COLLECTIVE | _EXACT),
     "pbroadcast": Operation("follow", "moves data", _SUMMED | _COLLECTIVE),
     "broadcast_in_dim": Operation("follow", "moves data", _WEIGHT | _SUMMED | _VIEW),
     "reshape": Operation("follow", "moves data", _WEIGHT | _VIEW),
@@ -192,24 +219,24 @@ OPERATIONS: Mapping[str, Operation] = {
     "slice": Operation("follow", "moves data", _WEIGHT),
     "split": Operation("follow", "moves data", _WEIGHT),
     "unstack": Operation("follow", "moves data", _WEIGHT),
-    "tile": Operation("follow", "moves data", _WEIGHT | _SUMMED),
+    "tile": Operation("follow", "moves data", _COPIED_WEIGHT | _SUMMED),
     "copy": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
     "copy_p": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
-    "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW),
-    "stop_gradient": Operation("follow", "identity", _MOVES),
+    "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW | _SAFE),
+    "stop_gradient": Operation("follow", "identity", _MOVES | _SAFE),
     "sharding_constraint": Operation("follow", "identity", _WEIGHT | _VIEW),
     "layout_constraint": Operation("follow", "identity", _WEIGHT),
     "mesh_cast": Operation("follow", "identity", _WEIGHT),
     "reshard": Operation("follow", "identity", _WEIGHT),
-    "pvary": Operation("follow", "identity", _WEIGHT | _SUMMED | _VIEW | _COLLECTIVE),
-    "pcast": Operation("follow", "identity", _WEIGHT | _SUMMED | _COLLECTIVE),
+    "pvary": Operation("follow", "identity", _COPIED_WEIGHT | _SUMMED | _VIEW | _COLLECTIVE),
+    "pcast": Operation("follow", "identity", _COPIED_WEIGHT | _SUMMED | _COLLECTIVE),
     "device_put": Operation("follow", "moves data, each operand for itself", _WEIGHT),
     "optimization_barrier": Operation("follow", "identity, each operand for itself", _WEIGHT | _VIEW),
     # In float32 inside, for the sake of the derivative.
-    "gather": Operation("inside", "an embedding: its gradient is a sum over tokens", _KEEPS_WEIGHT),
-    "pad": Operation("inside", "the gradient of what it pads with is a sum"),
-    "reduce_max": Operation("inside", "its gradient is a sum over ties"),
-    "reduce_min": Operation("inside", "its gradient is a sum over ties"),
+    "gather": Operation("inside", "an embedding: its gradient is a sum over tokens", _KEEPS_WEIGHT | _SAFE),
+    "pad": Operation("inside", "the gradient of what it pads with is a sum", _SAFE | _ADDS),
+    "reduce_max": Operation("inside", "its gradient is a sum over ties", _SAFE),
+    "reduce_min": Operation("inside", "its gradient is a sum over ties", _SAFE),
     "erf": Operation("inside", "its derivative is an exponential", _CURVE),
     # In the dtypes that they were traced in.
     "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
@@ -231,16 +258,22 @@ OPERATIONS: Mapping[str, Operation] = {
     "qr": Operation(None, "linear algebra", _COSTLY),
     "random_bits": Operation(None, "draws random numbers", _COSTLY),
     "random_gamma": Operation(None, "draws random numbers, in its dtype", _COSTLY | _DTYPE_BOUND),
-    "reduce_window": Operation(None, "a reduction by a function of the user's", _COSTLY | _COMBINER),
+    "reduce_window": Operation(
+        None, "a reduction by a function of the user's", _COSTLY | _COMBINER | _ACCUMULATES
+    ),
     "rng_bit_generator": Operation(None, "draws random numbers", _COSTLY),
-    "scatter": Operation(None, "writes rows", _COSTLY | _COMBINER),
-    "scatter-add": Operation(None, "adds rows: the gradient of a look-up", _COSTLY | _COMBINER),
+    "scatter": Operation(None, "writes rows", _COSTLY | _COMBINER | _EXACT | _ADDS),
+    "scatter-add": Operation(
+        None, "adds rows: the gradient of a look-up", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES
+    ),
     "scatter-max": Operation(None, "the larger of rows", _COSTLY | _COMBINER),
     "scatter-min": Operation(None, "the smaller of rows", _COSTLY | _COMBINER),
-    "scatter-mul": Operation(None, "multiplies rows", _COSTLY | _COMBINER),
-    "scatter_add": Operation(None, "its name in later versions", _COSTLY | _COMBINER),
-    "scatter_mul": Operation(None, "its name in later versions", _COSTLY | _COMBINER),
-    "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY),
+    "scatter-mul": Operation(None, "multiplies rows", _COSTLY | _COMBINER | _ACCUMULATES),
+    "scatter_add": Operation(None, "its name in later versions", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES),
+    "scatter_mul": Operation(None, "its name in later versions", _COSTLY | _COMBINER | _ACCUMULATES),
+    "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY | _ACCUMULATES | _RANKS),
+    "approx_top_k": Operation(None, "the largest elements, most of them", _RANKS),
+    "select_and_gather_add": Operation(None, "picks elements by others", _EXACT),
     "svd": Operation(None, "linear algebra", _COSTLY),
     "threefry2x32": Operation(None, "draws random numbers", _COSTLY),
     "triangular_solve": Operation(None, "linear algebra", _COSTLY),
@@ -250,11 +283,61 @@ OPERATIONS: Mapping[str, Operation] = {
     "rng_uniform": Operation(None, "draws random numbers, in its dtype", _DTYPE_BOUND),
     "scaled_matmul_wrapper": Operation(None, "a kernel written for its dtypes", _DTYPE_BOUND),
     "custom_call": Operation(None, "a foreign function", _KERNEL),
-    "reduce": Operation(None, "a reduction by a function of the user's", _COMBINER),
+    "reduce": Operation(None, "a reduction by a function of the user's", _COMBINER | _ACCUMULATES | _REDUCES),
     "select_and_scatter": Operation(None, "max pooling's gradient, by functions of the user's", _COMBINER),
+}
+
+
+#: Operators of Python that a primitive is written as.
+PYTHON_OPERATORS: Mapping[str, str] = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "rem": "%",
+    "pow": "**",
+}
+
+#: What reports call a primitive, before the dtype.
+DESCRIPTIONS: Mapping[str, str] = {
+    "convert_element_type": "a cast to",
+    "dot_general": "a matrix product in",
+    "conv_general_dilated": "a convolution in",
+}
+
+#: What makes the result of a primitive infinite or NaN in any precision, and the repair.
+NOT_FINITE: Mapping[str, str] = {
+    "div": "A division by zero, in any precision. Guard the divisor itself (jnp.where(x == 0, 1, x) before "
+    "dividing): a where after the division stops the value, but its gradient is 0 * inf = NaN.",
+    "log": "A logarithm of zero or of a negative number, in any precision. Clamp its argument, or use "
+    "log_softmax, log1p, xlogy or logsumexp.",
+    "sqrt": "A square root of a negative number, in any precision. Clamp its argument.",
+    "rsqrt": "A reciprocal square root of zero or of a negative number, in any precision. Add an epsilon.",
+    "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min, or leave one "
+    "entry unmasked.",
+    "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a "
+    "where whose other branch is infinite: guard the argument before the operation, not the result after it.",
+    "exp": "An exponential beyond float32. Subtract the maximum first (logsumexp, softmax).",
+    "pow": "A power of zero or of a negative number, in any precision. Clamp its base.",
 }
 
 
 def having(trait: Trait) -> frozenset[str]:
     """Returns the names of the primitives that have a trait."""
     return frozenset(name for name, operation in OPERATIONS.items() if trait in operation.traits)
+
+
+#: Primitive's name -> (list, reason), of those on a list.
+LISTED: Mapping[str, tuple[OpList, str]] = {
+    name: (op_list, reason) for name, (op_list, reason, _) in OPERATIONS.items() if op_list is not None
+}
+
+#: Primitive's name -> why it runs as traced, of those that are known and on no list.
+NOT_LISTED: Mapping[str, str] = {
+    name: f"as traced: {reason}" for name, (op_list, reason, _) in OPERATIONS.items() if op_list is None
+}
+
+#: Products that are linear in each floating operand, which are those that take half operands.
+LOWERED = frozenset(name for name, (op_list, _) in LISTED.items() if op_list == "lower")
+
+BROADCASTING, MOVES, SUMMED = map(having, (Trait.BROADCASTS, Trait.MOVES, Trait.SUMMED))

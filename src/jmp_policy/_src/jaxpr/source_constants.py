@@ -10,15 +10,16 @@ import linecache
 from typing import Any
 
 from jmp_policy._src.jaxpr import source_lines
+from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
-#: The operator of an operation between two values in Python, and its sign.
-_OPERATORS: dict[str, tuple[type[ast.operator], str]] = {
-    "add": (ast.Add, "+"),
-    "sub": (ast.Sub, "-"),
-    "mul": (ast.Mult, "*"),
-    "div": (ast.Div, "/"),
-    "rem": (ast.Mod, "%"),
-    "pow": (ast.Pow, "**"),
+#: Python's operators between two values.
+_OPERATORS: dict[str, type[ast.operator]] = {
+    "+": ast.Add,
+    "-": ast.Sub,
+    "*": ast.Mult,
+    "/": ast.Div,
+    "%": ast.Mod,
+    "**": ast.Pow,
 }
 
 
@@ -35,7 +36,8 @@ def written_constants(eqn: Any) -> list[tuple[float, str]]:
     """
     file, line = source_lines.caller(eqn)
     nodes = [node for node in _statement(file, line) if node.lineno <= line <= (node.end_lineno or line)]
-    kind, sign = _OPERATORS.get(eqn.primitive.name, (None, ""))
+    sign = PYTHON_OPERATORS.get(eqn.primitive.name, "")
+    kind = _OPERATORS.get(sign)
     operations = [
         n for n in nodes if isinstance(n, ast.BinOp) and kind is not None and isinstance(n.op, kind)
     ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from jmp_policy._src.jaxpr import compat, ir, op_lists
+from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.products.primitives import primitive_for
 
@@ -112,7 +112,7 @@ def _bound(operation: _Operation, values: Sequence[Any]) -> list[Any]:
 
 
 #: Without jaxprs or collectives.
-_SIMPLE = frozenset([*op_lists.TABLE, "convert_element_type"]) - having(Trait.COLLECTIVE)
+_SIMPLE = frozenset([*op_table.LISTED, "convert_element_type"]) - having(Trait.COLLECTIVE)
 
 
 @functools.lru_cache(maxsize=4096)

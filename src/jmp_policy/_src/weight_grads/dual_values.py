@@ -23,7 +23,7 @@ import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import calls, compat, ir, op_lists, source_lines
+from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32
@@ -256,7 +256,7 @@ def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeigh
         return _moved(eqn, operands)
     if _makes_weights(eqn, operands, weights):
         return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
-    if eqn.primitive.name in op_lists.BROADCASTING:
+    if eqn.primitive.name in op_table.BROADCASTING:
         operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
     return _activations(binding.bind(eqn, *map(read, operands)))
 
@@ -266,11 +266,6 @@ def _stopped(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list
     return binding.bind(eqn, *map(_value, operands))
 
 
-def _named(eqn: Any, _: Sequence[Any], weights: Sequence[DualWeight]) -> list[Any]:
-    """Names the half value: that is the one which a policy of jax.checkpoint is to save."""
-    return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
-
-
 def _converted(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
     """Casts the half value; the float32 one stays."""
     if is_floating(eqn.params["new_dtype"]):
@@ -278,8 +273,8 @@ def _converted(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight])
     return _with_weights(eqn, operands, weights)
 
 
-def _barrier(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
-    """Puts a barrier on several arrays, each for itself."""
+def _identity(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
+    """Names half values, or puts a barrier on them: they are what a policy of jax.checkpoint may save."""
     outs = binding.bind(eqn, *map(_value, operands))
     return [
         dataclasses.replace(value, value=out) if isinstance(value, DualWeight | Activation) else out
@@ -314,8 +309,7 @@ def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
 #: Operations of weights that are done in a way of their own.
 _RULES: Mapping[str, Callable[[Any, Sequence[Any], Sequence[DualWeight]], Sequence[Any]]] = {
     "stop_gradient": _stopped,
-    "name": _named,
-    "optimization_barrier": _barrier,
+    **dict.fromkeys(("name", "optimization_barrier"), _identity),
     "convert_element_type": _converted,
-    **dict.fromkeys(op_lists.LOWERED, lambda eqn, operands, _: [_product(eqn, operands)]),
+    **dict.fromkeys(op_table.LOWERED, lambda eqn, operands, _: [_product(eqn, operands)]),
 }

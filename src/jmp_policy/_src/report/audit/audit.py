@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import compat, ir, matrix_products, op_lists, source_lines
+from jmp_policy._src.jaxpr import compat, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
@@ -189,7 +189,7 @@ class AuditVisitor:
 
     def _see_half(self, eqn: Any, site: Site) -> None:
         name = eqn.primitive.name
-        listed, why = op_lists.TABLE.get(name, ("", ""))
+        listed, why = op_table.LISTED.get(name, ("", ""))
         dtypes = [ir.dtype_of(var) for var in eqn.invars]
         half = next((d for d in dtypes if d is not None and is_half(d)), None)
         if listed != "full" or half is None or all(size(v) == 0 for v in eqn.invars):

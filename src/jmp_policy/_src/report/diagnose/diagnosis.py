@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jmp_policy._src.core.report_base import Report, Table, joined
+from jmp_policy._src.jaxpr.op_table import NOT_FINITE
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
@@ -202,7 +203,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
             "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
             f"Or make what it is given smaller: normalise before it.{of_mask}"
         )
-    known = _ADVICE.get(
+    known = NOT_FINITE.get(
         found.operation,
         "In float32 it is not finite either: look for what feeds this operation.",
     )
@@ -211,7 +212,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
             " The program holds an infinite constant in half precision: if it was written as a finite number "
             "(-1e9 in a mask), half made it infinite; jnp.finfo(dtype).min is the number to write."
         )
-    elif found.dtype == "float16" and found.operation in _ADVICE:
+    elif found.dtype == "float16" and found.operation in NOT_FINITE:
         known += (
             " If an epsilon guards it already: one up to 2**-25 (3e-8) is zero in float16 before the program "
             "begins, which no replay in float32 can tell from a zero that was meant."
@@ -239,19 +240,3 @@ _OF_OPTIMIZER = (
     "squares are too small or too large for: give it float32 ones with master_weights(optimizer), or float32 "
     "parameters under a policy that computes in half; or enlarge its eps to 1e-4 or more."
 )
-
-#: By operation, what makes it non-finite in any precision.
-_ADVICE = {
-    "div": "A division by zero, in any precision. Guard the divisor itself (jnp.where(x == 0, 1, x) before "
-    "dividing): a where after the division stops the value, but its gradient is 0 * inf = NaN.",
-    "log": "A logarithm of zero or of a negative number, in any precision. Clamp its argument, or use "
-    "log_softmax, log1p, xlogy or logsumexp.",
-    "sqrt": "A square root of a negative number, in any precision. Clamp its argument.",
-    "rsqrt": "A reciprocal square root of zero or of a negative number, in any precision. Add an epsilon.",
-    "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min, or leave one "
-    "entry unmasked.",
-    "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a "
-    "where whose other branch is infinite: guard the argument before the operation, not the result after it.",
-    "exp": "An exponential beyond float32. Subtract the maximum first (logsumexp, softmax).",
-    "pow": "A power of zero or of a negative number, in any precision. Clamp its base.",
-}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, joined, percent, plotting
+from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS
 from jmp_policy._src.jaxpr.walk import Placed
 
 #: Parts of a program that a row is about.
@@ -82,14 +83,9 @@ class DriftRow(Placed):
         """Describes the operation: "a sum of 50,257 float16 terms"."""
         if self.terms > 1:
             return f"a sum of {self.terms:,} {self.dtype} terms"
-        known = {
-            "convert_element_type": f"a cast to {self.dtype}",
-            "dot_general": f"a matrix product in {self.dtype}",
-            "conv_general_dilated": f"a convolution in {self.dtype}",
-        }
         if self.operation in ("cond", "while") and self.note:
             return f"a {self.operation}: {self.note}"
-        return known.get(self.operation, f"{self.operation} in {self.dtype}") + self._lost()
+        return f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}"
 
     def _lost(self) -> str:
         """Describes what 8 bits lose of an operand, if that is much."""

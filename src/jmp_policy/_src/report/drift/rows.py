@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
 from jmp_policy._src.report.drift.error_budget import ErrorBudget
 from jmp_policy._src.report.drift.findings import (
@@ -20,10 +21,9 @@ from jmp_policy._src.report.drift.findings import (
 from jmp_policy._src.report.drift.recorder import Measured, on_host, totals
 
 #: What may stand between a product of the backward pass and the gradient of a parameter.
-_PASSES_ON = frozenset({
-    "convert_element_type", "add_any", "mul", "div", "neg", "transpose", "reshape", "squeeze",
-    "broadcast_in_dim", "concatenate", "select_n", "dynamic_update_slice", "carry", "pad", "cond",
-})  # fmt: skip
+_PASSES_ON = frozenset(["neg", "carry", "cond"]).union(
+    *map(having, (Trait.MOVES, Trait.VIEW, Trait.BROADCASTS, Trait.ADDS))
+)
 
 
 class Rows:

@@ -171,7 +171,9 @@ class TwinEvaluation(Interpreter):
         before = [nodes[number] for number, inside in operands if inside]
         var = eqn.outvars[i]
         name, dtype = eqn.primitive.name, _computed_in(eqn, var)
-        terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _SUMS and is_half(dtype) else 1
+        terms = (
+            walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _REDUCES and is_half(dtype) else 1
+        )
         # A region is called by what rounds most in it.
         named = max(before, key=_weight, default=None)
         if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
@@ -197,7 +199,7 @@ def _involves_half(eqn: Any) -> bool:
 def _runs_as_traced(eqn: Any) -> bool:
     """Returns whether only the operation itself knows how it rounds."""
     name = eqn.primitive.name
-    if name in _SUMS_IN_STEPS:
+    if name in _ACCUMULATES:
         return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
     is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
     is_scaled = formats_of(eqn) is not None
@@ -247,37 +249,13 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
     Kind.COND: "what is inside is not looked at, since it is for other platforms or writes to references",
 }
 
-#: Of operands in one half dtype, their results are exact in it.
-_EXACT = (
-    having(Trait.MOVES) | having(Trait.KEEPS_WEIGHT) | having(Trait.VIEW)
-    | {
-        "neg", "sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "select_n", "cummax", "cummin",
-        "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "concatenate", "stack",
-        "dynamic_update_slice", "sort", "top_k", "pad", "scatter", "all_to_all", "ppermute", "pmax",
-    }
-) - {"reduce_precision"}  # fmt: skip
-
-_PRODUCTS = having(Trait.PRODUCT)
+_EXACT, _ADDS = having(Trait.EXACT), having(Trait.ADDS) | {"carry"}
+_PRODUCTS, _ACCUMULATES, _REDUCES = map(having, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
 
 _VIEWS = having(Trait.VIEW) - {"reduce_precision"}
 
-#: Round after each of many steps, in an order that only the compiler knows.
-_SUMS_IN_STEPS = frozenset({
-    "reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "reduce_window",
-    "reduce", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "select_and_scatter_add", "psum",
-    "psum_invariant", "reduce_scatter", "unreduced_psum",
-})  # fmt: skip
-
-_SUMS = frozenset({"reduce_sum", "reduce", "reduce_window_sum"})
-
 #: Not done again for the sake of a region.
-_COSTLY = having(Trait.COSTLY) | _PRODUCTS | having(Trait.KERNEL) | _SUMS_IN_STEPS
+_COSTLY = having(Trait.COSTLY) | _PRODUCTS | having(Trait.KERNEL) | _ACCUMULATES
 
 #: Done together with what comes before and after, so that one more elementwise operation takes no time.
-_ELEMENTWISE = frozenset({"add", "add_any", "sub", "mul", "max"})
-
-#: Linear in each operand: absolute errors add up.
-_ADDS = frozenset({
-    "add", "sub", "add_any", "select_n", "concatenate", "stack", "dynamic_update_slice", "max", "min",
-    "clamp", "pad", "scatter", "scatter-add", "scatter_add", "carry",
-})  # fmt: skip
+_ELEMENTWISE = having(Trait.BROADCASTS)

@@ -14,13 +14,14 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.op_table import Trait, having
 
 #: Decisions if their operands are half. In float32 most compare what is nowhere near equal: a variance with
 #: 0, a random number with the rate of a dropout. So the absolute values of a float32 loss are not seen.
-_COMPARISONS = frozenset(("ceil", "eq", "floor", "ge", "gt", "le", "lt", "round", "sign"))
+_COMPARISONS = having(Trait.DECIDES)
 
 #: Decisions in float32 too: a router of experts, max pooling.
-_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "select_and_scatter_add", "sort", "top_k"))
+_CHOICES = having(Trait.RANKS)
 
 
 def makes_decisions(jaxpr: Any) -> bool:

@@ -24,11 +24,12 @@ from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, replay_equ
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import size
-from jmp_policy._src.report.sensitivity import exact_operations
 from jmp_policy._src.report.sensitivity.rounding_taps import Which
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
 _BROADCASTING = having(Trait.BROADCASTS)
+
+_EXACT, _EXACT_TRANSPOSE = having(Trait.EXACT), having(Trait.EXACT_TRANSPOSE)
 
 
 class Taps(Protocol):
@@ -180,9 +181,9 @@ class TappedProgram(Interpreter):
         """A result of an operation."""
         if group is None or not is_half(ir.dtype_of(var)):
             return Tapped(array)
-        forward = not exact_operations.keeps_values(eqn)
+        forward = not _is_exact(eqn)
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
-        backward = len(own) > 1 or any(map(exact_operations.rounds_cotangents, own))
+        backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
         return Tapped(self._tapped(array, group, forward, backward), group)
 
     def _read(self, value: Tapped, atom: Any, eqn: Any, group: str | None) -> Any:
@@ -234,6 +235,13 @@ class TappedProgram(Interpreter):
             for array, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return compat.bind_primitive(eqn.primitive, full, eqn.params)
+
+
+def _is_exact(eqn: Any) -> bool:
+    """Whether an operation's results are exact, if its half operands are."""
+    if eqn.primitive.name == "convert_element_type":
+        return is_half(ir.dtype_of(eqn.invars[0]))
+    return eqn.primitive.name in _EXACT
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
