@@ -12,7 +12,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.jaxpr.source_constants import written_constants
+from jmp_policy._src.jaxpr.source_lines import written_constants
 from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo
 
 

@@ -20,8 +20,8 @@ from jmp_policy._src.report.sensitivity import float8_modules, float32_modules, 
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
-from jmp_policy._src.report.sensitivity.memory_cost import memory_of
 from jmp_policy._src.report.sensitivity.probes import effects
+from jmp_policy._src.report.sensitivity.product_cost import memory_of
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation
 from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 
