@@ -147,7 +147,7 @@ def _memory(given: Any) -> Any:
 
 
 def _summary(given: Any) -> Any:
-    from jmp_policy._src.report.module_summary import summary
+    from jmp_policy._src.report.summary.summary import summary
 
     model, inputs = _function(given)
     return summary(model, given.policy, *inputs)

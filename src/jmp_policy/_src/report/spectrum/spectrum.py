@@ -16,6 +16,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.loss_scaling.overwritten import next_histories
 from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report.compile_once import run_compiled
 from jmp_policy._src.report.function import Function, as_function, is_floating, replaced
@@ -294,7 +295,8 @@ def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
     with contextlib.ExitStack() as stack:
         for framework in imported_frameworks():
             stack.enter_context(framework.tapped())
-        yield stack.enter_context(tapping.looking(taps))
+        yield stack.enter_context(watching.looking(taps))
+    taps.done()
 
 
 def _tap_names(function: Function) -> list[str]:
