@@ -14,7 +14,7 @@ from flax import nnx
 
 import jmp_policy as jmpp
 import jmp_policy.compat.jmp as jmp
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import is_installed
 
 TESTS = Path(__file__).parent
 MODULES = [

@@ -20,7 +20,7 @@ from jmp_policy._src.report.formats import Format as Format
 from jmp_policy._src.report.formats import Formats as Formats
 from jmp_policy._src.report.formats import formats as formats
 from jmp_policy._src.report.lost_constants import LostConstant as LostConstant
-from jmp_policy._src.report.lowering.installed import LoweringUnavailableError as LoweringUnavailableError
+from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError as LoweringUnavailableError
 from jmp_policy._src.report.lowering.kernels import Kernel as Kernel
 from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
 from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
@@ -285,9 +286,12 @@ def _is_narrow(name: str) -> bool:
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
 
+_SERIAL = having(Trait.SCATTER_SUM) | {"scan", "while"}
+
+
 def _is_serial(found: HalfOperation) -> bool:
     """Returns whether a sum adds one term after another."""
-    return found.operation in ("scatter-add", "scatter_add", "scan", "while")
+    return found.operation in _SERIAL
 
 
 def _widest(product: Product) -> str:

@@ -6,20 +6,22 @@ import re
 from collections.abc import Mapping
 
 from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
     Computations,
     Instruction,
+    Runs,
     Sources,
+    Traffic,
     arrays,
+    executed,
     parse,
     shape_bytes,
 )
 from jmp_policy._src.report.lowering.products import Product, backend_config, dtype_name, products_of
-from jmp_policy._src.report.lowering.runs import Runs, executed
-from jmp_policy._src.report.lowering.traffic import Traffic
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -27,13 +29,9 @@ _COLLECTIVES = (
 )  # fmt: skip
 _TRANSFORM = re.compile(r"(\w+)\(([^()]*)\)")
 #: Parts of an operation's name that JAX adds, and not the user.
-_MACHINERY = frozenset(
-    [
-        "call_exported", "while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation",
-        "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "pjit", "shard_map",
-        "eval_jaxpr",
-    ]
-)  # fmt: skip
+_MACHINERY = frozenset(KINDS) | {
+    *("call_exported", "body", "remat", "rematted_computation", "pjit", "eval_jaxpr"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +234,7 @@ def _collective(instruction: Instruction, inner: Mapping[str, Instruction]) -> I
         return None
     if found is not None and found.opcode == "all-reduce" and "all-reduce-scatter" in instruction.line:
         # A sum of which each device keeps its part.
-        return dataclasses.replace(found, opcode="reduce-scatter")
+        return found._replace(opcode="reduce-scatter")
     return found
 
 

@@ -10,8 +10,13 @@ from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, 
 from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.core.targets.targets import TARGETS, target_of_device
 from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.profit import LayerProfit, RecipeProfit
-from jmp_policy._src.report.lowering.roofline import Estimate, kernel_seconds, plot_roofline
+from jmp_policy._src.report.lowering.roofline import (
+    Estimate,
+    LayerProfit,
+    RecipeProfit,
+    kernel_seconds,
+    plot_roofline,
+)
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.

@@ -11,23 +11,22 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets.gpus import GPUS
 from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.products.fp8.eligibility import operand_dtypes
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
+from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
 from jmp_policy._src.products.fp8.in_half import products_in_half
-from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.compiler import compile_here, compiled
-from jmp_policy._src.report.lowering.export import Exported, exported
-from jmp_policy._src.report.lowering.float8_kernels import check_float8, float8_halves, recipes_by_path
+from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
-from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits, recipe_profits
-from jmp_policy._src.report.lowering.roofline import estimates
+from jmp_policy._src.report.lowering.roofline import LayerProfit, estimates, layer_profits, recipe_profits
 
 Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
@@ -94,7 +93,9 @@ def lowering_report(
         devices = partitions(answers[""].text)
     else:
         _check_exportable(jaxpr, function.name)
-        answers, devices = _compile_elsewhere(programs, function, card, _donated(fn, args, kwargs, function))
+        is_jitted = hasattr(fn, "trace") and not function.has_state
+        donated = donated_arguments(jaxpr) if is_jitted else ()
+        answers, devices = _compile_elsewhere(programs, function, card, donated)
         measured = None
     recipes = recipes_by_path(jaxpr)
     report = _report(function.name, card, devices, programs, answers, measured, recipes)
@@ -286,13 +287,66 @@ def _device() -> Target:
     return dataclasses.replace(like, name=device.device_kind, capability=(major, minor), rates={})
 
 
-def _donated(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], function: Function
-) -> tuple[int, ...]:
-    """Returns the positions of the arrays that a jitted function may overwrite."""
-    if function.has_state or not hasattr(fn, "trace"):
-        return ()
-    infos = jax.tree.leaves(fn.trace(*args, **kwargs).args_info)  # type: ignore[attr-defined]
-    if len(infos) != len(function.arrays):
-        return ()
-    return tuple(i for i, info in enumerate(infos) if info.donated)
+class _Paths(Visitor):
+    """Visitor of a jaxpr that collects the paths of float8 products, with their recipe, and of all others."""
+
+    def __init__(self) -> None:
+        self.float8: dict[str, str] = {}
+        self.others: dict[str, None] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        if eqn.primitive.name in _PRODUCTS and ir.dtype_of(eqn.outvars[0]) is not None:
+            if all(dtype.startswith("float8") for dtype in operand_dtypes(eqn)):
+                self.float8.setdefault(site.path, recipe_of(eqn))
+            else:
+                self.others[site.path] = None
+
+
+def recipes_by_path(jaxpr: Any) -> dict[str, str]:
+    """Returns the recipe of the float8 products of each module that has such products by a recipe."""
+    paths = _Paths()
+    walk(jaxpr, paths)
+    return {path: recipe for path, recipe in paths.float8.items() if recipe}
+
+
+def float8_halves(jaxpr: Any) -> set[str]:
+    """Returns the dtypes that operands of float8 products by recipes had before they were rounded."""
+    return {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
+
+
+def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
+    """Raises AssertionError where a product that is to be in float8 has a kernel of other operands.
+
+    Kernels are told by the scopes they come from. Where a scope has products of both kinds they cannot be
+    told apart, and one float8 kernel there is enough.
+
+    Args:
+      jaxpr: the program as it was traced.
+      kernels: as it was compiled.
+      program: what it is, for the message.
+    """
+    paths = _Paths()
+    walk(jaxpr, paths)
+    if not paths.float8:
+        raise AssertionError(
+            f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "
+            "('mixed_bfloat16, r=fp8_current'); jmp_policy.audit says why products stay in 16 bits."
+        )
+    products = [kernel for kernel in kernels if kernel.flops]
+    in_float8 = {kernel.path for kernel in products if _is_float8(kernel)}
+    fell_back = [
+        kernel
+        for kernel in products
+        if kernel.path in paths.float8 and not _is_float8(kernel)
+        if kernel.path not in paths.others or kernel.path not in in_float8
+    ]
+    if fell_back or not in_float8:
+        found = dict.fromkeys(f"{kernel.place}: {kernel.operands}" for kernel in fell_back or products)
+        raise AssertionError(
+            f"The compiler gave up float8 in {program}: {joined(list(found))}. Cards from compute capability "
+            "8.9 on (L4, H100, B200) multiply float8. With a scale per block one B200 alone does."
+        )
+
+
+def _is_float8(kernel: Kernel) -> bool:
+    return kernel.arithmetic == "float8"

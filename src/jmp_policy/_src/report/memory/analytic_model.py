@@ -169,10 +169,9 @@ class _Accounting:
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
-        consts, carries = compat.scan_sizes(eqn.params)
-        values = [value._replace(made=frozenset()) for value in operands]
-        values[consts : consts + carries] = [_Value()] * carries
-        results = self._inside(eqn.params["jaxpr"], values, backward=False)
+        loop = calls.loop(eqn, [value._replace(made=frozenset()) for value in operands])
+        arguments = [*loop.fixed, *[_Value()] * len(loop.start), *loop.xs]
+        results = self._inside(loop.body, arguments, backward=False)
         return [
             result if result.argument is not None else self._made(var)
             for result, var in zip(results, eqn.outvars, strict=True)

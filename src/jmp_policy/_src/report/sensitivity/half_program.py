@@ -14,8 +14,7 @@ from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import Function, as_function, replaced
-from jmp_policy._src.report.loss_program import trained_arguments
+from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
 

@@ -18,10 +18,15 @@ from jmp_policy._src.loss_scaling.overwritten import next_histories
 from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import imported_frameworks
-from jmp_policy._src.report.compile_once import run_compiled
-from jmp_policy._src.report.function import Function, as_function, is_floating, replaced
-from jmp_policy._src.report.loss_program import trained_arguments
-from jmp_policy._src.report.loss_scale import as_loss_scale
+from jmp_policy._src.report.function import (
+    Function,
+    as_function,
+    as_loss_scale,
+    is_floating,
+    replaced,
+    run_compiled,
+    trained_arguments,
+)
 from jmp_policy._src.report.spectrum import histogram, tapping
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
 from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import is_recipe
 from jmp_policy._src.policy.rules import PolicyMap, show_pattern
@@ -185,17 +185,11 @@ def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: 
     )
 
 
-class _Staying:
+class _Staying(Visitor):
     """Visitor of a jaxpr that finds why products of layers with a recipe are not in float8."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, list[str]] = {}
-
-    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        return frozenset()
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Does nothing: products in loops are seen in them."""
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         if eqn.primitive.name == "dot_general":
@@ -219,19 +213,13 @@ def pointless_casts(jaxpr: Any) -> list[str]:
     return visitor.found()
 
 
-class _RoundTrips:
+class _RoundTrips(Visitor):
     """Visitor of a jaxpr that finds casts whose result is cast back."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[Any, Any, Site]] = {}
         self._reads: dict[int, int] = {}
         self._undone: list[tuple[int, str]] = []
-
-    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        return frozenset()
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Does nothing: what a loop does with a value is seen inside it."""
 
     def read(self, value: ValueInfo) -> None:
         self._reads[value.key] = self._reads.get(value.key, 0) + 1
