@@ -80,29 +80,29 @@ _REPORTS = (
 if _typing.TYPE_CHECKING:
     from jmp_policy import linen as linen
     from jmp_policy import nnx as nnx
-    from jmp_policy._src.api.reports import Audit as Audit
-    from jmp_policy._src.api.reports import Diagnosis as Diagnosis
-    from jmp_policy._src.api.reports import Drift as Drift
-    from jmp_policy._src.api.reports import GradientSpectrum as GradientSpectrum
-    from jmp_policy._src.api.reports import LoweringReport as LoweringReport
-    from jmp_policy._src.api.reports import LoweringUnavailableError as LoweringUnavailableError
-    from jmp_policy._src.api.reports import MemoryReport as MemoryReport
-    from jmp_policy._src.api.reports import Recommendation as Recommendation
-    from jmp_policy._src.api.reports import Sensitivity as Sensitivity
-    from jmp_policy._src.api.reports import SpectrumState as SpectrumState
-    from jmp_policy._src.api.reports import Summary as Summary
-    from jmp_policy._src.api.reports import assert_drift as assert_drift
-    from jmp_policy._src.api.reports import audit as audit
-    from jmp_policy._src.api.reports import diagnose as diagnose
-    from jmp_policy._src.api.reports import drift as drift
-    from jmp_policy._src.api.reports import drift_metrics as drift_metrics
-    from jmp_policy._src.api.reports import gradient_spectrum as gradient_spectrum
-    from jmp_policy._src.api.reports import lowering_report as lowering_report
-    from jmp_policy._src.api.reports import memory_report as memory_report
-    from jmp_policy._src.api.reports import recommend as recommend
-    from jmp_policy._src.api.reports import sensitivity as sensitivity
-    from jmp_policy._src.api.reports import spectrum_value_and_grad as spectrum_value_and_grad
-    from jmp_policy._src.api.reports import summary as summary
+    from jmp_policy.report import Audit as Audit
+    from jmp_policy.report import Diagnosis as Diagnosis
+    from jmp_policy.report import Drift as Drift
+    from jmp_policy.report import GradientSpectrum as GradientSpectrum
+    from jmp_policy.report import LoweringReport as LoweringReport
+    from jmp_policy.report import LoweringUnavailableError as LoweringUnavailableError
+    from jmp_policy.report import MemoryReport as MemoryReport
+    from jmp_policy.report import Recommendation as Recommendation
+    from jmp_policy.report import Sensitivity as Sensitivity
+    from jmp_policy.report import SpectrumState as SpectrumState
+    from jmp_policy.report import Summary as Summary
+    from jmp_policy.report import assert_drift as assert_drift
+    from jmp_policy.report import audit as audit
+    from jmp_policy.report import diagnose as diagnose
+    from jmp_policy.report import drift as drift
+    from jmp_policy.report import drift_metrics as drift_metrics
+    from jmp_policy.report import gradient_spectrum as gradient_spectrum
+    from jmp_policy.report import lowering_report as lowering_report
+    from jmp_policy.report import memory_report as memory_report
+    from jmp_policy.report import recommend as recommend
+    from jmp_policy.report import sensitivity as sensitivity
+    from jmp_policy.report import spectrum_value_and_grad as spectrum_value_and_grad
+    from jmp_policy.report import summary as summary
 else:
     _report, __dir__ = _publish_later(__name__, globals(), "jmp_policy._src.api.reports", _REPORTS)
 

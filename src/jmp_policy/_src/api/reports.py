@@ -1,45 +1,25 @@
+# ruff: noqa: F401
 """The reports, and all that they return, under their public names."""
 
-from jmp_policy._src.report.audit.audit import audit as audit
-from jmp_policy._src.report.audit.findings import Audit as Audit
-from jmp_policy._src.report.audit.findings import HalfOperation as HalfOperation
-from jmp_policy._src.report.audit.findings import Product as Product
-from jmp_policy._src.report.audit.findings import RepeatedCast as RepeatedCast
-from jmp_policy._src.report.audit.findings import Upcast as Upcast
-from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
-from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
-from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
-from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
-from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
-from jmp_policy._src.report.drift.drift import drift as drift
-from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
-from jmp_policy._src.report.drift.findings import Drift as Drift
-from jmp_policy._src.report.drift.findings import DriftRow as DriftRow
-from jmp_policy._src.report.drift.findings import ResultDrift as ResultDrift
-from jmp_policy._src.report.formats import Format as Format
-from jmp_policy._src.report.formats import Formats as Formats
-from jmp_policy._src.report.formats import formats as formats
-from jmp_policy._src.report.lost_constants import LostConstant as LostConstant
-from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError as LoweringUnavailableError
-from jmp_policy._src.report.lowering.kernels import Kernel as Kernel
-from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
-from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report
-from jmp_policy._src.report.lowering.roofline import Estimate as Estimate
-from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
-from jmp_policy._src.report.memory.memory import MemoryRow as MemoryRow
-from jmp_policy._src.report.memory.memory import memory_report as memory_report
-from jmp_policy._src.report.sensitivity.ranking import Sensitivity as Sensitivity
-from jmp_policy._src.report.sensitivity.ranking import SensitivityRow as SensitivityRow
-from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
-from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
-from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow as RecommendationRow
-from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity
-from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
-from jmp_policy._src.report.spectrum.magnitudes import Magnitudes as Magnitudes
-from jmp_policy._src.report.spectrum.magnitudes import Share as Share
-from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
-from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum
-from jmp_policy._src.report.spectrum.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
-from jmp_policy._src.report.summary.rows import ModuleRow as ModuleRow
-from jmp_policy._src.report.summary.rows import Summary as Summary
-from jmp_policy._src.report.summary.summary import summary as summary
+from jmp_policy._src.report.audit.audit import audit
+from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.diagnose.diagnose import diagnose
+from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, Zero
+from jmp_policy._src.report.drift.drift import assert_drift, drift, drift_metrics
+from jmp_policy._src.report.drift.findings import Drift, DriftRow, ResultDrift
+from jmp_policy._src.report.formats import Format, Formats, formats
+from jmp_policy._src.report.lost_constants import LostConstant
+from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError
+from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.lowered import LoweringReport
+from jmp_policy._src.report.lowering.lowering import lowering_report
+from jmp_policy._src.report.lowering.roofline import Estimate
+from jmp_policy._src.report.memory.memory import MemoryReport, MemoryRow, memory_report
+from jmp_policy._src.report.sensitivity.ranking import Sensitivity, SensitivityRow
+from jmp_policy._src.report.sensitivity.recommend import recommend
+from jmp_policy._src.report.sensitivity.recommendation import Recommendation, RecommendationRow
+from jmp_policy._src.report.sensitivity.sensitivity import sensitivity
+from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitudes, Share
+from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad
+from jmp_policy._src.report.summary.rows import ModuleRow, Summary
+from jmp_policy._src.report.summary.summary import summary

@@ -75,6 +75,8 @@ class Instruction(NamedTuple):
 
 
 Computations = dict[str, list[Instruction]]
+#: Instructions of a computation by name.
+Scope = Mapping[str, Instruction]
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -100,7 +102,7 @@ def inside(instruction: Instruction, computations: Computations) -> dict[str, In
     return {i.name: i for name in instruction.called for i in computations.get(name, ())}
 
 
-def root_of(scope: Mapping[str, Instruction]) -> Instruction | None:
+def root_of(scope: Scope) -> Instruction | None:
     """The instruction whose result is that of its computation."""
     return next((i for i in scope.values() if i.is_root), None)
 
@@ -248,31 +250,29 @@ def _trips(loop: Instruction, where: str, computations: Computations) -> int | N
     test = root_of(condition)
     if given is None or given.opcode != "tuple" or test is None or test.opcode != "compare":
         return None
-    place = _place(test.operands[0], condition)
-    if place is None or test.attribute("direction") != "LT":
+    element = _element(test.operands[0], condition)
+    if element is None or test.attribute("direction") != "LT":
         return None
-    first = _number(given.operands[place], outside)
+    first = _number(given.operands[element], outside)
     last = _number(test.operands[1], condition, given.operands, outside)
-    step = _step(body, place, given.operands, outside)
+    step = _step(body, element, given.operands, outside)
     if first is None or last is None or not step or step < 0:
         return None
     return max(-(-(last - first) // step), 0)
 
 
-def _step(
-    body: Mapping[str, Instruction], place: int, given: tuple[str, ...], outside: Mapping[str, Instruction]
-) -> int | None:
+def _step(body: Scope, place: int, given: tuple[str, ...], outside: Scope) -> int | None:
     """Returns what a trip adds to the loop's counter."""
     root = root_of(body)
     if root is None or root.opcode != "tuple":
         return None
     added = body.get(root.operands[place])
-    if added is None or added.opcode != "add" or _place(added.operands[0], body) != place:
+    if added is None or added.opcode != "add" or _element(added.operands[0], body) != place:
         return None
     return _number(added.operands[1], body, given, outside)
 
 
-def _place(name: str, scope: Mapping[str, Instruction]) -> int | None:
+def _element(name: str, scope: Scope) -> int | None:
     """Returns which element of the loop's state a value is, copies aside."""
     while name in scope and scope[name].opcode in _COPYING:
         name = scope[name].operands[0]
@@ -283,9 +283,9 @@ def _place(name: str, scope: Mapping[str, Instruction]) -> int | None:
 
 def _number(
     name: str,
-    scope: Mapping[str, Instruction],
+    scope: Scope,
     given: tuple[str, ...] = (),
-    outside: Mapping[str, Instruction] | None = None,
+    outside: Scope | None = None,
 ) -> int | None:
     """Returns the value of a constant, also of one that the loop is given and hands on."""
     while name in scope:
@@ -293,7 +293,7 @@ def _number(
         if found.opcode == "constant":
             match = _CONSTANT.search(found.line)
             return int(match.group(1)) if match else None
-        place = _place(name, scope)
+        place = _element(name, scope)
         if place is not None and given and outside is not None:
             return _number(given[place], outside)
         if found.opcode not in _COPYING:
@@ -320,7 +320,7 @@ class Traffic:
     def __init__(self, computations: Computations, on_chip: bool):
         self._computations, self._on_chip = computations, on_chip
 
-    def read(self, instruction: Instruction, scope: Mapping[str, Instruction]) -> int:
+    def read(self, instruction: Instruction, scope: Scope) -> int:
         """Returns the bytes that an instruction reads.
 
         Args:
@@ -366,7 +366,7 @@ class Traffic:
             return 0
         return whole
 
-    def _output(self, output: Instruction, shape: str, scope: Mapping[str, Instruction]) -> int:
+    def _output(self, output: Instruction, shape: str, scope: Scope) -> int:
         source = output
         while source.opcode in RESHAPING and source.operands[0] in scope:
             source = scope[source.operands[0]]
@@ -398,7 +398,7 @@ def _parts(shape: str) -> list[str]:
     return parts
 
 
-def _users(inner: Mapping[str, Instruction], position: int) -> Iterator[tuple[Instruction, int]]:
+def _users(inner: Scope, position: int) -> Iterator[tuple[Instruction, int]]:
     """Yields the instructions of a fusion that use an operand of it, and their operand's place."""
     waiting = [
         i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 
 from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.jaxpr.calls import KINDS
@@ -11,17 +10,18 @@ from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
-    Computations,
     Instruction,
     Runs,
+    Scope,
     Sources,
     Traffic,
     arrays,
     executed,
+    inside,
     parse,
     shape_bytes,
 )
-from jmp_policy._src.report.lowering.products import Product, backend_config, dtype_name, products_of
+from jmp_policy._src.report.lowering.products import Products, backend_config, dtype_name
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -102,14 +102,37 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
       target: the device that it was compiled for.
     """
     computations, entry = parse(text)
-    sources = Sources(text)
+    sources, products = Sources(text), Products(computations, target)
     traffic = Traffic(computations, on_chip=target.platform != "tpu")
+
+    def kernel_of(instruction: Instruction, scope: Scope, runs: Runs) -> Kernel:
+        inner = inside(instruction, computations)
+        collective = _collective(instruction, inner)
+        made = [] if collective else products.of(instruction, scope)
+        largest = max(made, key=lambda p: p.flops, default=None)
+        path, backward = module_path((largest and largest.op_name) or instruction.op_name)
+        kernel = Kernel(
+            name=instruction.name,
+            kind="collective" if collective else _kind(instruction),
+            path=path,
+            backward=backward,
+            line=sources.line(instruction),
+            times=runs.times,
+            counted=runs.counted,
+            bytes_read=traffic.read(instruction, scope),
+            bytes_written=traffic.written(instruction),
+        )
+        if collective:
+            return _as_collective(kernel, collective, scope if collective is instruction else inner)
+        if largest:
+            return dataclasses.replace(kernel, **largest.shown, flops=sum(p.flops for p in made))
+        return kernel
+
     found = []
     for name, runs in executed(computations, entry).items():
         scope = {i.name: i for i in computations[name]}
-        for instruction in computations[name]:
-            if instruction.opcode not in NO_KERNEL and instruction.opcode not in CONTAINERS:
-                found.append(_kernel(instruction, runs, computations, scope, sources, traffic, target))
+        launched = [i for i in computations[name] if i.opcode not in NO_KERNEL | CONTAINERS]
+        found += [kernel_of(instruction, scope, runs) for instruction in launched]
     return tuple(found)
 
 
@@ -140,52 +163,7 @@ def module_path(op_name: str) -> tuple[str, bool]:
     return "/".join(parts), backward
 
 
-def _kernel(
-    instruction: Instruction,
-    runs: Runs,
-    computations: Computations,
-    scope: Mapping[str, Instruction],
-    sources: Sources,
-    traffic: Traffic,
-    target: Target,
-) -> Kernel:
-    inner = {i.name: i for name in instruction.called for i in computations.get(name, ())}
-    collective = _collective(instruction, inner)
-    products = [] if collective else products_of(instruction, computations, scope, target)
-    largest = max(products, key=lambda p: p.flops, default=None)
-    path, backward = module_path((largest and largest.op_name) or instruction.op_name)
-    kernel = Kernel(
-        name=instruction.name,
-        kind="collective" if collective else _kind(instruction),
-        path=path,
-        backward=backward,
-        line=sources.line(instruction),
-        times=runs.times,
-        counted=runs.counted,
-        bytes_read=traffic.read(instruction, scope),
-        bytes_written=traffic.written(instruction),
-    )
-    if collective:
-        return _as_collective(kernel, collective, scope if collective is instruction else inner)
-    return kernel if largest is None else _as_product(kernel, largest, sum(p.flops for p in products))
-
-
-def _as_product(kernel: Kernel, product: Product, flops: int) -> Kernel:
-    sizes = f"{product.m}x{product.n}x{product.k}"
-    return dataclasses.replace(
-        kernel,
-        flops=flops,
-        operands=" x ".join(product.operands),
-        result=product.result,
-        accumulation=product.accumulation,
-        arithmetic=product.arithmetic,
-        tensor_cores=product.tensor_cores,
-        size=sizes if product.batch == 1 else f"{product.batch}*{sizes}",
-        alignment=product.alignment,
-    )
-
-
-def _as_collective(kernel: Kernel, collective: Instruction, scope: Mapping[str, Instruction]) -> Kernel:
+def _as_collective(kernel: Kernel, collective: Instruction, scope: Scope) -> Kernel:
     sent = [scope[name].shape for name in collective.operands if name in scope]
     dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in arrays(shape))
     size = sum(map(shape_bytes, sent))
@@ -215,7 +193,7 @@ def _kind(instruction: Instruction) -> str:
     )
 
 
-def _collective(instruction: Instruction, inner: Mapping[str, Instruction]) -> Instruction | None:
+def _collective(instruction: Instruction, inner: Scope) -> Instruction | None:
     """Returns the collective that an instruction is or begins, if any.
 
     A TPU begins one in a fusion, goes on with it in fusions that compute something else, and ends it in one.
