@@ -1,7 +1,6 @@
 """Compiles a program for a GPU or TPU and reports its kernels, their precision and estimated time."""
 
 import dataclasses
-import functools
 import statistics
 import time
 import warnings
@@ -171,8 +170,9 @@ def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
 
 
 def _programs(function: Function, jaxpr: Any) -> Programs:
-    """Returns the programs to compile by precision, the given function under ""."""
-    dtypes = _product_dtypes(jaxpr)
+    """The programs to compile by precision, the given function under ""."""
+    products = [eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS]
+    dtypes = {dtype for eqn in products for dtype in operand_dtypes(eqn)}
     halves = [half for half in HALVES if half in dtypes]
     is_float8 = any(dtype.startswith("float8") for dtype in dtypes)
     is_float32 = not halves and not is_float8
@@ -181,7 +181,8 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
         "": ("as given", function.call),
         "float32": ("as given" if is_float32 else "in float32", float32),
     }
-    recipe_halves = float8_halves(jaxpr)
+    # What operands of float8 products by recipes had before they were rounded.
+    recipe_halves = {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
     for half in HALVES:
         if half in halves and not is_float8:
             programs[half] = ("as given", function.call)
@@ -192,12 +193,6 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
     if is_float8:
         programs["float8"] = ("as given", function.call)
     return programs
-
-
-def _product_dtypes(jaxpr: Any) -> set[str]:
-    """Returns the dtypes of the operands of all products in a jaxpr."""
-    products = (eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS)
-    return {dtype for eqn in products for dtype in operand_dtypes(eqn)}
 
 
 _PRODUCTS = having(Trait.PRODUCT)
@@ -212,48 +207,43 @@ def _check_exportable(jaxpr: Any, name: str) -> None:
         )
 
 
-def _variants(programs: Programs) -> dict[str, Callable[[Sequence[Any]], Any]]:
-    """Returns the functions to compile besides the given one, by precision."""
-    return {p: call for p, (program, call) in programs.items() if program != "as given"}
-
-
-def _make_or_error(make: Callable[[], Any]) -> Any:
-    """Calls `make`; if it raises, returns a `Compiled` with the error, which the report shows as a note."""
-    try:
-        with warnings.catch_warnings():
-            # Autocast's advice is on a program that the caller did not ask for.
-            warnings.simplefilter("ignore")
-            return make()
-    except Exception as error:
-        return Compiled(error=f"{type(error).__name__}: {error}")
+def _variants(programs: Programs, make: Callable[[Callable[..., Any]], Any]) -> dict[str, Any]:
+    """Makes something of each function but the given one; a `Compiled` with the error where that raises."""
+    made: dict[str, Any] = {}
+    for precision, (program, call) in programs.items():
+        if program != "as given":
+            try:
+                with warnings.catch_warnings():
+                    # Autocast's advice is on a program that the caller did not ask for.
+                    warnings.simplefilter("ignore")
+                    made[precision] = make(call)
+            except Exception as error:  # The report shows it as a note.
+                made[precision] = Compiled(error=f"{type(error).__name__}: {error}")
+    return made
 
 
 def _compile_elsewhere(
     programs: Programs, function: Function, card: Target, donated: Sequence[int]
 ) -> tuple[dict[str, Compiled], int]:
-    written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated, card.platform)}
-    answers: dict[str, Compiled] = {}
-    for precision, call in _variants(programs).items():
-        made = _make_or_error(functools.partial(exported, call, function.arrays, donated, card.platform))
-        (answers if isinstance(made, Compiled) else written)[precision] = made
-    answers.update(zip(written, compiled(list(written.values()), card), strict=True))
-    return _answers_by_precision(programs, answers), written[""].devices
+    def export(call: Callable[..., Any]) -> Exported:
+        return exported(call, function.arrays, donated, card.platform)
+
+    made = {"": export(function.call), **_variants(programs, export)}
+    written = {precision: one for precision, one in made.items() if isinstance(one, Exported)}
+    answers = zip(written, compiled(list(written.values()), card), strict=True)
+    return _answers_by_precision(programs, {**made, **dict(answers)}), made[""].devices
 
 
 def _compile_here(programs: Programs, function: Function) -> tuple[dict[str, Compiled], float | None]:
     executable, given = compile_here(function.call, function.arrays)
-    answers = {"": given}
-    for precision, call in _variants(programs).items():
-        made = _make_or_error(functools.partial(compile_here, call, function.arrays))
-        answers[precision] = made if isinstance(made, Compiled) else made[1]
+    others = _variants(programs, lambda call: compile_here(call, function.arrays)[1])
     concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays)
-    return _answers_by_precision(programs, answers), _measured(
-        executable, function.arrays
-    ) if concrete else None
+    measured = _measured(executable, function.arrays) if concrete else None
+    return _answers_by_precision(programs, {"": given, **others}), measured
 
 
 def _answers_by_precision(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
-    """Returns the answers by precision, where the given program answers for every precision that it has."""
+    """The answers by precision, where the given program answers for every precision that it has."""
     return {p: answers[""] if program == "as given" else answers[p] for p, (program, _) in programs.items()}
 
 
@@ -309,11 +299,6 @@ def recipes_by_path(jaxpr: Any) -> dict[str, str]:
     return {path: recipe for path, recipe in paths.float8.items() if recipe}
 
 
-def float8_halves(jaxpr: Any) -> set[str]:
-    """Returns the dtypes that operands of float8 products by recipes had before they were rounded."""
-    return {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
-
-
 def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
     """Raises AssertionError where a product that is to be in float8 has a kernel of other operands.
 
@@ -333,11 +318,11 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
             "('mixed_bfloat16, r=fp8_current'); jmp_policy.audit says why products stay in 16 bits."
         )
     products = [kernel for kernel in kernels if kernel.flops]
-    in_float8 = {kernel.path for kernel in products if _is_float8(kernel)}
+    in_float8 = {kernel.path for kernel in products if kernel.arithmetic == "float8"}
     fell_back = [
         kernel
         for kernel in products
-        if kernel.path in paths.float8 and not _is_float8(kernel)
+        if kernel.path in paths.float8 and kernel.arithmetic != "float8"
         if kernel.path not in paths.others or kernel.path not in in_float8
     ]
     if fell_back or not in_float8:
@@ -346,7 +331,3 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
             f"The compiler gave up float8 in {program}: {joined(list(found))}. Cards from compute capability "
             "8.9 on (L4, H100, B200) multiply float8. With a scale per block one B200 alone does."
         )
-
-
-def _is_float8(kernel: Kernel) -> bool:
-    return kernel.arithmetic == "float8"

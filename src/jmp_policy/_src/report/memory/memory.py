@@ -292,7 +292,6 @@ class Traced(NamedTuple):
 class _Measured(NamedTuple):
     """A program's memory by category: found in its compiled form, expected of its traced one."""
 
-    jaxpr: Any
     found: Counter[str]
     expected: Counter[str]
     total: int
@@ -311,7 +310,7 @@ def _measured(
     differentiated = expected["gradients"] > 0
     found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
     total = stats.argument_bytes + stats.output_bytes + stats.temp_bytes - stats.alias_bytes
-    return _Measured(program.jaxpr, found, expected, total, bool(held))
+    return _Measured(found, expected, total, bool(held))
 
 
 def _shapes(array: Any) -> list[Any]:

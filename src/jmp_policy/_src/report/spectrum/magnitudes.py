@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -146,10 +147,6 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
     """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
     size = sum(row.size for row in rows)
-    exponents: dict[int, int] = {}
-    for row in rows:
-        for e, n in row.exponents.items():
-            exponents[e] = exponents.get(e, 0) + n
 
     def share(name: str) -> Share:
         parts = [(row.size, getattr(row, name)) for row in rows]
@@ -164,7 +161,7 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
         zeros=sum(row.zeros for row in rows),
         infinite=sum(row.infinite for row in rows),
         nan=sum(row.nan for row in rows),
-        exponents=dict(sorted(exponents.items())),
+        exponents=_added(rows),
         largest=max((row.largest for row in rows), default=0.0),
         float16=share("float16"),
         bfloat16=share("bfloat16"),
@@ -247,7 +244,7 @@ class GradientSpectrum(Report):
     def recovered(self) -> dict[int, float]:
         """Returns, by k, the share that a scale of 2**k saves of the gradients that are zero in float16."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
-        every = dataclasses.replace(rows[0], exponents=_added(row.exponents for row in rows))
+        every = dataclasses.replace(rows[0], exponents=_added(rows))
         return {shift: every.recovered(shift) for shift in _SHIFTS}
 
     @property
@@ -313,12 +310,11 @@ class GradientSpectrum(Report):
         return _plot(self, plotting("plot"))
 
 
-def _added(histograms: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for histogram in histograms:
-        for e, n in histogram.items():
-            total[e] = total.get(e, 0) + n
-    return total
+def _added(rows: Sequence[Magnitudes]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for row in rows:
+        total.update(row.exponents)
+    return dict(sorted(total.items()))
 
 
 def _cells(row: Magnitudes) -> tuple[Any, ...]:
