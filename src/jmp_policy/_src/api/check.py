@@ -109,7 +109,7 @@ def check(
 
 
 def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
-    """Returns why training cannot go on and at which loss scale, or None if it can.
+    """Why training cannot go on and at which loss scale, or None if it can.
 
     Args:
       values: metrics of the optimizer state, with a leading axis where `pmap` or `vmap` mapped them.

@@ -63,11 +63,11 @@ class Function(NamedTuple):
     args: tuple[Any, ...] = ()
 
     def trained(self) -> list[int]:
-        """Returns which of the arrays are parameters: the trainable ones of the first argument."""
+        """Which of the arrays are parameters: the trainable ones of the first argument."""
         return [i for i, a in enumerate(self.arguments) if a.position == 0 and a.trainable]
 
     def result(self, arrays: Sequence[Any]) -> Any:
-        """Returns the function's result, without the state of modules."""
+        """The function's result, without the state of modules."""
         out = self.call(arrays)
         return out[0] if self.has_state else out
 
@@ -116,7 +116,7 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Returns a list of items with new ones in some places."""
+    """A list of items with new ones in some places."""
     whole = list(items)
     for i, item in zip(places, new, strict=True):
         whole[i] = item
@@ -124,7 +124,7 @@ def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 
 def is_floating(array: Any) -> bool:
-    """Returns whether an array, or the type of one, is of a real floating dtype."""
+    """Whether an array, or the type of one, is of a real floating dtype."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
@@ -173,7 +173,7 @@ def _of_modules(
 
 
 def returns_scalar(function: Function) -> bool:
-    """Returns whether a function's result is one number, as a loss is."""
+    """Whether a function's result is one number, as a loss is."""
     result: list[Any] = []
 
     def run(arrays: Sequence[Any]) -> None:
@@ -185,7 +185,7 @@ def returns_scalar(function: Function) -> bool:
 
 
 def trained_arguments(function: Function, use: str) -> list[int]:
-    """Returns which arrays are the parameters of a loss; raises ValueError if none is."""
+    """Which arrays are the parameters of a loss; raises ValueError if none is."""
     trained = function.trained()
     if not trained:
         raise ValueError(f"{use} found no floating arrays in the parameters of {function.name}.")
@@ -195,7 +195,7 @@ def trained_arguments(function: Function, use: str) -> list[int]:
 def value_and_gradients(
     function: Function, trained: Sequence[int], loss_scale: Any, has_aux: bool
 ) -> Callable[..., Any]:
-    """Returns a function to the loss, the loss times its scale, and the gradients of the latter."""
+    """A function to the loss, the loss times its scale, and the gradients of the latter."""
 
     def program(arrays: Sequence[Any]) -> Any:
         def scaled(params: Sequence[Any]) -> Any:
@@ -212,7 +212,7 @@ def value_and_gradients(
 
 
 def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:
-    """Returns a function to the arrays among all results, and a list that holds their names once it ran."""
+    """A function to the arrays among all results, and a list that holds their names once it ran."""
     names: list[str] = []
 
     def program(arrays: Sequence[Any]) -> list[Any]:
@@ -277,7 +277,7 @@ def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _has_constants(jaxpr: Any) -> bool:
-    """Returns whether a call or loop inside has arrays of its own, which need not be in the text."""
+    """Whether a call or loop inside has arrays of its own, which need not be in the text."""
     return any(
         len(compat.constants(inner)) > 0 or _has_constants(compat.open_jaxpr(inner))
         for eqn in jaxpr.eqns
@@ -286,7 +286,7 @@ def _has_constants(jaxpr: Any) -> bool:
 
 
 def _once(lowered: Any, given: Any) -> Any:
-    """Returns the compiled program with the text of a lowered one, for arrays that lie where these do."""
+    """The compiled program with the text of a lowered one, for arrays that lie where these do."""
     places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
     key = lowered.as_text(), places
     with _lock:

@@ -108,7 +108,7 @@ class LostConstants(Visitor):
         self._not_negative: set[int] = set()
 
     def found(self) -> tuple[LostConstant, ...]:
-        """Returns what was found so far, each place once."""
+        """What was found so far, each place once."""
         return tuple(self._found.values())
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
@@ -144,7 +144,7 @@ class LostConstants(Visitor):
             self._wide[result.key] = value
 
     def _value(self, info: ValueInfo) -> Any:
-        """Returns the constant that a value is, or those that it may hold; None for other values."""
+        """The constant that a value is, or those that it may hold; None for other values."""
         value = self._wide.get(info.key) if info.constant is None else info.constant
         return None if ir.is_traced(value) else value
 
@@ -178,7 +178,7 @@ class LostConstants(Visitor):
     def _is_meaningless(
         self, eqn: Any, place: int, constant: _Constant, operands: Sequence[ValueInfo]
     ) -> bool:
-        """Returns whether no program means an operation with such a constant."""
+        """Whether no program means an operation with such a constant."""
         name = eqn.primitive.name
         if constant.becomes != "0":
             return name in ("mul", "div") or (name in ("add", "sub") and constant.becomes == "inf")
@@ -189,7 +189,7 @@ class LostConstants(Visitor):
 
 
 def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:
-    """Returns what a cast to half does to a constant: of arrays the first element that becomes infinite."""
+    """What a cast to half does to a constant: of arrays the first element that becomes infinite."""
     array = np.ravel(np.asarray(value))
     if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array) or not array.size:
         return None
@@ -210,7 +210,7 @@ def _becomes(number: float, dtype: Any) -> str:
 
 
 def _is_lost(number: float, becomes: str, dtype: Any) -> bool:
-    """Returns whether a number is another one in half precision, namely infinite or zero as said."""
+    """Whether a number is another one in half precision, namely infinite or zero as said."""
     return np.isfinite(number) and number != 0 and _becomes(number, dtype) == becomes
 
 

@@ -201,7 +201,7 @@ class AuditVisitor(Visitor):
         )
 
     def audit(self, function: str) -> Audit:
-        """Returns the audit of everything visited so far."""
+        """The audit of everything visited so far."""
         total = sum(p["flops"] for p in self._products)
         is_float8 = any(p["scales"] for p in self._products)
         products = tuple(
@@ -251,7 +251,7 @@ _KERNELS = having(Trait.KERNEL)
 
 
 def _mixes(eqn: Any) -> bool:
-    """Returns whether an equation is a product of a half value and one of more bits."""
+    """Whether an equation is a product of a half value and one of more bits."""
     if eqn.primitive.name not in _PRODUCTS:
         return False
     dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
@@ -313,7 +313,7 @@ class HalfSums(Visitor):
                 self._add(eqn.primitive.name, site, dtype, loop.trips or 0, "a float32 carry")
 
     def _distinct_of(self, info: ValueInfo) -> int:
-        """Returns how many different numbers are known to be among the elements of a value."""
+        """How many different numbers are known to be among the elements of a value."""
         constant = info.constant
         if constant is not None and not ir.is_traced(constant) and np.ndim(constant) == 1:
             return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
@@ -328,7 +328,7 @@ class HalfSums(Visitor):
 
 
 def scatter_terms(eqn: Any, distinct: int = 1) -> int:
-    """Returns how many rows a scatter-add may add to the same one.
+    """How many rows a scatter-add may add to the same one.
 
     Args:
       eqn: its equation.
@@ -343,7 +343,7 @@ def scatter_terms(eqn: Any, distinct: int = 1) -> int:
 
 
 def sum_terms(eqn: Any) -> int:
-    """Returns how many terms make one element of a sum over axes or windows; 0 for other operations."""
+    """How many terms make one element of a sum over axes or windows; 0 for other operations."""
     name, params = eqn.primitive.name, eqn.params
     if name == "reduce_sum":
         shape = ir.shape_of(eqn.invars[0])
@@ -354,7 +354,7 @@ def sum_terms(eqn: Any) -> int:
 
 
 def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
-    """Returns whether a value is another one plus terms that do not depend on it."""
+    """Whether a value is another one plus terms that do not depend on it."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     depends = {start}
     for eqn in jaxpr.eqns:

@@ -48,7 +48,7 @@ class LoweringUnavailableError(RuntimeError):
 
 
 def is_installed(platform: str = "cuda") -> bool:
-    """Returns whether programs can be compiled here for a GPU ("cuda"), or for a TPU ("tpu")."""
+    """Whether programs can be compiled here for a GPU ("cuda"), or for a TPU ("tpu")."""
     return not _missing(platform)
 
 
@@ -59,7 +59,7 @@ def check_installed(platform: str) -> None:
 
 
 def unavailable(platform: str, missing: Sequence[str]) -> LoweringUnavailableError:
-    """Returns the error that says which packages are missing."""
+    """The error that says which packages are missing."""
     needed = _needed(platform)
     what, device, extra = {
         "cuda": (f"JAX's CUDA plugin of JAX's own version ({jax.__version__}) and ptxas", "GPU", "gpu"),
@@ -86,7 +86,7 @@ def _needed(platform: str) -> dict[str, str]:
 
 
 def _libtpu() -> str:
-    """Returns the requirement that JAX's own extra for TPUs has: "libtpu==0.0.42.*"."""
+    """The requirement that JAX's own extra for TPUs has: "libtpu==0.0.42.*"."""
     try:
         asked = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
@@ -108,7 +108,7 @@ def _missing(platform: str) -> list[str]:
 
 
 def _fits(version: str, asked: str) -> bool:
-    """Returns whether a version is "==1.2.3", or one of "==1.2.*"; whether no version is asked for."""
+    """Whether a version is "==1.2.3", or one of "==1.2.*"; whether no version is asked for."""
     wanted = asked.removeprefix("==")
     if wanted.endswith(".*"):
         return version.startswith(wanted[:-1])

@@ -56,18 +56,18 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """Returns the name that tracing gave it: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
+        """The name that tracing gave it: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
         match = _OP_NAME.search(self.line)
         return match.group(1).partition(";")[0] if match else ""
 
     def attribute(self, name: str) -> str:
-        """Returns the text of an attribute, without braces or quotes; "" if it is missing."""
+        """The text of an attribute, without braces or quotes; "" if it is missing."""
         match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|%?([\w.\-]+))", self.line)
         return next((group for group in match.groups() if group), "") if match else ""
 
     @property
     def called(self) -> list[str]:
-        """Returns the names of the computations that it runs or is made of."""
+        """The names of the computations that it runs or is made of."""
         names = _CALLED.findall(self.line)
         for group in _BRANCHES.findall(self.line):
             names += re.findall(r"[\w.\-]+", group)
@@ -102,9 +102,10 @@ def inside(instruction: Instruction, computations: Computations) -> dict[str, In
     return {i.name: i for name in instruction.called for i in computations.get(name, ())}
 
 
-def root_of(scope: Scope) -> Instruction | None:
+def root_of(scope: Scope) -> Instruction:
     """The instruction whose result is that of its computation."""
-    return next((i for i in scope.values() if i.is_root), None)
+    (root,) = (i for i in scope.values() if i.is_root)
+    return root
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -113,7 +114,7 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def shape_bytes(shape: str, on_chip: bool = True) -> int:
-    """Returns the bytes of the shape of an array or tuple, as HLO writes it.
+    """The bytes of the shape of an array or tuple, as HLO writes it.
 
     Args:
       shape: the text.
@@ -128,7 +129,7 @@ def shape_bytes(shape: str, on_chip: bool = True) -> int:
 
 
 def result_bytes(instruction: Instruction) -> int:
-    """Returns the bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
+    """The bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
 
     XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
     """
@@ -149,7 +150,7 @@ class Sources:
         self._frames = _table(head, "StackFrames", _FRAME)
 
     def line(self, instruction: Instruction) -> str:
-        """Returns the user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
+        """The user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
         frame = instruction.attribute("stack_frame_id")
         places = list(self._places(frame))
         users = [place for place in places if not _LIBRARY.search(place[0])]
@@ -212,7 +213,7 @@ class Runs(NamedTuple):
 
 
 def executed(computations: Computations, entry: str) -> dict[str, Runs]:
-    """Returns how often the entry runs each computation, through `while`, `call` and `conditional`."""
+    """How often the entry runs each computation, through `while`, `call` and `conditional`."""
     runs = {entry: Runs(1, True)}
     for name, called, trips in _calls(computations, entry):
         outer = runs[name]
@@ -238,68 +239,57 @@ def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, i
 
 
 def _trips(loop: Instruction, where: str, computations: Computations) -> int | None:
-    """Returns the number of trips of a loop, where the program says it; else None."""
+    """The number of trips of a loop, where the program says it; else None."""
     if known := _KNOWN.search(loop.line):
         return int(known.group(1))
-    scopes = [
-        {i.name: i for i in computations.get(name, ())}
-        for name in (where, loop.attribute("condition"), loop.attribute("body"))
-    ]
-    outside, condition, body = scopes
-    given = outside.get(loop.operands[0])
-    test = root_of(condition)
-    if given is None or given.opcode != "tuple" or test is None or test.opcode != "compare":
+    names = where, loop.attribute("condition"), loop.attribute("body")
+    try:
+        return _counted_trips(loop, *({i.name: i for i in computations[name]} for name in names))
+    except (LookupError, ValueError):
         return None
-    element = _element(test.operands[0], condition)
-    if element is None or test.attribute("direction") != "LT":
-        return None
-    first = _number(given.operands[element], outside)
-    last = _number(test.operands[1], condition, given.operands, outside)
-    step = _step(body, element, given.operands, outside)
-    if first is None or last is None or not step or step < 0:
-        return None
+
+
+def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Scope) -> int:
+    """The trips of a loop whose counter grows from one constant to another by a constant.
+
+    Args:
+      loop: the instruction.
+      outside, condition, body: the computations that it is in, and that it runs.
+
+    Raises:
+      LookupError, ValueError: for any other loop.
+    """
+    start, test, end = outside[loop.operands[0]], root_of(condition), root_of(body)
+    counter = _element(test.operands[0], condition)
+    added = body[end.operands[counter]]
+    first = _number(start.operands[counter], outside)
+    last = _number(test.operands[1], condition, start.operands, outside)
+    step = _number(added.operands[1], body, start.operands, outside)
+    opcodes = (start.opcode, test.opcode, test.attribute("direction"), end.opcode, added.opcode)
+    is_counted = opcodes == ("tuple", "compare", "LT", "tuple", "add")
+    if not is_counted or step <= 0 or _element(added.operands[0], body) != counter:
+        raise ValueError("a loop that ends in another way")
     return max(-(-(last - first) // step), 0)
 
 
-def _step(body: Scope, place: int, given: tuple[str, ...], outside: Scope) -> int | None:
-    """Returns what a trip adds to the loop's counter."""
-    root = root_of(body)
-    if root is None or root.opcode != "tuple":
-        return None
-    added = body.get(root.operands[place])
-    if added is None or added.opcode != "add" or _element(added.operands[0], body) != place:
-        return None
-    return _number(added.operands[1], body, given, outside)
-
-
-def _element(name: str, scope: Scope) -> int | None:
-    """Returns which element of the loop's state a value is, copies aside."""
-    while name in scope and scope[name].opcode in _COPYING:
+def _source(name: str, scope: Scope) -> Instruction:
+    """What makes a value, copies aside."""
+    while scope[name].opcode in _COPYING:
         name = scope[name].operands[0]
-    if name not in scope or scope[name].opcode != "get-tuple-element":
-        return None
-    return int(scope[name].attribute("index"))
+    return scope[name]
 
 
-def _number(
-    name: str,
-    scope: Scope,
-    given: tuple[str, ...] = (),
-    outside: Scope | None = None,
-) -> int | None:
-    """Returns the value of a constant, also of one that the loop is given and hands on."""
-    while name in scope:
-        found = scope[name]
-        if found.opcode == "constant":
-            match = _CONSTANT.search(found.line)
-            return int(match.group(1)) if match else None
-        place = _element(name, scope)
-        if place is not None and given and outside is not None:
-            return _number(given[place], outside)
-        if found.opcode not in _COPYING:
-            return None
-        name = found.operands[0]
-    return None
+def _element(name: str, scope: Scope) -> int:
+    """Which element of the loop's state a value is; ValueError if it is none."""
+    return int(_source(name, scope).attribute("index"))
+
+
+def _number(name: str, scope: Scope, given: tuple[str, ...] = (), outside: Scope | None = None) -> int:
+    """The value of a constant, also of one that the loop is given and hands on."""
+    source = _source(name, scope)
+    if source.opcode == "constant" and (match := _CONSTANT.search(source.line)):
+        return int(match.group(1))
+    return _number(given[_element(name, scope)], outside or {})
 
 
 _SLICING = frozenset(["dynamic-slice", "slice", "gather"])
@@ -321,7 +311,7 @@ class Traffic:
         self._computations, self._on_chip = computations, on_chip
 
     def read(self, instruction: Instruction, scope: Scope) -> int:
-        """Returns the bytes that an instruction reads.
+        """The bytes that an instruction reads.
 
         Args:
           instruction: a kernel.
@@ -339,13 +329,13 @@ class Traffic:
         return total
 
     def written(self, instruction: Instruction) -> int:
-        """Returns the bytes that an instruction writes."""
+        """The bytes that an instruction writes."""
         if instruction.opcode in _COPIES and not self._on_chip:
             return self._bytes(_destination(instruction))
         inner = self._fused(instruction)
-        root = root_of(inner)
-        if root is None:
+        if not inner:
             return result_bytes(instruction) if self._on_chip else self._bytes(instruction.shape)
+        root = root_of(inner)
         outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         # The root of a fusion of the TPU compiler does not say where the result lies; the fusion does.
         shapes = [output.shape for output in outputs] if self._on_chip else _parts(instruction.shape)
@@ -358,7 +348,7 @@ class Traffic:
         return shape_bytes(shape, self._on_chip)
 
     def _used(self, user: Instruction, place: int, whole: int) -> int:
-        """Returns the bytes that an instruction reads of the operand in that place."""
+        """The bytes that an instruction reads of the operand in that place."""
         if user.opcode in _SLICING and place == 0:
             return shape_bytes(user.shape)
         if user.opcode == "dynamic-update-slice" and place == 0:
@@ -379,7 +369,7 @@ class Traffic:
 
 
 def _destination(copy: Instruction) -> str:
-    """Returns the shape that `(destination, source, flag)` or `((source), destination, flag)` copies to."""
+    """The shape that `(destination, source, flag)` or `((source), destination, flag)` copies to."""
     parts = _parts(copy.shape)
     return parts[1] if copy.opcode == "slice-start" else parts[0]
 

@@ -83,7 +83,7 @@ class Kernel:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes read and written by one run."""
+        """The bytes read and written by one run."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -95,7 +95,7 @@ class Kernel:
 
 
 def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
-    """Returns the kernels of an optimised HLO module, in the order of their computations.
+    """The kernels of an optimised HLO module, in the order of their computations.
 
     Args:
       text: text of the module.
@@ -137,13 +137,13 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
 
 
 def partitions(text: str) -> int:
-    """Returns the number of devices that an HLO module is for."""
+    """The number of devices that an HLO module is for."""
     match = re.search(r"\bnum_partitions=(\d+)", text.partition("\n")[0])
     return int(match.group(1)) if match else 1
 
 
 def module_path(op_name: str) -> tuple[str, bool]:
-    """Returns the module path in an operation's name, and whether it belongs to a backward pass.
+    """The module path in an operation's name, and whether it belongs to a backward pass.
 
     "jit(step)/transpose(jvp(Net))/Dense_0/dot_general" belongs to "Net/Dense_0", and is backward.
     """
@@ -194,7 +194,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _collective(instruction: Instruction, inner: Scope) -> Instruction | None:
-    """Returns the collective that an instruction is or begins, if any.
+    """The collective that an instruction is or begins, if any.
 
     A TPU begins one in a fusion, goes on with it in fusions that compute something else, and ends it in one.
 
@@ -221,7 +221,7 @@ def _without_start(opcode: str) -> str:
 
 
 def _group(instruction: Instruction) -> int:
-    """Returns the size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
+    """The size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     text = instruction.line.partition("replica_groups=")[2]
     if text.startswith("mesh["):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", text[: text.find("]")]))

@@ -78,27 +78,27 @@ class LoweringReport(Report):
 
     @property
     def matrix_kernels(self) -> tuple[Kernel, ...]:
-        """Returns the kernels of matrix products and convolutions."""
+        """The kernels of matrix products and convolutions."""
         return tuple(kernel for kernel in self.kernels if kernel.flops)
 
     @property
     def collectives(self) -> tuple[Kernel, ...]:
-        """Returns the collectives: `operands` are the dtypes that they send, `bytes_read` the size."""
+        """The collectives: `operands` are the dtypes that they send, `bytes_read` the size."""
         return tuple(kernel for kernel in self.kernels if kernel.collective)
 
     @property
     def kernel_count(self) -> int:
-        """Returns the number of kernels that one run launches; on a TPU, of fusions, copies and the like."""
+        """The number of kernels that one run launches; on a TPU, of fusions, copies and the like."""
         return sum(kernel.times for kernel in self.kernels)
 
     @property
     def bytes_read(self) -> int:
-        """Returns the bytes that all kernels of one run read."""
+        """The bytes that all kernels of one run read."""
         return sum(kernel.times * kernel.bytes_read for kernel in self.kernels)
 
     @property
     def bytes_written(self) -> int:
-        """Returns the bytes that all kernels of one run write."""
+        """The bytes that all kernels of one run write."""
         return sum(kernel.times * kernel.bytes_written for kernel in self.kernels)
 
     def plot(self) -> Any:
@@ -252,7 +252,7 @@ def verdict_of(
     target: Target | None = None,
     recipes: Sequence[RecipeProfit] = (),
 ) -> str:
-    """Returns the report in one line: modules whose products are not fast, and the estimated speed.
+    """The report in one line: modules whose products are not fast, and the estimated speed.
 
     Args:
       kernels: those of the program.
@@ -291,7 +291,7 @@ def verdict_of(
 
 
 def _is_float32(kernel: Kernel) -> bool:
-    """Returns whether a product of float32 operands goes through matrix units, with whatever precision."""
+    """Whether a product of float32 operands goes through matrix units, with whatever precision."""
     return kernel.arithmetic == "tf32" or (
         kernel.arithmetic in ("bfloat16", "bfloat16_x3", "float32") and kernel.operands == "float32 x float32"
     )

@@ -147,7 +147,7 @@ def _report(
 
 
 def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[LayerProfit, ...]:
-    """Returns the gains of the half type that is given, or else of one that the device has."""
+    """The gains of the half type that is given, or else of one that the device has."""
     halves = [half for half in HALVES if half in known]
     given = [half for half in halves if known[half][0] in ("as given", WITHOUT_RECIPE)]
     chosen = given or [half for half in halves if half in card.on_tensor_cores]
@@ -157,7 +157,7 @@ def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> 
 
 
 def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
-    """Returns what a report for a TPU cannot know."""
+    """What a report for a TPU cannot know."""
     if card.platform != "tpu":
         return []
     notes = [
@@ -259,7 +259,7 @@ def _measured(executable: Any, arrays: Sequence[Any]) -> float:
 
 
 def _device() -> Target:
-    """Returns the GPU or TPU of this machine as a target; one that is not in the table has no rates."""
+    """The GPU or TPU of this machine as a target; one that is not in the table has no rates."""
     backend = jax.default_backend()
     if backend not in ("gpu", "tpu"):
         raise ValueError(
@@ -293,7 +293,7 @@ class _Paths(Visitor):
 
 
 def recipes_by_path(jaxpr: Any) -> dict[str, str]:
-    """Returns the recipe of the float8 products of each module that has such products by a recipe."""
+    """The recipe of the float8 products of each module that has such products by a recipe."""
     paths = _Paths()
     walk(jaxpr, paths)
     return {path: recipe for path, recipe in paths.float8.items() if recipe}

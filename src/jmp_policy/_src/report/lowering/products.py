@@ -213,8 +213,7 @@ class Products:
         while name in scope:
             source = scope[name]
             if source.opcode == "fusion" and len(source.called) == 1:
-                root = root_of(inside(source, self._computations))
-                return root is not None and _is_the_compilers_pad(root)
+                return _is_the_compilers_pad(root_of(inside(source, self._computations)))
             if source.opcode == "parameter" and outside is not None:
                 fusion, scope = outside
                 index = int(source.line.partition("parameter(")[2].partition(")")[0])
@@ -250,7 +249,7 @@ def _sizes(
 
 
 def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Target) -> str:
-    """Returns the kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
+    """The kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
     for word in ("tf32", "bf16_bf16", "f32_f32"):
         if word in algorithm:
             return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
@@ -263,7 +262,7 @@ def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Ta
 
 
 def _tpu_arithmetic(first: str, second: str, precision: str, target: Target) -> str:
-    """Returns the kind of arithmetic of a TPU: passes over bfloat16 operands, as the precision asks."""
+    """The kind of arithmetic of a TPU: passes over bfloat16 operands, as the precision asks."""
     kinds = {"float8" if dtype.startswith("float8") else dtype for dtype in (first, second)}
     if len(kinds) == 1 and (kind := next(iter(kinds))) in ("int8", "float8") and kind in target.rates:
         return kind
@@ -305,7 +304,7 @@ class _Axis(NamedTuple):
 def product_sizes(
     convolution: Instruction, shapes: Sequence[tuple[int, ...]], result: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Returns the sizes batch, m, n and k of the product that a convolution amounts to.
+    """The sizes batch, m, n and k of the product that a convolution amounts to.
 
     Positions of the window that lie in padding or between elements of a dilated input are not counted.
 
@@ -343,7 +342,7 @@ def _axes(convolution: Instruction, count: int) -> list[_Axis]:
 
 
 def _pairs(axis: _Axis, size: int, result: int) -> int:
-    """Returns how many elements of the input all positions of the window on one axis meet."""
+    """How many elements of the input all positions of the window on one axis meet."""
     last = (size - 1) * axis.lhs_dilate
     found = 0
     for position in range(axis.size):

@@ -75,7 +75,7 @@ def estimates(programs: Mapping[str, tuple[str, Sequence[Kernel]]], target: Targ
 
 
 def kernel_seconds(kernel: Kernel, target: Target, exact: bool = False) -> tuple[float, str]:
-    """Returns the time of one run of a kernel without its launch, and what bounds it.
+    """The time of one run of a kernel without its launch, and what bounds it.
 
     Args:
       kernel: any.
@@ -140,7 +140,7 @@ def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot:
 
 
 def _roofs(target: Target, used: Iterable[str]) -> dict[float, list[str]]:
-    """Returns the kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
+    """The kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
     roofs: dict[float, list[str]] = {}
     for arithmetic in dict.fromkeys(("float32", "tf32", "float16", "bfloat16", *used)):
         if arithmetic in target.rates:
@@ -171,7 +171,7 @@ class LayerProfit:
 
     @property
     def speedup(self) -> float:
-        """Returns the time in float32 over that in half precision; below 1 the module loses."""
+        """The time in float32 over that in half precision; below 1 the module loses."""
         return self.float32_seconds / self.seconds
 
 
@@ -197,7 +197,7 @@ class RecipeProfit:
 
     @property
     def speedup(self) -> float:
-        """Returns the time in 16 bits over that in float8; below 1 the module loses by its recipe."""
+        """The time in 16 bits over that in float8; below 1 the module loses by its recipe."""
         return self.half_seconds / self.seconds
 
 

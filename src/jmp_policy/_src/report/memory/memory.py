@@ -82,7 +82,7 @@ class MemoryReport(Report):
     _rows = "rows"
 
     def row(self, category: str) -> MemoryRow:
-        """Returns the row of one kind of memory.
+        """The row of one kind of memory.
 
         Raises:
           KeyError: for a word that is none of them.
@@ -94,13 +94,13 @@ class MemoryReport(Report):
 
     @property
     def accounted(self) -> tuple[float, float]:
-        """Returns the estimated total over XLA's, in float32 and under the policy."""
+        """The estimated total over XLA's, in float32 and under the policy."""
         expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
         return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
 
     @property
     def verdict(self) -> str:
-        """Returns what half precision does to the memory, in one sentence."""
+        """What half precision does to the memory, in one sentence."""
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
         share = percent(self.policy / max(self.float32, 1))
@@ -273,7 +273,7 @@ def _type(array: Any) -> Any:
 
 
 def _half_types(jaxpr: Any) -> set[str]:
-    """Returns the names of the half and float8 types in a jaxpr and in those inside it."""
+    """The names of the half and float8 types in a jaxpr and in those inside it."""
     atoms = [atom for eqn in ir.equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars)]
     atoms += compat.open_jaxpr(jaxpr).invars
     eights = {name for eqn in ir.equations(jaxpr) for name in formats_of(eqn) or ()}
@@ -351,7 +351,7 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
 
 
 def _found_of_types(stats: Compiled, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
-    """Returns the categories where only totals are known."""
+    """The categories where only totals are known."""
     found: Counter[str] = Counter()
     for array, role in zip(types, roles, strict=True):
         found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize
@@ -399,7 +399,7 @@ def compiled_elsewhere(
 
 
 def argument_roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Returns the category of each array among the arguments: parameters, optimizer state or inputs."""
+    """The category of each array among the arguments: parameters, optimizer state or inputs."""
     if function.has_state:
         state = [_is_named(argument, "opt_state") for argument in function.arguments]
         trains = _of_modules(function, args, kwargs)
@@ -413,12 +413,12 @@ def argument_roles(function: Function, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _is_named(argument: Argument, name: str) -> bool:
-    """Returns whether a name is on the path of an array."""
+    """Whether a name is on the path of an array."""
     return name in argument.path.split("/")
 
 
 def _of_modules(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns which arrays are Params of NNX modules."""
+    """Which arrays are Params of NNX modules."""
     holders = {
         place: _holds_nodes(args[place] if isinstance(place, int) else kwargs[place])
         for place in {argument.position for argument in function.arguments}
@@ -427,7 +427,7 @@ def _of_modules(function: Function, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _optimizer_state(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """Returns which arrays are optimizer state: by their name, or since a state of optax holds them."""
+    """Which arrays are optimizer state: by their name, or since a state of optax holds them."""
     tree = (tuple(args), kwargs)
     marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
     marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
@@ -439,26 +439,26 @@ def _optimizer_state(function: Function, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _trained(function: Function, state: Sequence[bool]) -> list[bool]:
-    """Returns which arrays are parameters: below the name `params`, or by what comes out again."""
+    """Which arrays are parameters: below the name `params`, or by what comes out again."""
     fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
     named = [fit and _is_named(a, "params") for fit, a in zip(fits, function.arguments, strict=True)]
     return named if any(named) else _first_trained(function, fits)
 
 
 def _holds_nodes(argument: Any) -> bool:
-    """Returns whether an argument is a module of NNX or has one inside."""
+    """Whether an argument is a module of NNX or has one inside."""
     kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
     leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
     return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def _is_state(node: Any) -> bool:
-    """Returns whether a node of the arguments is a state of an optax transformation, ours included."""
+    """Whether a node of the arguments is a state of an optax transformation, ours included."""
     return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
 
 
 def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
-    """Returns which arrays are those of the first argument that comes out again; else of the first."""
+    """Which arrays are those of the first argument that comes out again; else of the first."""
     results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
     made = Counter((tuple(t.shape), t.dtype) for t in results)
     groups: dict[int | str, Counter[Any]] = {}

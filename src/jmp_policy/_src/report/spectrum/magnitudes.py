@@ -71,13 +71,13 @@ class Magnitudes:
     bfloat16: Share
 
     def recovered(self, shift: int) -> float:
-        """Returns the share that 2**shift saves of the values that are zero in float16; nan if none."""
+        """The share that 2**shift saves of the values that are zero in float16; nan if none."""
         lost = sum(n for e, n in self.exponents.items() if e < _FLOAT16["zero"])
         still = sum(n for e, n in self.exponents.items() if e + shift < _FLOAT16["zero"])
         return 1 - still / lost if lost else math.nan
 
     def in_float8(self, dtype: str, scale: float | None = None) -> Share:
-        """Returns the shares of the values that a float8 dtype cannot represent, divided by a scale.
+        """The shares of the values that a float8 dtype cannot represent, divided by a scale.
 
         Args:
           dtype: "float8_e4m3fn", in which recipes have values, or "float8_e5m2", theirs for gradients.
@@ -196,11 +196,11 @@ class GradientSpectrum(Report):
     _rows = "tensors"
 
     def overall(self, kind: str = "weight gradient") -> Magnitudes:
-        """Returns the magnitudes of all tensors of a kind together."""
+        """The magnitudes of all tensors of a kind together."""
         return add_up(self.tensors, kind)
 
     def of(self, path: str, kind: str = "weight gradient") -> Magnitudes:
-        """Returns the row of one tensor by its path, or the end of it.
+        """The row of one tensor by its path, or the end of it.
 
         Raises:
           KeyError: when there is none; the message lists the paths that there are.
@@ -213,7 +213,7 @@ class GradientSpectrum(Report):
 
     @property
     def largest(self) -> Magnitudes:
-        """Returns the gradient that overflows first: the tensor with the largest magnitude.
+        """The gradient that overflows first: the tensor with the largest magnitude.
 
         Raises:
           ValueError: when no gradient was counted.
@@ -222,7 +222,7 @@ class GradientSpectrum(Report):
 
     @property
     def recommended_scale(self) -> float:
-        """Returns the largest power of two S <= 2**126 with max|g| * S < 65504; nan if all are zero.
+        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan if all are zero.
 
         It may be half of that where an activation gradient is the largest: only a bound of it is known.
         """
@@ -249,7 +249,7 @@ class GradientSpectrum(Report):
 
     @property
     def verdict(self) -> str:
-        """Returns what float16 would lose at this scale, and the constant scale by NVIDIA's guide."""
+        """What float16 would lose at this scale, and the constant scale by NVIDIA's guide."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
         parts = [
             f"{percent(row.float16.zero)} of {row.kind}s become zero in float16, "

@@ -312,7 +312,7 @@ def _tap_names(function: Function) -> list[str]:
 
 
 def _trained_paths(function: Function) -> list[str]:
-    """Returns the paths of the parameters, without the argument's name."""
+    """The paths of the parameters, without the argument's name."""
     paths = [function.arguments[i].path for i in function.trained()]
     return [path.partition("/")[2] or path for path in paths]
 

@@ -84,7 +84,7 @@ class Summary(Report):
     _rows = "modules"
 
     def __getitem__(self, path: str) -> ModuleRow:
-        """Returns the row of a module by its path."""
+        """The row of a module by its path."""
         return row_of(self.modules, path, "module")
 
     @property
@@ -197,7 +197,7 @@ class _Staying(Visitor):
             self._reasons.setdefault(site.path.partition("/")[2], []).append(stays_in_half(eqn))
 
     def noted(self, row: ModuleRow) -> ModuleRow:
-        """Returns a row with the reason in place of the recipe, if none of its products follows that."""
+        """A row with the reason in place of the recipe, if none of its products follows that."""
         reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
         if not all(reasons):
             return row
