@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.dtypes import is_floating, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
@@ -123,11 +123,6 @@ def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
     return whole
 
 
-def is_floating(array: Any) -> bool:
-    """Whether an array, or the type of one, is of a real floating dtype."""
-    return bool(jnp.issubdtype(array.dtype, jnp.floating))
-
-
 def _call_module(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
@@ -147,7 +142,7 @@ def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
     (which, place, *rest) = path
     position = place.idx if which.idx == 0 else place.key
     name = names[position] if which.idx == 0 else str(position)
-    trainable = is_floating(leaf) and not is_overwritten(rest)
+    trainable = is_floating(leaf.dtype) and not is_overwritten(rest)
     return Argument("/".join([name, *map(_key, rest)]), position, trainable)
 
 

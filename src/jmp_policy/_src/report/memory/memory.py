@@ -233,7 +233,7 @@ def memory_report(
       (8192, 4096)
     """
     function = as_function(fn, args, kwargs, "memory_report")
-    roles = argument_roles(function, function.args, kwargs)
+    roles = argument_roles(function, kwargs)
     types = [_type(array) for array in function.arrays]
 
     def as_given(*arrays: Any) -> Any:
@@ -398,13 +398,13 @@ def compiled_elsewhere(
     ]
 
 
-def argument_roles(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def argument_roles(function: Function, kwargs: dict[str, Any]) -> list[str]:
     """The category of each array among the arguments: parameters, optimizer state or inputs."""
     if function.has_state:
         state = [_is_named(argument, "opt_state") for argument in function.arguments]
-        trains = _of_modules(function, args, kwargs)
+        trains = _of_modules(function, kwargs)
     else:
-        state = _optimizer_state(function, args, kwargs)
+        state = _optimizer_state(function, kwargs)
         trains = _trained(function, state)
     return [
         "optimizer state" if is_state else "parameters" if is_trained else "inputs"
@@ -417,18 +417,18 @@ def _is_named(argument: Argument, name: str) -> bool:
     return name in argument.path.split("/")
 
 
-def _of_modules(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+def _of_modules(function: Function, kwargs: dict[str, Any]) -> list[bool]:
     """Which arrays are Params of NNX modules."""
     holders = {
-        place: _holds_nodes(args[place] if isinstance(place, int) else kwargs[place])
+        place: _holds_nodes(function.args[place] if isinstance(place, int) else kwargs[place])
         for place in {argument.position for argument in function.arguments}
     }
     return [argument.trainable and holders[argument.position] for argument in function.arguments]
 
 
-def _optimizer_state(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+def _optimizer_state(function: Function, kwargs: dict[str, Any]) -> list[bool]:
     """Which arrays are optimizer state: by their name, or since a state of optax holds them."""
-    tree = (tuple(args), kwargs)
+    tree = (function.args, kwargs)
     marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
     marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
     below = [mark for leaf, mark in marks if is_array(leaf)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
@@ -22,7 +23,6 @@ from jmp_policy._src.report.function import (
     Function,
     as_function,
     as_loss_scale,
-    is_floating,
     replaced,
     run_compiled,
     trained_arguments,
@@ -275,16 +275,15 @@ class SpectrumState:
             magnitudes(path, "weight gradient", histogram.take_apart(counts), float(largest))
             for path, counts, largest in zip(state.names, state.gradients, state.largest, strict=True)
         ]
-        for path, counts in state.activations.items():
-            rows.append(magnitudes(path, "activation gradient", histogram.take_apart(counts[1]), None))
-        for path, counts in state.activations.items():
-            rows.append(magnitudes(path, "activation", histogram.take_apart(counts[0]), None))
+        for kind, place in (("activation gradient", 1), ("activation", 0)):
+            for path, counts in state.activations.items():
+                rows.append(magnitudes(path, kind, histogram.take_apart(counts[place]), None))
         return GradientSpectrum(name, float(state.loss_scale), tuple(rows), int(state.steps), margin)
 
 
 def _floating(tree: PyTree) -> list[tuple[Any, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x)]
+    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x.dtype)]
 
 
 def _increment(count: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.policy.watching import Watcher
 
@@ -48,8 +49,7 @@ class Taps(Watcher):
         """Taps the floating arrays of a value; where there are several, the path of each is in its name."""
 
         def watch(path: Sequence[Any], leaf: Any) -> Any:
-            is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-            if not is_floating or not isinstance(leaf, jax.Array):
+            if not isinstance(leaf, jax.Array) or not is_floating(leaf.dtype):
                 return leaf
             return self._array(leaf, name + jax.tree_util.keystr(tuple(path)))
 

@@ -17,7 +17,7 @@ from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import current
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.spectrum import tapping
-from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary, rule_text
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
 def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
@@ -83,9 +83,8 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
         (call, (precision, place, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
-        rule = rule_text(rules, place.rule, precision)
-        cls = bare_class(call.module)
-        rows.append(make_row("/".join(path), cls, rule, precision, own.get(path, ()), made, note))
+        params, cls = own.get(path, ()), bare_class(call.module)
+        rows.append(make_row("/".join(path), cls, rules, place.rule, precision, params, made, note))
     return rows
 
 

@@ -11,7 +11,7 @@ from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.spectrum import tapping
-from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary, rule_text
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
 def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
@@ -49,13 +49,14 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
     matches = (rules.match(path, modules[path]) for path in above)
     index = next((i for i in matches if i is not None), None)
-    rule = rule_text(rules, index, place.precision)
     holder = modules[above[1]] if len(above) > 1 else None
     has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
     recipe = place.precision.recipe_note(path_text(place.path)) if has_recipe else ""
     notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
-    return make_row(path_text(place.path), type(module), rule, place.precision, _own(module), calls, note)
+    return make_row(
+        path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
+    )
 
 
 def _overruled(place: precision_plan.Place, holder: Any) -> str:

@@ -124,7 +124,8 @@ class Summary(Report):
 def make_row(
     path: str,
     module: Any,
-    rule: str,
+    rules: PolicyMap,
+    index: int | None,
     precision: ModulePrecision,
     params: Sequence[Any],
     calls: Sequence[Any],
@@ -133,18 +134,21 @@ def make_row(
     """Makes the row of a module.
 
     Args:
-      path, rule, note: as in the row.
+      path, note: as in the row.
       module: the class that the row shows.
+      rules: those of the model.
+      index: which of them governs the module; None for the default.
       precision: the module's precision under the policy.
       params: its parameters, without those of modules below it; arrays or their types.
       calls: its calls, as `spectrum.tapping.Calls` recorded them.
     """
     policy = precision.policy
+    rule = "default" if index is None else show_pattern(rules.overrides[index][0])
     stored = {leaf.dtype.name for leaf in params}
     return ModuleRow(
         path=path,
         type=module.__name__,
-        rule=rule,
+        rule="float32 island" if precision.island else rule,
         param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
         compute_dtype="float32" if precision.island else policy.compute_dtype.name,
         output_dtype=policy.output_dtype.name,
@@ -156,13 +160,6 @@ def make_row(
         note=note,
         grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
     )
-
-
-def rule_text(rules: PolicyMap, index: int | None, precision: ModulePrecision) -> str:
-    """Formats the rule that governs a module, as its row shows it."""
-    if precision.island:
-        return "float32 island"
-    return "default" if index is None else show_pattern(rules.overrides[index][0])
 
 
 def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
