@@ -19,9 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets.targets import TARGETS
-from jmp_policy._src.report.lowering.compiler import compiled
-from jmp_policy._src.report.lowering.export import exported
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import compiled, exported, is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of
 
 SHAPES = {

@@ -12,7 +12,7 @@ SOURCE = "jmp_policy._src"
 #: The rooms of `_src`, lowest first: a room imports only from rooms before it.
 ROOMS = [
     "core", "policy", "jaxpr", "products", "loss_scaling", "half_params", "weight_grads", "autocast",
-    "report", "flax", "api",
+    "flax", "report", "api",
 ]  # fmt: skip
 
 RAISES = ("pytest.raises", "pytest.warns")

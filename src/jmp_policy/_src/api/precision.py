@@ -70,11 +70,11 @@ class Precision:
 
     @property
     def loss_scale(self) -> Any:
-        """Returns a new loss scale, or a dict of them by the name of the loss."""
+        """A new loss scale, or a dict of them by the name of the loss."""
         return _loss_scale(self._loss_scale_setting)()  # type: ignore[attr-defined]
 
     def wrap(self, module: T) -> T:
-        """Returns a Flax module that computes under the policy; as `jmp_policy.wrap`."""
+        """A Flax module that computes under the policy; as `jmp_policy.wrap`."""
         return wrap(module, self.policy)
 
     def loss_scaled(self, inner: Transformation, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -82,7 +82,7 @@ class Precision:
         return loss_scaled(inner, self.loss_scale, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as a dict of texts, numbers and lists, which `from_config` reads.
+        """The settings as a dict of texts, numbers and lists, which `from_config` reads.
 
         Raises:
           TypeError, ValueError: for a loss scale or pattern of the user's own that has no name.
@@ -234,7 +234,7 @@ def _is_number(text: str) -> bool:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Returns a mapping as a dict; a ConfigDict is none, but can be turned into one."""
+    """A mapping as a dict; a ConfigDict is none, but can be turned into one."""
     return dict(settings.items())
 
 

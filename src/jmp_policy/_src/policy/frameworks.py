@@ -37,10 +37,6 @@ class Framework:
         """
         raise NotImplementedError
 
-    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the `Summary` of a model."""
-        raise NotImplementedError
-
     def marking(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context manager in which modules mark their operations with the policy that governs them.
 
@@ -57,7 +53,7 @@ class Framework:
         return contextlib.nullcontext()
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context manager in which the outputs of modules are passed to the active taps."""
+        """Returns a context manager in which the outputs of modules are shown to the active watcher."""
         return contextlib.nullcontext()
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import pure, summary, wrap
+from jmp_policy._src.flax.nnx import pure, wrap
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import path_text
 
@@ -24,10 +24,6 @@ class NNXFramework(Framework):
         """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
         new, seen = wrap.wrap_part(module, rules)
         return new, [(path_text(path), part) for path, part in seen]
-
-    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the `Summary` of a model."""
-        return summary.summary(model, policy, inputs, kwargs)
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> pure.Split | None:
         """Splits modules and Variables among arguments from their arrays; None where there are none."""

@@ -16,9 +16,9 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx import governed, param_cast_proxy, precision_plan
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.rules import PolicyMap, path_text, unused_error
-from jmp_policy._src.report.spectrum import tapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,6 @@ def _scoped(method: Callable[..., Any], place: _Place) -> Callable[..., Any]:
             token = _HERE.set(place)
             stack.callback(_HERE.reset, token)
             out = method(*args, **kwargs)
-        return tapping.returned("/".join(place.names) + suffix, args[0], args[1:], kwargs, out)
+        return watching.returned("/".join(place.names) + suffix, args[0], args[1:], kwargs, out)
 
     return scoped

@@ -11,16 +11,17 @@ from jmp_policy._src.flax.linen.intercept import intercept
 from jmp_policy._src.flax.linen.module_precision import governed_place, is_from_parent
 from jmp_policy._src.flax.linen.taps import tapped
 from jmp_policy._src.flax.linen.wrap import bare, bare_class, check_used, policy_of
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import current
-from jmp_policy._src.report import module_summary
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.spectrum import tapping
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
-def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the `Summary` of a Linen module, from traces of its `init` and `apply`."""
+def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
+    """The `Summary` of a Linen module, from traces of its `init` and `apply`."""
     rules = policy_of(model) if policy is None else as_policy_map(policy)
     if rules is None:
         raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
@@ -48,7 +49,7 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
 
     def apply(variables: Any, *inputs: Any, **kwargs: Any) -> Any:
         # What comes first is outermost: it sees what callers give and get.
-        with tapped(), tapping.looking(calls), governed as scope:
+        with tapped(), watching.looking(calls), governed as scope:
             out = model.apply(
                 variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
             )
@@ -56,13 +57,11 @@ def summary(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[s
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
-    return module_summary.make_summary(
-        type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
-    )
+    return make_summary(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
 
 
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
-    """Returns what to say of a module that has a dtype of its own."""
+    """What to say of a module that has a dtype of its own."""
     own = getattr(module, "dtype", None)
     if own is None or not is_dtype_or_none(own) or is_from_parent(module, "dtype"):
         return ""
@@ -84,16 +83,13 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
         (call, (precision, place, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
-        rule = module_summary.rule_text(rules, place.rule, precision)
-        cls = bare_class(call.module)
-        rows.append(
-            module_summary.make_row("/".join(path), cls, rule, precision, own.get(path, ()), made, note)
-        )
+        params, cls = own.get(path, ()), bare_class(call.module)
+        rows.append(make_row("/".join(path), cls, rules, place.rule, precision, params, made, note))
     return rows
 
 
 def _own_parameters(params: Any, paths: Any) -> dict[tuple[str, ...], list[Any]]:
-    """Returns the parameters of each module: those of which no module further down is the owner."""
+    """The parameters of each module: those of which no module further down is the owner."""
     own: dict[tuple[str, ...], list[Any]] = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = tuple(str(getattr(key, "key", key)) for key in key_path)

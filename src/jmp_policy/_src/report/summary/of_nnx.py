@@ -7,14 +7,15 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
-from jmp_policy._src.report import module_summary
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.spectrum import tapping
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
-def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the `Summary` of an NNX module, from a trace of a call of it."""
+def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
+    """The `Summary` of an NNX module, from a trace of a call of it."""
     if policy is None:
         raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
     rules = as_policy_map(policy)
@@ -27,7 +28,7 @@ def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, An
     function = as_function(half, inputs, kwargs, "summary")
 
     def call(arrays: Any) -> Any:
-        with tapping.looking(calls):
+        with watching.looking(calls):
             return function.call(arrays)
 
     jaxpr = jax.make_jaxpr(call)(function.arrays)
@@ -40,7 +41,7 @@ def summary(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, An
         for place in plan.places
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return module_summary.make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
+    return make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
 
 
 def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any], calls: Sequence[Any]) -> Any:
@@ -48,19 +49,18 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
     matches = (rules.match(path, modules[path]) for path in above)
     index = next((i for i in matches if i is not None), None)
-    rule = module_summary.rule_text(rules, index, place.precision)
     holder = modules[above[1]] if len(above) > 1 else None
     has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
     recipe = place.precision.recipe_note(path_text(place.path)) if has_recipe else ""
     notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
-    return module_summary.make_row(
-        path_text(place.path), type(module), rule, place.precision, _own(module), calls, note
+    return make_row(
+        path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
     )
 
 
 def _overruled(place: precision_plan.Place, holder: Any) -> str:
-    """Returns what to say of a module that has a dtype of its own."""
+    """What to say of a module that has a dtype of its own."""
     asked_dtype = layers.asked_dtype(place.module, holder)
     if asked_dtype is None or (not place.keeps_dtype and asked_dtype == place.precision.policy.compute_dtype):
         return ""
@@ -72,7 +72,7 @@ def _uncalled(place: precision_plan.Place, calls: Sequence[Any]) -> str:
 
 
 def _own(module: Any) -> list[Any]:
-    """Returns the arrays of a module's own parameters."""
+    """The arrays of a module's own parameters."""
     return [
         leaf
         for _, param in graph_nodes.own_params(module)

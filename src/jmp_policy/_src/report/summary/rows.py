@@ -1,17 +1,14 @@
-"""Summarises a model under a policy: which rule governs each module, and the dtypes of its values."""
+"""Defines a summary, its rows, and what of it the jaxpr of a model shows."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_policy._src.autocast.api import autocast_policy
-from jmp_policy._src.autocast.explanation import explain
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
 from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
-from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import is_recipe
 from jmp_policy._src.policy.rules import PolicyMap, show_pattern
@@ -69,8 +66,8 @@ class Summary(Report):
       pointless_casts: places of casts to a dtype and back, where nothing reads the value in between.
 
     Example:
-      >>> import flax.linen as nn, jax.numpy as jnp
-      >>> found = summary(nn.Dense(2), "mixed_float16", jnp.ones((1, 3)))
+      >>> import flax.linen as nn, jax.numpy as jnp, jmp_policy
+      >>> found = jmp_policy.summary(nn.Dense(2), "mixed_float16", jnp.ones((1, 3)))
       >>> found.parameters, found.bytes, found.compute_bytes
       (8, 32, 16)
     """
@@ -87,7 +84,7 @@ class Summary(Report):
     _rows = "modules"
 
     def __getitem__(self, path: str) -> ModuleRow:
-        """Returns the row of a module by its path."""
+        """The row of a module by its path."""
         return row_of(self.modules, path, "module")
 
     @property
@@ -124,43 +121,11 @@ class Summary(Report):
         return [self.verdict]
 
 
-def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summary:
-    """Lists, per module, which rule governs it, and the dtypes of its parameters, computation and output.
-
-    The model is traced, and nothing runs: inputs may be `jax.ShapeDtypeStruct`s.
-
-    Args:
-      model: a Linen or NNX module, bare or wrapped; or any function, whose named scopes are its rows.
-      policy: a `PolicyMap`, a policy or its text. None for a wrapped Linen module: the policy that it has.
-      inputs, kwargs: arguments of the model's call. Those that are not arrays are static.
-
-    Returns:
-      A `Summary`; `print` shows it.
-
-    Raises:
-      TypeError, ValueError: for something that is not a model or policy, and for rules that match nothing.
-
-    Example:
-      >>> import flax.linen as nn, jax.numpy as jnp
-      >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm()])
-      >>> found = summary(model, "mixed_float16", jnp.ones((1, 3)))
-      >>> [(row.type, row.rule, row.returns) for row in found.modules[1:]]
-      [('Dense', 'default', ('float16',)), ('LayerNorm', 'float32 island', ('float16',))]
-    """
-    if isinstance(model, type):
-        raise TypeError(f"summary takes a module, not its class: summary({model.__name__}(...), ...).")
-    framework = framework_of(model)
-    if framework is not None:
-        return framework.summary(model, policy, inputs, kwargs)
-    if not callable(model):
-        raise TypeError(f"summary takes a module or a function, got {model!r:.200}.")
-    return _of_function(model, policy, inputs, kwargs)
-
-
 def make_row(
     path: str,
     module: Any,
-    rule: str,
+    rules: PolicyMap,
+    index: int | None,
     precision: ModulePrecision,
     params: Sequence[Any],
     calls: Sequence[Any],
@@ -169,18 +134,21 @@ def make_row(
     """Makes the row of a module.
 
     Args:
-      path, rule, note: as in the row.
+      path, note: as in the row.
       module: the class that the row shows.
+      rules: those of the model.
+      index: which of them governs the module; None for the default.
       precision: the module's precision under the policy.
       params: its parameters, without those of modules below it; arrays or their types.
       calls: its calls, as `spectrum.tapping.Calls` recorded them.
     """
     policy = precision.policy
+    rule = "default" if index is None else show_pattern(rules.overrides[index][0])
     stored = {leaf.dtype.name for leaf in params}
     return ModuleRow(
         path=path,
         type=module.__name__,
-        rule=rule,
+        rule="float32 island" if precision.island else rule,
         param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
         compute_dtype="float32" if precision.island else policy.compute_dtype.name,
         output_dtype=policy.output_dtype.name,
@@ -192,13 +160,6 @@ def make_row(
         note=note,
         grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
     )
-
-
-def rule_text(rules: PolicyMap, index: int | None, precision: ModulePrecision) -> str:
-    """Formats the rule that governs a module, as its row shows it."""
-    if precision.island:
-        return "float32 island"
-    return "default" if index is None else show_pattern(rules.overrides[index][0])
 
 
 def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
@@ -221,17 +182,11 @@ def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: 
     )
 
 
-class _Staying:
+class _Staying(Visitor):
     """Visitor of a jaxpr that finds why products of layers with a recipe are not in float8."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, list[str]] = {}
-
-    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        return frozenset()
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Does nothing: products in loops are seen in them."""
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         if eqn.primitive.name == "dot_general":
@@ -239,7 +194,7 @@ class _Staying:
             self._reasons.setdefault(site.path.partition("/")[2], []).append(stays_in_half(eqn))
 
     def noted(self, row: ModuleRow) -> ModuleRow:
-        """Returns a row with the reason in place of the recipe, if none of its products follows that."""
+        """A row with the reason in place of the recipe, if none of its products follows that."""
         reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
         if not all(reasons):
             return row
@@ -255,19 +210,13 @@ def pointless_casts(jaxpr: Any) -> list[str]:
     return visitor.found()
 
 
-class _RoundTrips:
+class _RoundTrips(Visitor):
     """Visitor of a jaxpr that finds casts whose result is cast back."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[Any, Any, Site]] = {}
         self._reads: dict[int, int] = {}
         self._undone: list[tuple[int, str]] = []
-
-    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        return frozenset()
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Does nothing: what a loop does with a value is seen inside it."""
 
     def read(self, value: ValueInfo) -> None:
         self._reads[value.key] = self._reads.get(value.key, 0) + 1
@@ -289,43 +238,6 @@ class _RoundTrips:
 
     def found(self) -> list[str]:
         return list(dict.fromkeys(text for key, text in self._undone if self._reads[key] == 1))
-
-
-def _of_function(
-    fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
-) -> Summary:
-    """Summarises a function by its named scopes, in the precision that autocast gives them."""
-    rules = autocast_policy(policy)
-    operations = explain(fn, policy)(*inputs, **kwargs).operations
-    paths: dict[str, list[Any]] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, []).append(operation)
-    rows = []
-    for path, inside in paths.items():
-        names = path.split("/") if path else []
-        above = ("/".join(names[:depth]) for depth in range(len(names), -1, -1))
-        index = next((i for i in map(rules.match, above) if i is not None), None)
-        chosen = rules.overrides[index][1] if index is not None else rules.default
-        rows.append(
-            ModuleRow(
-                path=path,
-                type="scope" if path else getattr(fn, "__name__", "function"),
-                rule="default" if index is None else show_pattern(rules.overrides[index][0]),
-                # Autocast does not cast arguments and results.
-                param_dtype="-",
-                compute_dtype=chosen.compute_dtype.name,
-                output_dtype="-",
-                parameters=0,
-                bytes=0,
-                receives=tuple(filter(None, inside[0].operands.split(", "))),
-                returns=tuple(filter(None, inside[-1].chosen.split(", "))),
-                calls=1,
-                note=f"{len(inside)} operations",
-            )
-        )
-    name = getattr(fn, "__name__", "function")
-    missed = tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else ()
-    return Summary(name, str(policy), tuple(rows), 0, 0, 0, no_rule=missed)
 
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
