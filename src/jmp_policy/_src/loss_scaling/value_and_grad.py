@@ -11,16 +11,14 @@ from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.compat import varies_over_devices
-from jmp_policy._src.loss_scaling.finiteness import gradients_finite, select_tree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
-from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives, next_histories
-from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
+from jmp_policy._src.loss_scaling.float8_state import map_derivatives, next_histories
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state, positive_int
+from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
+from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 T = TypeVar("T")
 
@@ -117,13 +115,15 @@ def scaled_value_and_grad(
         (_, (unscaled, aux)), grads = gradient(scale, *args, **kwargs)
         value = (unscaled, aux) if has_aux else unscaled
         params = tuple(args[i] for i in argnums) if isinstance(argnums, Sequence) else args[argnums]
-        return value, restore_scale(scale, unscaled, next_histories(grads, params))
+        if holds_float8_state(params):
+            grads = next_histories(grads, params)
+        return value, restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state, loss)
         if not retries:
             return once(scale, args, kwargs)
-        result, scale = _with_retries(lambda s: once(s, args, kwargs), scale, retries)
+        result, scale = repeat_until_finite(lambda s: once(s, args, kwargs), scale, retries)
         return result, replace_loss_scale(scale_or_opt_state, scale, loss)
 
     return value_and_scaled_grad
@@ -179,7 +179,7 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
 
 
 def first_cotangent(dtype: Any, loss_scale: Any) -> Any:
-    """Returns the cotangent of a loss of a dtype: its scale, of which float16 holds at most 2**15."""
+    """The cotangent of a loss of a dtype: its scale, of which float16 holds at most 2**15."""
     return jnp.minimum(loss_scale, _LARGEST_FLOAT16) if dtype == jnp.float16 else loss_scale
 
 
@@ -196,33 +196,3 @@ def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
         return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
 
     return map_derivatives(multiply, grads)
-
-
-def _with_retries(
-    step: Callable[[LossScale], tuple[Any, PyTree]], scale: LossScale, retries: int
-) -> tuple[tuple[Any, PyTree], LossScale]:
-    """Runs `step` until its gradients are finite: once, and at most `retries` times more."""
-
-    def body(carry: Any) -> Any:
-        tries, scale, _, _ = carry
-        # The first pass, with the unchanged scale, runs in the loop too: one body to trace and compile.
-        # np.False_ is known before tracing: scales that look at gradients need none then.
-        lowered = select_tree(tries > 0, scale.adjust(np.False_), scale)
-        result = jax.tree.map(jnp.asarray, step(lowered))
-        return tries + jnp.int32(1), lowered, result, gradients_finite(derivatives(result[1]))
-
-    def unfinished(carry: Any) -> Any:
-        tries, _, _, finite = carry
-        return ~finite & (tries <= retries)
-
-    scale = jax.tree.map(jnp.asarray, scale)
-    shapes = jax.eval_shape(lambda: step(scale))
-    if any(map(varies_over_devices, jax.tree.leaves(shapes))):
-        raise ValueError(
-            "scaled_value_and_grad(..., retries=...) cannot run inside shard_map: each device would repeat "
-            "the step on its own. Use jax.jit with shardings, or leave retries out."
-        )
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    start = (jnp.int32(0), scale, empty, jnp.zeros((), jnp.bool_))
-    _, scale, result, _ = lax.while_loop(unfinished, body, start)
-    return result, scale

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
-from jmp_policy._src.loss_scaling.overwritten import is_overwritten
+from jmp_policy._src.loss_scaling.float8_state import is_float8_state
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
@@ -133,7 +133,7 @@ def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
     (which, place, *rest) = path
     position = place.idx if which.idx == 0 else place.key
     name = names[position] if which.idx == 0 else str(position)
-    trainable = is_floating(leaf) and not is_overwritten(rest)
+    trainable = is_floating(leaf) and not is_float8_state(rest)
     return Argument("/".join([name, *map(_key, rest)]), position, trainable)
 
 

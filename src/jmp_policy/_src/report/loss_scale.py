@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, StaticLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 
