@@ -87,6 +87,6 @@ def _unaliased(state: PyTree, others: PyTree) -> PyTree:
             taken.add(id(x))
         if isinstance(x, bool | int | float | complex):
             return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-        return strip_weak_type(x)
+        return x
 
-    return map_changed(one, state)
+    return map_changed(strip_weak_type, map_changed(one, state))

@@ -5,7 +5,6 @@ gradients were unscaled here, the optimizer could not know which scale was used.
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
@@ -15,15 +14,13 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.float8_state import map_derivatives, next_histories
+from jmp_policy._src.loss_scaling import float16_loss
+from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state, positive_int
 from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 T = TypeVar("T")
-
-#: The largest power of two in float16.
-_LARGEST_FLOAT16 = 2.0**15
 
 
 @overload
@@ -159,40 +156,16 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
     dtype = getattr(loss, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
-    if dtype == jnp.float16:
-        warnings.warn(
-            "The loss is float16. Its cotangent is the loss scale itself, and float16 ends at 65504: a "
-            "scale of 2**16 would overflow on every step. It is limited to 2**15 here, and the gradients are "
-            "multiplied by the rest. Compute the loss in float32: cast the logits, or give the model the "
-            "output dtype float32 (as mixed_float16 has).",
-            UserWarning,
-            stacklevel=2,
-        )
     # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
     # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
     # x - x is 0 for every finite number, and NaN for inf and NaN.
     promoted = loss.astype(promote_dtype(dtype))
     one_if_finite = lax.stop_gradient(promoted - promoted) + 1
     if dtype == jnp.float16:
-        return promoted * (first_cotangent(dtype, jnp.asarray(scale.loss_scale, jnp.float32)) * one_if_finite)
+        return promoted * (float16_loss.checked_cotangent(scale) * one_if_finite)
     return scale.scale(loss) * one_if_finite
-
-
-def first_cotangent(dtype: Any, loss_scale: Any) -> Any:
-    """The cotangent of a loss of a dtype: its scale, of which float16 holds at most 2**15."""
-    return jnp.minimum(loss_scale, _LARGEST_FLOAT16) if dtype == jnp.float16 else loss_scale
 
 
 def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
     """Multiplies gradients of a float16 loss by the part of the scale that its cotangent could not hold."""
-    if getattr(loss, "dtype", None) != jnp.float16:
-        return grads
-    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_FLOAT16, 1)
-
-    def multiply(g: Any) -> Any:
-        if not jnp.issubdtype(g.dtype, jnp.inexact):
-            return g
-        dtype = promote_dtype(g.dtype)
-        return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
-
-    return map_derivatives(multiply, grads)
+    return float16_loss.restore(scale, grads) if getattr(loss, "dtype", None) == jnp.float16 else grads

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.jaxpr.flatten import is_array
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, split_loss
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.report.function import Function, replaced
 
 
