@@ -99,6 +99,10 @@ def check(
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
     if loss_fn is not None:
+        from jmp_policy._src.report.diagnose.diagnose import (
+            diagnose,  # Reports are loaded where one is asked for.
+        )
+
         try:
             diagnose = load("jmp_policy._src.api.reports").diagnose
             diagnosis = diagnose(loss_fn, *args, scale=scale, has_aux=has_aux)

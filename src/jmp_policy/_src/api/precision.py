@@ -12,7 +12,8 @@ import optax
 
 from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
-from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state

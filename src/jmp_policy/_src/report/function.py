@@ -20,10 +20,12 @@ from jmp_policy._src.core.dtypes import is_floating, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, StaticLossScale
-from jmp_policy._src.loss_scaling.overwritten import is_overwritten
+from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
+from jmp_policy._src.loss_scaling.float8_state import is_float8_state
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, split_loss
+from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
@@ -142,7 +144,7 @@ def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
     (which, place, *rest) = path
     position = place.idx if which.idx == 0 else place.key
     name = names[position] if which.idx == 0 else str(position)
-    trainable = is_floating(leaf.dtype) and not is_overwritten(rest)
+    trainable = is_floating(leaf.dtype) and not is_float8_state(rest)
     return Argument("/".join([name, *map(_key, rest)]), position, trainable)
 
 

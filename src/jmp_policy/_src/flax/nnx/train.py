@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import flax.nnx as nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes
-from jmp_policy._src.loss_scaling.finiteness import select_tree
 from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.rules import path_text

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift, exceeding_text
 from jmp_policy._src.report.drift.rows import Rows

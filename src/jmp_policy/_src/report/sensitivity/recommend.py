@@ -13,7 +13,8 @@ import numpy as np
 from jmp_policy._src.core.targets.target import Target
 from jmp_policy._src.core.targets.targets import find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.sensitivity import float8_modules, float32_modules, product_cost, rounding_taps

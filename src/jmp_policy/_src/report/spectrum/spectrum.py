@@ -15,8 +15,9 @@ from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
-from jmp_policy._src.loss_scaling.overwritten import next_histories
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
+from jmp_policy._src.loss_scaling.float8_state import next_histories
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report.function import (

@@ -1,9 +1,15 @@
 """Tells the state that float8 layers keep in gradients from gradients.
 
 Flax's float8 layers return the new values of their scales and amax histories as cotangents, in a collection
-of their own. They are no derivatives: nothing may multiply, divide or average them. Flax's `TrainState` hides
-the collection from the optimizer; an optimizer that gets it with the parameters sees zeros, and the updates
-are what makes the new values of the old ones.
+of their own::
+
+    grads = {"params": {...}, "_overwrite_with_gradient": {"Dense_0": {"kernel_scale": new value, ...}}}
+
+They are no derivatives: nothing may multiply, divide, test or average them. Flax's `TrainState` hides the
+collection from the optimizer; an optimizer that gets it with the parameters sees zeros, and the updates are
+what makes the new values of the old ones.
+
+Nothing here runs for gradients without the collection: `loss_scale.holds_float8_state` looks for it first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +27,23 @@ COLLECTION = "_overwrite_with_gradient"
 _HISTORY, _SCALE = "_amax_history", "_scale"
 
 
-def is_overwritten(path: Sequence[Any]) -> bool:
-    """Returns whether the keys of a leaf lead into the collection."""
+def is_float8_state(path: Sequence[Any]) -> bool:
+    """Whether the keys of a leaf lead into the collection."""
     return any(getattr(key, "key", None) == COLLECTION for key in path)
 
 
-def _flatten(tree: PyTree) -> tuple[list[tuple[bool, Any]], Any]:
-    """Returns each leaf with whether it is in the collection, and the tree's structure."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [(is_overwritten(path), leaf) for path, leaf in leaves], treedef
-
-
 def derivatives(tree: PyTree) -> PyTree:
-    """Returns gradients with None in the places of what is not one."""
+    """Gradients with None in the places of what is not one."""
     return map_derivatives(lambda x: x, tree, lambda x: None)
 
 
+def add(a: PyTree, b: PyTree, plus: Callable[[Any, Any], Any]) -> PyTree:
+    """Adds gradients of two losses; of the state it takes the maximum, as Flax for a layer used twice."""
+    return map_derivatives(plus, a, jnp.maximum, [b])
+
+
 def next_histories(grads: PyTree, params: PyTree) -> PyTree:
-    """Returns gradients in which histories of largest values are those of one step later.
+    """Moves histories of largest values one step on, whatever JAX made of them.
 
     JAX adds up the cotangents of all uses of a layer, and so the states that they return: with two uses every
     number in a history would double in each step, and without a use all were zero. The rest of a history is
@@ -49,9 +54,7 @@ def next_histories(grads: PyTree, params: PyTree) -> PyTree:
       params: what they are the gradients of.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    old = {path: leaf for path, leaf in flat if is_overwritten(path)}
-    if not old:
-        return grads
+    old = {path: leaf for path, leaf in flat if is_float8_state(path)}
 
     def later(path: Any, new: Any) -> Any:
         if path not in old:
@@ -70,25 +73,26 @@ def next_histories(grads: PyTree, params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(later, grads)
 
 
-def zeros_for_state(grads: PyTree) -> PyTree:
-    """Returns gradients with zeros in the places of what is not one."""
-    return map_derivatives(lambda x: x, grads, jnp.zeros_like)
+def around(update: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+    """Makes an optimizer's update see zeros for the state, and gives updates that lead to its new values.
 
-
-def with_new_state(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-    """Returns updates that turn the state among the parameters into that among the gradients.
-
-    Raises:
-      ValueError: where there is such state, and no parameters were given.
+    Args:
+      update: the `update` of an optax transformation.
+      params: the parameters with the old state, as `optax.apply_updates` adds to them.
     """
-    if not any(apart for apart, _ in _flatten(grads)[0]):
-        return updates
-    if params is None:
-        raise ValueError(
-            f"The gradients hold new values of {COLLECTION!r}, the state of float8 layers, and update got no "
-            "parameters to compare them with: tx.update(grads, state, params)."
-        )
-    return map_derivatives(lambda u, *_: u, updates, lambda u, new, old: new - old, rest=(grads, params))
+
+    def beside(grads: PyTree, *args: Any, **extra_args: Any) -> Any:
+        if params is None:
+            raise ValueError(
+                f"The gradients hold new values of {COLLECTION!r}, the state of float8 layers, and update "
+                "got no parameters to compare them with: tx.update(grads, state, params)."
+            )
+        zeros = map_derivatives(lambda x: x, grads, jnp.zeros_like)
+        updates, state = update(zeros, *args, **extra_args)
+        changes = [grads, params]
+        return map_derivatives(lambda u, *_: u, updates, lambda u, new, old: new - old, changes), state
+
+    return beside
 
 
 def map_derivatives(
@@ -101,11 +105,11 @@ def map_derivatives(
       tree: gradients. It comes back as the same object when no leaf changes.
       rest: trees of the same structure, in which None is a leaf.
     """
-    flat, treedef = _flatten(tree)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     others = [treedef.flatten_up_to(one) for one in rest]
-    leaves = [leaf for _, leaf in flat]
     new = [
-        (other if apart else function)(leaf, *more)
-        for (apart, leaf), *more in zip(flat, *others, strict=True)
+        (other if is_float8_state(path) else function)(leaf, *more)
+        for (path, leaf), *more in zip(flat, *others, strict=True)
     ]
-    return tree if all(a is b for a, b in zip(leaves, new, strict=True)) else jax.tree.unflatten(treedef, new)
+    unchanged = all(leaf is x for (_, leaf), x in zip(flat, new, strict=True))
+    return tree if unchanged else jax.tree.unflatten(treedef, new)
