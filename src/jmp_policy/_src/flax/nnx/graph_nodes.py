@@ -119,6 +119,11 @@ def bare_class(cls: type) -> type:
     return vars(cls).get("_jmp_policy_bare", cls)
 
 
+def name_of(module: Any) -> str:
+    """The class name of a module, as its author wrote it."""
+    return bare_class(type(module)).__name__
+
+
 def own_methods(cls: type) -> set[str]:
     """Names of the methods that a module's class has and `nnx.Module` has not."""
     own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]

@@ -32,10 +32,8 @@ from flax import nnx
 
 from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.imported import is_instance_of
-from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.flax.nnx import graph_nodes, layers
-from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_methods, own_methods
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors
+from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_methods, name_of
 from jmp_policy._src.policy.boundary import policy_changes
 from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
 from jmp_policy._src.policy.policy import Policy
@@ -111,18 +109,8 @@ class Plan:
 
     def check_params(self) -> None:
         """Raises for parameters that are not in param dtype."""
-        wrong = [(path, v, p) for path, v, p in self.params() if not _fits(v, p)]
-        if not wrong:
-            return
-        path, variable, precision = wrong[0]
-        stored = ", ".join(sorted(dtype.name for dtype in graph_nodes.dtypes(variable)))
-        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"The parameter {path_text(path)!r}{others} of {name_of(self.model)} is {stored}, but its "
-            f"policy {str(precision.policy)!r} wants parameters in {precision.param_dtype.name}. Make the "
-            f"module with param_dtype={precision.param_dtype.name}, or call jmp_policy.nnx.cast_params("
-            "model, policy), which casts them in place, before wrap and before the optimizer is made."
-        )
+        if wrong := [(path, v, p) for path, v, p in self.params() if not _fits(v, p)]:
+            raise plan_errors.wrong_dtype(self.model, *wrong[0], others=len(wrong) - 1)
 
 
 def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
@@ -131,7 +119,8 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     Raises:
       TypeError, ValueError: for what `wrap` raises them, unused rules and dtypes of parameters excepted.
     """
-    _check_is_module(module)
+    if not isinstance(module, nnx.Module):
+        raise plan_errors.not_a_module(module)
     rules = as_policy_map(policy)
     check_grad_dtypes(rules)
     model = bare_copy(module, variables=False)
@@ -146,11 +135,6 @@ def resolve(model: Any, rules: PolicyMap) -> tuple[dict[int, PlannedModule], lis
     walk = _Walk(rules)
     walk.visit(model, (), rules.default, None, None)
     return walk.modules, walk.met
-
-
-def name_of(module: Any) -> str:
-    """The class name of a module, as its author wrote it."""
-    return bare_class(type(module)).__name__
 
 
 def bare_copy(module: nnx.Module, *, variables: bool) -> Any:
@@ -187,12 +171,7 @@ def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
     cells = getattr(function, "__closure__", None) or ()
     held = [cell.cell_contents for cell in cells if cell != types.CellType()]
     if any(id(x) in new_of for x in held):
-        warnings.warn(
-            f"The function {where} closes over a module of the model. It keeps the module without a policy: "
-            "pass the module as an argument, or make the function a method.",
-            UserWarning,
-            stacklevel=6,
-        )
+        warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=6)
     return function
 
 
@@ -235,10 +214,7 @@ class _Walk:
     ) -> tuple[PlannedModule, Policy]:
         """What the rules mean for a module, and the policy that those below it inherit."""
         if isinstance(module, nnx.bridge.Module):
-            raise TypeError(
-                f"{name_of(module)} at {path_text(path)!r} is a flax.nnx.bridge.Module, which makes its "
-                "submodules when it is called, where wrap cannot reach them. Write it as an nnx.Module."
-            )
+            raise plan_errors.makes_modules_when_called(module, path)
         rules = self.rules
         index = rules.match(path, module)
         policy = governing = inherited if index is None else rules.overrides[index][1]
@@ -256,37 +232,13 @@ class _Walk:
     def _note(self, planned: PlannedModule) -> None:
         self.met.append((planned.path, planned.module))
         if len(self.met) > _MOST_PATHS:
-            raise ValueError(
-                f"The modules of this model are shared so often that they are at more than {_MOST_PATHS} "
-                "paths: rules cannot be resolved for all of them. Use one policy, or share less."
-            )
+            raise plan_errors.too_many_paths(_MOST_PATHS)
         first = self.modules.setdefault(id(planned.module), planned)
         if first.precision != planned.precision:
-            raise ValueError(
-                f"{name_of(planned.module)} is shared: it is at {path_text(first.path)!r}, where the rules "
-                f"give it {str(first.precision.policy)!r}, and at {path_text(planned.path)!r}, where they "
-                f"give it {str(planned.precision.policy)!r}. Add a rule that gives both places the same "
-                "policy."
-            )
+            policies = first.precision.policy, planned.precision.policy
+            raise plan_errors.two_policies(planned.module, (first.path, planned.path), policies)
         if planned.policy_changes and not first.policy_changes:
             self.modules[id(planned.module)] = dataclasses.replace(first, policy_changes=True)
-
-
-def never_cast(planned: PlannedModule, methods: tuple[str, ...]) -> str | None:
-    """What to say of a module whose own parameters no governed method reads; None for all others."""
-    module, bare = planned.module, type(planned.module)
-    is_holder = isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(bare)
-    if is_holder or governed_methods(bare, methods) or next(graph_nodes.own_params(module), None) is None:
-        return None
-    public = tuple(sorted(name for name in own_methods(bare) if not name.startswith("_")))
-    advice = (
-        f"List the methods that read them: jmp_policy.nnx.wrap(model, policy, methods={public!r})."
-        if public
-        else "Cast them where they are read."
-    )
-    return (
-        f"{name_of(module)} has parameters of its own and no __call__, so that nothing casts them. {advice}"
-    )
 
 
 def _fits(variable: nnx.Variable, precision: ModulePrecision) -> bool:
@@ -304,33 +256,11 @@ def _may_match_inside(pattern: Any, bridges: list[PlannedModule]) -> bool:
     return any(alone.relative_to(bridge.path, alone.default).overrides for bridge in bridges)
 
 
-def _check_is_module(module: Any) -> None:
-    if isinstance(module, type) and issubclass(module, nnx.Module):
-        raise TypeError(
-            f"wrap takes a module, not its class: wrap({module.__name__}(..., rngs=rngs), policy)."
-        )
-    if is_instance_of(module, "flax.linen", "Module"):
-        raise TypeError(
-            f"{type(module).__name__} is a Linen module, and NNX was expected: use jmp_policy.wrap or "
-            "jmp_policy.linen.wrap, or make it an NNX module with flax.nnx.bridge.ToNNX."
-        )
-    if not isinstance(module, nnx.Module):
-        hints = (
-            (nnx.GraphDef, " Merge it first: nnx.merge(graphdef, state)."),
-            (nnx.Optimizer, " Wrap the model, and make the optimizer from the wrapped one."),
-            (nnx.Variable, " Wrap the module that holds it."),
-        )
-        hint = next((text for cls, text in hints if isinstance(module, cls)), "")
-        raise TypeError(f"nnx.wrap takes a flax.nnx.Module, got {type(module).__name__}.{hint}")
-
-
 def _check_methods(plan: Plan) -> None:
     classes = {type(planned.module) for planned in plan.modules.values()}
     for name in plan.methods:
         if not any(name in governed_methods(cls, (name,)) for cls in classes):
-            known = {method for cls in classes for method in own_methods(cls) if not method.startswith("_")}
-            hint = did_you_mean(name, sorted(known))
-            raise ValueError(f"methods={plan.methods!r}: no module of this model defines {name!r}.{hint}")
+            raise plan_errors.unknown_method(name, plan.methods, classes)
 
 
 def _check_tied_params(plan: Plan) -> None:
@@ -338,8 +268,4 @@ def _check_tied_params(plan: Plan) -> None:
     for path, variable, precision in plan.params():
         before, dtype = first.setdefault(id(variable), (path, precision.policy.param_dtype))
         if dtype != precision.policy.param_dtype:
-            raise ValueError(
-                f"The parameter {path_text(before)!r} is shared with {path_text(path)!r}, and the rules want "
-                f"it stored in {dtype.name} at the first and in {precision.policy.param_dtype.name} at the "
-                "second place. Give both the same param dtype."
-            )
+            raise plan_errors.two_param_dtypes((before, path), (dtype, precision.policy.param_dtype))

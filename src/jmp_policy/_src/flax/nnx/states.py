@@ -204,7 +204,7 @@ def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
                 if any(module is other for other, _ in classes):
                     continue  # Handed in twice.
                 marked_as = planned.precision.policy.compute_dtype.name if rules.overrides else None
-                scope = _Scope((precision_plan.name_of(node), *map(str, planned.path)), marked_as)
+                scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
                 classes.append((module, type(module)))
                 object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
         if unused := rules.unused(met):

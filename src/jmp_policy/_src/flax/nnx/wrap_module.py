@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
@@ -55,8 +55,8 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
     plan.check_used()
     plan.check_params()
     for planned in plan.modules.values():
-        if (message := precision_plan.never_cast(planned, plan.methods)) is not None:
-            warnings.warn(message, UserWarning, stacklevel=2)
+        if _is_never_cast(planned.module, plan.methods):
+            warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
     return _carried_out(plan)
 
 
@@ -110,6 +110,14 @@ def _checked(methods: Any) -> tuple[str, ...]:
     if special:
         raise ValueError(f"methods: {special[0]!r} is a method that Python calls, and cannot be governed.")
     return tuple(methods)
+
+
+def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
+    """Whether a module has parameters of its own that no governed method reads."""
+    if isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(type(module)):
+        return False
+    has_method = bool(graph_nodes.governed_methods(type(module), methods))
+    return not has_method and next(graph_nodes.own_params(module), None) is not None
 
 
 def _carried_out(plan: Plan) -> Any:

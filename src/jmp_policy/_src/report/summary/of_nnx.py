@@ -40,7 +40,7 @@ def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str,
         for place in plan.modules.values()
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
+    return make_summary(graph_nodes.name_of(model), rules, rows, jaxpr)
 
 
 def _row(
