@@ -73,14 +73,14 @@ def keeps_carry(module: nnx.Module) -> bool:
     )
 
 
-def follows_by_itself(module: nnx.Module, bare: type) -> bool:
+def follows_by_itself(module: nnx.Module) -> bool:
     """Whether settings alone make a module compute, and return values, as the policy says.
 
     True for Flax's layers with a `dtype`, with exceptions: recurrent cells return the wider of compute and
     carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
     another one.
     """
-    if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
+    if not is_flax(type(module)) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
         return False
     if vars(module).get("preferred_element_type") is not None or params_of_others(module):
         return False

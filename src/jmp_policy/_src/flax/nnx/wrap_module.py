@@ -137,7 +137,7 @@ def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
     if type(module) in (nnx.List, nnx.Dict):
         # Not called, but what it holds is read in the dtype that its own rule says.
         return next(graph_nodes.own_params(module), None) is not None
-    if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module, type(module)):
+    if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module):
         return True
     casts_output = planned.policy_changes and policy.output_dtype != policy.compute_dtype
     if layers.passes_on(module):
