@@ -60,7 +60,7 @@ class Framework:
         """Splits modules among the arguments of a function from their arrays.
 
         Returns:
-          A `flax.nnx.pure.Split`, or None where none of the framework's modules is among them.
+          A `flax.nnx.states.Split`, or None where none of the framework's modules is among them.
         """
         return None
 

@@ -295,7 +295,7 @@ def _increment(count: jax.Array) -> jax.Array:
 def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
     """Makes taps count inside a with-block: those of `tap`, and those on the outputs of Flax modules.
 
-    Linen modules get taps here; NNX modules have them wherever `flax.nnx.named` gave them names.
+    Linen modules get taps here; NNX modules have them wherever `flax.nnx.states.named` gave them names.
     """
     with contextlib.ExitStack() as stack:
         for framework in imported_frameworks():

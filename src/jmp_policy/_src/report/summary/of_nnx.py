@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap
+from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap_module
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
 from jmp_policy._src.report.function import as_function
@@ -20,9 +20,8 @@ def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str,
         raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
     rules = as_policy_map(policy)
     # Of its own Variables: the model's parameters may be of another dtype than the policy's.
-    copy = nnx.clone(model, graph=True)
-    precision_plan.unwrap(model, copy)
-    half = wrap.wrap(wrap.cast_params(copy, rules), rules)
+    copy = precision_plan.bare_copy(model, variables=True)
+    half = wrap_module.wrap(wrap_module.cast_params(copy, rules), rules)
     plan = precision_plan.make(copy, rules, ())
     calls = tapping.Calls()
     function = as_function(half, inputs, kwargs, "summary")
@@ -35,16 +34,18 @@ def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str,
     by_path: dict[str, list[Any]] = {}
     for made, _ in calls.calls:
         by_path.setdefault(made.name.partition("/")[2], []).append(made)
-    modules = {place.path: place.module for place in plan.places}
+    modules = {place.path: place.module for place in plan.modules.values()}
     rows = [
         _row(rules, place, modules, by_path.get(path_text(place.path), ()))
-        for place in plan.places
+        for place in plan.modules.values()
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return make_summary(precision_plan.name_of(model), rules, rows, jaxpr)
+    return make_summary(graph_nodes.name_of(model), rules, rows, jaxpr)
 
 
-def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any], calls: Sequence[Any]) -> Any:
+def _row(
+    rules: PolicyMap, place: precision_plan.PlannedModule, modules: dict[Any, Any], calls: Sequence[Any]
+) -> Any:
     module = place.module
     above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
     matches = (rules.match(path, modules[path]) for path in above)
@@ -59,7 +60,7 @@ def _row(rules: PolicyMap, place: precision_plan.Place, modules: dict[Any, Any],
     )
 
 
-def _overruled(place: precision_plan.Place, holder: Any) -> str:
+def _overruled(place: precision_plan.PlannedModule, holder: Any) -> str:
     """What to say of a module that has a dtype of its own."""
     asked_dtype = layers.asked_dtype(place.module, holder)
     if asked_dtype is None or (not place.keeps_dtype and asked_dtype == place.precision.policy.compute_dtype):
@@ -67,7 +68,7 @@ def _overruled(place: precision_plan.Place, holder: Any) -> str:
     return f"its dtype={jax.numpy.dtype(asked_dtype).name} is {'kept' if place.keeps_dtype else 'overruled'}"
 
 
-def _uncalled(place: precision_plan.Place, calls: Sequence[Any]) -> str:
+def _uncalled(place: precision_plan.PlannedModule, calls: Sequence[Any]) -> str:
     return "" if calls or isinstance(place.module, nnx.List | nnx.Dict) else "not called"
 
 

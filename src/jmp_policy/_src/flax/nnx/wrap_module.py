@@ -1,4 +1,4 @@
-"""An NNX module under a policy: a new tree of modules over the same Variables.
+"""An NNX module under a policy: a copy of the tree of modules, over the same Variables.
 
 NNX has no interceptor. Layers of Flax follow a policy through their own `dtype` setting, everything else by
 a subclass that casts (see `governed`). Where settings suffice, the graph definition equals that of a layer
@@ -9,18 +9,20 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import flax.nnx as nnx
+from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
+from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
 M = TypeVar("M", bound=nnx.Module)
 
 
 def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
-    """Returns an NNX module that computes under a policy and shares every Variable with the original.
+    """Makes an NNX module that computes under a policy and shares every Variable with the original.
 
     Args:
       module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
@@ -52,9 +54,9 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
     plan = precision_plan.make(module, policy, _checked(methods))
     plan.check_used()
     plan.check_params()
-    for place in plan.places:
-        if (message := precision_plan.never_cast(place, plan.methods)) is not None:
-            warnings.warn(message, UserWarning, stacklevel=2)
+    for planned in plan.modules.values():
+        if _is_never_cast(planned.module, plan.methods):
+            warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
     return _carried_out(plan)
 
 
@@ -92,13 +94,13 @@ def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Pa
     Example:
       >>> from flax import nnx
       >>> from jmp_policy import PolicyMap
-      >>> part, seen = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
-      >>> [type(module).__name__ for _, module in seen]
+      >>> part, met = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
+      >>> [type(module).__name__ for _, module in met]
       ['Linear']
     """
     plan = precision_plan.make(module, rules, ())
     plan.cast_params()
-    return _carried_out(plan), plan.seen
+    return _carried_out(plan), plan.met
 
 
 def _checked(methods: Any) -> tuple[str, ...]:
@@ -110,38 +112,60 @@ def _checked(methods: Any) -> tuple[str, ...]:
     return tuple(methods)
 
 
-def _carried_out(plan: precision_plan.Plan) -> Any:
-    """Makes every module of the new tree follow its policy; returns the root."""
-    specs = [
-        Specification(place.precision, place.policy_changes, plan.methods)
-        if plan.needs_class(place)
-        else None
-        for place in plan.places
-    ]
-    for place, spec in zip(plan.places, specs, strict=True):
-        _set(place, plan.rules)
-        if spec is not None:
-            cls = governed_class(type(place.module), spec)
-            object.__setattr__(place.module, "__class__", cls)
-    return plan.module
+def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
+    """Whether a module has parameters of its own that no governed method reads."""
+    if isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(type(module)):
+        return False
+    has_method = bool(graph_nodes.governed_methods(type(module), methods))
+    return not has_method and next(graph_nodes.own_params(module), None) is not None
 
 
-def _set(place: precision_plan.Place, rules: PolicyMap) -> None:
-    """Sets what settings of a module of the new tree can say."""
-    module, precision = place.module, place.precision
+def _carried_out(plan: Plan) -> Any:
+    """Makes every module of the copied model follow its policy; gives the model."""
+    for planned in plan.modules.values():
+        _set(planned, plan.rules)
+        if _needs_class(planned, plan):
+            spec = Specification(planned.precision, planned.policy_changes, plan.methods)
+            cls = governed_class(type(planned.module), spec)
+            object.__setattr__(planned.module, "__class__", cls)
+    return plan.model
+
+
+def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
+    """Whether settings alone do not make a module do all that its policy says."""
+    module, policy = planned.module, planned.precision.policy
+    if type(module) in (nnx.List, nnx.Dict):
+        # Not called, but what it holds is read in the dtype that its own rule says.
+        return next(graph_nodes.own_params(module), None) is not None
+    if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module):
+        return True
+    casts_output = planned.policy_changes and policy.output_dtype != policy.compute_dtype
+    if layers.passes_on(module):
+        below = (value for _, value in graph_nodes.walk(module) if isinstance(value, nnx.Module))
+        return casts_output or any(plan.modules[id(m)].precision.policy != policy for m in below)
+    if isinstance(module, nnx.Sequential):
+        return True
+    if isinstance(module, nnx.bridge.ToNNX):
+        return False
+    return casts_output or (planned.policy_changes and "dtype" not in vars(module))
+
+
+def _set(planned: PlannedModule, rules: PolicyMap) -> None:
+    """Sets what settings of a module of the copied model can say."""
+    module, precision = planned.module, planned.precision
     new = layers.settings(
         module,
         precision,
-        path=path_text(place.path),
+        path=path_text(planned.path),
         float32_islands=rules.float32_islands,
-        keeps_dtype=place.keeps_dtype,
+        keeps_dtype=planned.keeps_dtype,
     )
     if "dtype" in new:
         layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
     vars(module).update(new)
     for name, linen_module in layers.linen_modules(module).items():
-        inside = rules.relative_to(place.path, precision.policy)
-        if not place.policy_changes:
+        inside = rules.relative_to(planned.path, precision.policy)
+        if not planned.policy_changes:
             inside = inside.without_output_cast(precision.policy)
         framework = framework_of(linen_module)
         assert framework is not None

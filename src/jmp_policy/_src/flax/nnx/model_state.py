@@ -1,6 +1,10 @@
-"""Gradient accumulation with NNX modules, whose state goes from micro-batch to micro-batch."""
+"""What a training step does to the state of NNX modules that is not trained: statistics, counts, caches.
 
-from collections.abc import Callable
+On a skipped step it is kept as it was; with gradient accumulation it goes from micro-batch to micro-batch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import (
     OnNonfinite,
@@ -15,9 +20,74 @@ from jmp_policy._src.loss_scaling.accumulate import (
     make_window,
     run_window,
 )
+from jmp_policy._src.loss_scaling.finiteness import select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
-from jmp_policy._src.loss_scaling.state import find_loss_scale
+from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
+
+#: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.
+_NOT_PARAMS = nnx.Not(nnx.Param)
+
+
+@contextlib.contextmanager
+def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PARAMS) -> Iterator[None]:
+    """Leaves a module's other state (batch statistics, caches, random counts) as it was on a skipped step.
+
+    A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
+    loss, its gradient and the update inside the block; usable in `nnx.jit`.
+
+    Args:
+      optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
+      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
+      only: which Variables, as an NNX filter; all but parameters by default.
+
+    Raises:
+      ValueError: when no loss scale, or more than one, is found; without any module.
+      TypeError: for something that is no module.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import flax.nnx as nnx
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+      >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale())
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> def loss_fn(model, x):
+      ...     return model(x).sum()
+      >>> with keep_state_on_skip(optimizer, model):
+      ...     loss, grads = scaled_value_and_grad(loss_fn)(optimizer, model, jnp.full((2, 1), jnp.inf))
+      ...     _ = optimizer.update(model, grads)
+      >>> float(model.mean[0])
+      0.0
+    """
+    get_loss_scale_state(optimizer)  # Raises now, and not after the step.
+    selected = nnx.filterlib.to_predicate(only)
+    found = {
+        id(variable): variable
+        for module in _models(modules)
+        for path, variable in graph_nodes.variables(module)
+        if selected(path, variable)
+    }
+    before = [(variable, graph_nodes.read(variable)) for variable in found.values()]
+    yield
+    finite = grads_finite(optimizer)
+    for variable, old in before:
+        new = graph_nodes.read(variable)
+        if new is not old:
+            graph_nodes.write(variable, select_tree(finite, new, old))
+
+
+def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
+    if not modules:
+        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
+    for module in modules:
+        # The optimizer's own state must move on: a loss scale that is put back never recovers.
+        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
+        if not isinstance(model, nnx.Module):
+            given = type(model).__name__
+            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
+        yield model
 
 
 def accumulate_gradients(
