@@ -19,11 +19,21 @@ def source_line(eqn: Any) -> str:
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
     line where no other is known.
     """
-    for frame in compat.frames(eqn):
-        if not frame.file_name.startswith((*_libraries(), "<frozen")):
-            return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
+    if (frame := _users_frame(eqn)) is not None:
+        return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
     text = compat.source_summary(eqn)
     return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
+
+
+def users_line(eqn: Any) -> tuple[str, int]:
+    """The file and line of `source_line`, for a warning that is to point there; ("", 0) if unknown."""
+    frame = _users_frame(eqn)
+    return ("", 0) if frame is None else (frame.file_name, frame.line_num)
+
+
+def _users_frame(eqn: Any) -> Any:
+    frames = compat.frames(eqn)
+    return next((f for f in frames if not f.file_name.startswith((*_libraries(), "<frozen"))), None)
 
 
 def caller(eqn: Any) -> tuple[str, int]:

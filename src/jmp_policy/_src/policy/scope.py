@@ -41,8 +41,9 @@ class Scope:
       place: where the module is whose code is running, as its framework has it (`flax.linen.places`); it
         stays when other rules become active.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
-      reads: list of the places where the module whose code is running read uncast parameters; None where that
-        does not matter.
+      model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
+      half_modules: for each module that has run since the outermost one was called, by its path, whether it
+        uses its parameters in half precision; None outside of such a call.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
     """
@@ -53,7 +54,8 @@ class Scope:
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     place: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
-    reads: Any = dataclasses.field(default=None, compare=False)
+    model: Any = dataclasses.field(default=None, compare=False)
+    half_modules: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
 
     def relative(self, path: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +18,12 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.flax import compat
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
 from jmp_policy._src.flax.linen.places import Place, place_of
-from jmp_policy._src.flax.linen.raw_reads import hand_on, note_wide, watched
+from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads
 from jmp_policy._src.flax.linen.shadowing import shadowed
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs, policy_changes
@@ -33,9 +35,16 @@ from jmp_policy._src.policy.rules import (
     PolicyMapLike,
     as_policy_map,
     check_grad_dtypes,
+    path_text,
 )
 from jmp_policy._src.policy.scope import Scope, Seen, current, entered
 from jmp_policy._src.weight_grads import transform
+
+#: What to do about a variable that is used as it is stored.
+_REPAIR = (
+    'Read it with self.param or self.get_variable("params", name) in a method of the module that owns it, '
+    "or cast it (.astype(x.dtype))."
+)
 
 
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
@@ -76,12 +85,15 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
         stack = contextlib.ExitStack()
         place = running_place()
         root_path = () if place is None else place.path
-        scope = stack.enter_context(pushed(Scope(self.rules, root_path=root_path, place=place)))
+        scope = stack.enter_context(pushed(self._scope(root_path, place)))
         self._stacks.append(stack)
         return scope
 
     def __exit__(self, *exc: Any) -> None:
         self._stacks.pop().close()
+
+    def _scope(self, root_path: tuple[str, ...], place: Place | None) -> Scope:
+        return Scope(self.rules, root_path=root_path, place=place, model=weakref.ref(self))
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:
@@ -95,7 +107,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
             if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
                 (module, *rest), running = args, running_place()
                 root_path = place_of(module, running).path
-                with pushed(Scope(self.rules, root_path=root_path, place=running)) as scope:
+                with pushed(self._scope(root_path, running)) as scope:
                     call = functools.partial(function, module)
                     return _call_governed(scope, module, call, tuple(rest), kwargs)
             with self:
@@ -114,9 +126,12 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 @contextlib.contextmanager
 def pushed(scope: Scope) -> Iterator[Scope]:
     """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
+    outer = current()
     with contextlib.ExitStack() as stack:
-        if current() is None:
+        if outer is None:
             stack.enter_context(nn.intercept_methods(_interceptor))
+        else:
+            scope = dataclasses.replace(scope, half_modules=outer.half_modules)
         yield stack.enter_context(entered(scope))
 
 
@@ -205,7 +220,6 @@ def _call_with_float32_gradients(
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     given = (args, kwargs)
-    hand_on(scope, module, args, kwargs)
     with _governed(scope, module, given) as (precision, place):
         if scope.caller is not None and scope.place.is_of(place):
             # A method called by a method of the same module: the policy does not change, and what it computed
@@ -214,7 +228,6 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
         with inputs.entered(given) as small, _explained(scope, place, precision):
             new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
             out = call(*new_args, **new_kwargs)
-            note_wide(current(), out)
     is_boundary = policy_changes(scope.caller, precision.policy)
     may_be_scanned = not is_boundary or is_detached(scope, module, place)
     return cast_outputs(
@@ -256,10 +269,35 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 def _governed(scope: Scope, module: nn.Module, given: Any = ()) -> Iterator[tuple[ModulePrecision, Place]]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
     precision, place = governed_place(scope, module)
-    with watched(scope, module, precision) as reads:
-        inner = dataclasses.replace(scope, caller=precision.policy, place=place, reads=reads)
-        with entered(inner), shadowed(scope, module, precision, given):
-            yield precision, place
+    half_modules, watch = scope.half_modules, contextlib.nullcontext()
+    if half_modules is None and not module.is_initializing():
+        half_modules = {}
+        watch = float32_products.watched(
+            scope.model(), functools.partial(_stored, module, place, half_modules), _REPAIR
+        )
+    if half_modules is not None:
+        half_modules[place.path] = is_half(precision.used_param_dtype)
+        if half_modules[place.path]:
+            cast_scope_reads(module.scope, module)
+    inner = dataclasses.replace(scope, caller=precision.policy, place=place, half_modules=half_modules)
+    with watch, entered(inner), shadowed(scope, module, precision, given):
+        yield precision, place
+
+
+def _stored(
+    module: nn.Module, place: Place, half_modules: dict[tuple[str, ...], bool]
+) -> Iterator[tuple[str, Any]]:
+    """The variables of the outermost module, and those below it, that belong to modules in half precision.
+
+    A module that has not run belongs to the next one above it.
+    """
+    for keys, array in jax.tree_util.tree_leaves_with_path(nn.meta.unbox(module.variables)):
+        collection, *names = (str(getattr(key, "key", key)) for key in keys)
+        path = (*place.path, *names)
+        owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
+        if half_modules[owner]:
+            text = path_text(path)
+            yield text if collection == "params" else f"{text} of {collection}", array
 
 
 def _cast_inputs(

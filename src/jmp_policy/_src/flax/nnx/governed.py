@@ -4,25 +4,36 @@ One subclass per class and specification, of the same name. Its methods run the 
 module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
 """
 
+import collections
 import copyreg
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.nnx as nnx
+import jax
+import numpy as np
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
+from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
+from jmp_policy._src.flax import compat, float32_products
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
 from jmp_policy._src.flax.nnx.states import transformed
-from jmp_policy._src.flax.nnx.ungoverned import warn_of_ungoverned
 from jmp_policy._src.policy import inputs
 from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.weight_grads import transform
+
+#: What to do about an array that is used as it is stored.
+_REPAIR = (
+    "Make it an nnx.Param that a method of its own module reads from self, or cast it (.astype(x.dtype)); "
+    "what was put into the model after wrap is governed when the model is wrapped again."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,20 +191,16 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     if transform.starts(precision.policy):
         run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
-    uncast.warn_if_wide(args[:1])
     in_loop = param_cast_proxy.is_loop_body()
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
     with (
         inputs.entered((args, kwargs), graph_nodes.is_node) as small,
         explained(bare.__name__, bare.__name__, precision),
-        uncast.watched(module, bare.__name__, precision),
+        float32_products.watched(module, functools.partial(_stored, module), _REPAIR),
         param_cast_proxy.opened(module, *seen_as) as proxy,
     ):
         new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
         out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
-        uncast.warn_if_wide(out)
-    if not uncast.is_watching():
-        warn_of_ungoverned(module, bare.__name__, precision.policy)
     return cast_outputs(
         out,
         args,
@@ -204,6 +211,49 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         kept_rank=small.output_rank(precision),
         is_leaf=graph_nodes.is_node,
     )
+
+
+def _stored(root: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """The arrays in a model that belong to modules in half precision, with their paths.
+
+    Modules of bound methods come last: they may be copies without a policy of what was met before.
+    """
+    waiting: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque([((), root, True)])
+    methods: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque()
+    seen: set[int] = set()
+    while waiting or methods:
+        path, value, half = (waiting or methods).popleft()
+        if graph_nodes.is_node(value):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, nnx.Variable):
+            value = value.get_raw_value()
+        elif isinstance(value, nnx.Pytree):
+            half = _computes_in_half(value, half)
+            value = {name: x for name, x in vars(value).items() if not compat.is_bookkeeping(name)}
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=graph_nodes.is_node):
+            here = (*path, *map(graph_nodes.key_of, keys))
+            if isinstance(leaf, jax.Array | np.ndarray):
+                if half:
+                    yield path_text(here), leaf
+            elif graph_nodes.is_node(leaf):
+                waiting.append((here, leaf, half))
+            elif isinstance(leaf, functools.partial):
+                methods.append((here, [leaf.func, leaf.args, leaf.keywords], half))
+            elif isinstance(leaf, types.MethodType):
+                methods.append((here, leaf.__self__, half))
+
+
+def _computes_in_half(node: Any, above: bool) -> bool:
+    """Whether a node uses its arrays in half precision; if it does not say, as the one that holds it."""
+    spec = specification(node)
+    if spec is not None:
+        return is_half(spec.precision.used_param_dtype)
+    if layers.is_island(node):
+        return False
+    dtype = vars(node).get("dtype")
+    return above if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
 
 
 def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> Any:

@@ -47,10 +47,11 @@ def children(node: nnx.Pytree) -> Iterator[Child]:
             continue
         for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
             if is_node(leaf):
-                yield Child((name, *map(_key, keys)), leaf)
+                yield Child((name, *map(key_of, keys)), leaf)
 
 
-def _key(key: Any) -> Any:
+def key_of(key: Any) -> Any:
+    """The name or number that a key of a path in a pytree stands for."""
     for field in ("key", "idx", "name"):
         if hasattr(key, field):
             return getattr(key, field)

@@ -31,7 +31,7 @@ from flax import nnx
 from jmp_policy._src.core.cast import map_changed
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes, layers, new_params, uncast
+from jmp_policy._src.flax.nnx import graph_nodes, layers, new_params
 from jmp_policy._src.flax.nnx.param_view import CLASSES, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.products.functions import stand_in
@@ -160,14 +160,10 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
-        if name == "__dict__":
-            uncast.note_attributes()
         if name.startswith("__") or compat.is_bookkeeping(name):
             return value
         if name not in object.__getattribute__(self, "__dict__"):
             return value
-        if not layers.is_flax(bare):
-            uncast.note_array(name, value)
         return _seen(bare, name, value, precision)
 
     def setattribute(self: Any, name: str, value: Any) -> None:

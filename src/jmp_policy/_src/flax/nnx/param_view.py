@@ -25,7 +25,7 @@ from flax import nnx
 from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes, uncast
+from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
@@ -69,15 +69,7 @@ def _reading(base: Any, precision: ModulePrecision) -> dict[str, Any]:
             return base.__getattr__(self, name)
         return getattr(self.get_value(), name)
 
-    def get_raw_value(self: Any) -> Any:
-        uncast.note_stored(base.__name__)
-        return base.get_raw_value(self)
-
-    return {
-        "get_value": get_value,
-        "get_raw_value": get_raw_value,
-        "__getattr__": getattribute_of_value,
-    }
+    return {"get_value": get_value, "__getattr__": getattribute_of_value}
 
 
 def _writing(base: Any) -> dict[str, Any]:
