@@ -98,7 +98,7 @@ def _has_wide_product(rows: Rows) -> bool:
     for eqn, atoms in rows:
         name = eqn.primitive.name
         if name in _PRODUCTS:
-            if any(_is_wide(dtype_of(atom)) for atom in atoms):
+            if any(_is_wide(dtype_of(atom)) for atom in atoms[:2]):
                 return True
         elif name in calls.KINDS and any(_has_wide_product(_rows(j)) for j in calls.inner_jaxprs(eqn)):
             return True
@@ -190,6 +190,8 @@ class _Look:
             moved = operands if len(atoms) == len(eqn.outvars) else [operands[0]] * len(eqn.outvars)
             # Rows of a table are data: there are as many as tokens.
             return [x and x._replace(is_weight=x.is_weight and name != "gather") for x in moved]
+        if name in _PRODUCTS:
+            atoms, operands = atoms[:2], operands[:2]  # After them come the scales of float8 products.
         known = [origin for origin in operands if origin is not None]
         path = next((origin.path for origin in known if origin.path), None)
         upcast = next((origin.upcast for origin in known if origin.upcast is not None), None)
