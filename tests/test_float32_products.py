@@ -614,7 +614,7 @@ class Untrained(Constant):
 
 def test_bridges_draw_one_warning():
     model = jmpp.wrap(Model(Bridge(Net(LOSING["own"][1]), X)), MIXED)
-    warned(nnx.jit(call), model, X, path="blocks/0/params/kernel")
+    warned(nnx.jit(call), model, X, path="kernel")
     model = jmpp.wrap(nnx.bridge.ToLinen(Untrained), MIXED)
     variables = model.init(jax.random.key(0), X)
-    warned(model.apply, variables, X, path="w of Variable")
+    warned(model.apply, variables, X, path="w")

@@ -21,7 +21,6 @@ outside of `jax.jit` and its like is no program, and draws no warning.
 """
 
 import contextlib
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,12 +42,6 @@ Rows: TypeAlias = Iterable[tuple[Any, Sequence[Any]]]
 _WARNED: dict[int, Any] = {}
 
 
-class _InCall(threading.local):
-    value = False
-
-
-_IN_CALL = _InCall()
-
 #: What was shown already, as Python remembers it for its filters of warnings.
 _SHOWN: dict[Any, Any] = {}
 
@@ -58,20 +51,14 @@ def watched(model: Any, stored: Callable[[], Iterable[tuple[str, Any]]], repair:
     """Warns of what a call adds to the program that is being traced, once for each model.
 
     Args:
-      model: the module that is called; inside of another call, which is looked at, nothing is done.
+      model: the outermost module that is called under a policy.
       stored: gives the arrays that are stored for its half-precision modules, with their paths.
       repair: how such an array is read in half, for the message.
     """
-    program = None if _IN_CALL.value else compat.program_being_traced()
-    if program is None:
-        yield
-        return
-    start, _IN_CALL.value = len(program.tracing_eqns), True
-    try:
-        yield
-    finally:
-        _IN_CALL.value = False
-    if id(model) in _WARNED or not _has_wide_product(rows := compat.recorded(program, start)):
+    program = None if id(model) in _WARNED else compat.program_being_traced()
+    start = 0 if program is None else len(program.tracing_eqns)
+    yield
+    if program is None or not _has_wide_product(rows := compat.recorded(program, start)):
         return
     look = _Look([(path, array) for path, array in stored() if _is_wide(array.dtype)])
     look.follow(rows, look.arguments() | look.constants(compat.recorded_constants(program).items()))
@@ -98,7 +85,8 @@ def _has_wide_product(rows: Rows) -> bool:
     for eqn, atoms in rows:
         name = eqn.primitive.name
         if name in _PRODUCTS:
-            if any(_is_wide(dtype_of(atom)) for atom in atoms[:2]):
+            lhs, rhs, *_ = atoms
+            if _is_wide(lhs.aval.dtype) or _is_wide(rhs.aval.dtype):
                 return True
         elif name in calls.KINDS and any(_has_wide_product(_rows(j)) for j in calls.inner_jaxprs(eqn)):
             return True

@@ -19,6 +19,7 @@ import jax
 
 from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
@@ -268,32 +269,38 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 @contextlib.contextmanager
 def _governed(scope: Scope, module: nn.Module, given: Any = ()) -> Iterator[tuple[ModulePrecision, Place]]:
     """Overrides a module's fields and shadows its `param` for the length of a call."""
+    if scope.half_modules is None and not module.is_initializing():
+        scope = dataclasses.replace(scope, half_modules={})
+        stored = functools.partial(_stored, scope, module)
+        with (
+            float32_products.watched(scope.model(), stored, _REPAIR),
+            _governed(scope, module, given) as found,
+        ):
+            yield found
+        return
     precision, place = governed_place(scope, module)
-    half_modules, watch = scope.half_modules, contextlib.nullcontext()
-    if half_modules is None and not module.is_initializing():
-        half_modules = {}
-        watch = float32_products.watched(
-            scope.model(), functools.partial(_stored, module, place, half_modules), _REPAIR
+    if scope.half_modules is not None:
+        is_in_half = is_half(precision.used_param_dtype)
+        # An NNX module looks at its variables itself.
+        scope.half_modules[place.path] = is_in_half and not is_instance_of(
+            module, "flax.nnx.bridge", "ToLinen"
         )
-    if half_modules is not None:
-        half_modules[place.path] = is_half(precision.used_param_dtype)
-        if half_modules[place.path]:
+        if is_in_half:
             cast_scope_reads(module.scope, module)
-    inner = dataclasses.replace(scope, caller=precision.policy, place=place, half_modules=half_modules)
-    with watch, entered(inner), shadowed(scope, module, precision, given):
+    inner = dataclasses.replace(scope, caller=precision.policy, place=place)
+    with entered(inner), shadowed(scope, module, precision, given):
         yield precision, place
 
 
-def _stored(
-    module: nn.Module, place: Place, half_modules: dict[tuple[str, ...], bool]
-) -> Iterator[tuple[str, Any]]:
+def _stored(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The variables of the outermost module, and those below it, that belong to modules in half precision.
 
     A module that has not run belongs to the next one above it.
     """
+    start, half_modules = place_of(module, scope.place).path, scope.half_modules
     for keys, array in jax.tree_util.tree_leaves_with_path(nn.meta.unbox(module.variables)):
         collection, *names = (str(getattr(key, "key", key)) for key in keys)
-        path = (*place.path, *names)
+        path = (*start, *names)
         owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
         if half_modules[owner]:
             text = path_text(path)

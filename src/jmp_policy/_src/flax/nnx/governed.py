@@ -5,6 +5,7 @@ module's proxy (see `param_cast_proxy`), in which its own Params read in compute
 """
 
 import collections
+import contextlib
 import copyreg
 import dataclasses
 import functools
@@ -196,7 +197,7 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     with (
         inputs.entered((args, kwargs), graph_nodes.is_node) as small,
         explained(bare.__name__, bare.__name__, precision),
-        float32_products.watched(module, functools.partial(_stored, module), _REPAIR),
+        _watched(module),
         param_cast_proxy.opened(module, *seen_as) as proxy,
     ):
         new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
@@ -211,6 +212,12 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
         kept_rank=small.output_rank(precision),
         is_leaf=graph_nodes.is_node,
     )
+
+
+def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
+    if param_cast_proxy.is_running():
+        return contextlib.nullcontext()
+    return float32_products.watched(module, functools.partial(_stored, module), _REPAIR)
 
 
 def _stored(root: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -247,11 +254,11 @@ def _stored(root: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 def _computes_in_half(node: Any, above: bool) -> bool:
     """Whether a node uses its arrays in half precision; if it does not say, as the one that holds it."""
+    if layers.is_island(node) or layers.linen_modules(node):
+        return False  # A Linen module looks at its variables itself.
     spec = specification(node)
     if spec is not None:
         return is_half(spec.precision.used_param_dtype)
-    if layers.is_island(node):
-        return False
     dtype = vars(node).get("dtype")
     return above if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
 

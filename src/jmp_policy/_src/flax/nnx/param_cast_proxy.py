@@ -72,6 +72,11 @@ class _Runs(threading.local):
 _RUNS = _Runs()
 
 
+def is_running() -> bool:
+    """Whether a governed call is running."""
+    return bool(_RUNS.stack)
+
+
 def is_loop_body() -> bool:
     """Returns whether a loop of JAX's (`lax.scan`, `nnx.scan`, while loops) runs this inside a governed call.
 
