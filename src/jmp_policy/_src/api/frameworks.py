@@ -20,7 +20,7 @@ def register_frameworks(linen: Callable[[], object], nnx: Callable[[], object]) 
         return LinenFramework()
 
     def load_nnx() -> Framework:
-        from jmp_policy._src.flax.nnx.framework import NNXFramework
+        from jmp_policy._src.flax.nnx.wrap_module import NNXFramework
 
         nnx()
         return NNXFramework()
