@@ -19,7 +19,7 @@ import jax
 
 from jmp_policy._src.core.cast import is_floating_array
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
@@ -281,10 +281,7 @@ def _governed(scope: Scope, module: nn.Module, given: Any = ()) -> Iterator[tupl
     precision, place = governed_place(scope, module)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
-        # An NNX module looks at its variables itself.
-        scope.half_modules[place.path] = is_in_half and not is_instance_of(
-            module, "flax.nnx.bridge", "ToLinen"
-        )
+        scope.half_modules[place.path] = type(module) if is_in_half else None
         if is_in_half:
             cast_scope_reads(module.scope, module)
     inner = dataclasses.replace(scope, caller=precision.policy, place=place)
@@ -298,11 +295,13 @@ def _stored(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
     A module that has not run belongs to the next one above it.
     """
     start, half_modules = place_of(module, scope.place).path, scope.half_modules
+    bridge = imported_attr("flax.nnx.bridge", "ToLinen") or ()
     for keys, array in jax.tree_util.tree_leaves_with_path(nn.meta.unbox(module.variables)):
         collection, *names = (str(getattr(key, "key", key)) for key in keys)
         path = (*start, *names)
         owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
-        if half_modules[owner]:
+        kind = half_modules[owner]
+        if kind is not None and not issubclass(kind, bridge):  # An NNX module looks at its variables itself.
             text = path_text(path)
             yield text if collection == "params" else f"{text} of {collection}", array
 
