@@ -20,7 +20,7 @@ from jmp_policy._src.loss_scaling.accumulate import (
     make_window,
     run_window,
 )
-from jmp_policy._src.loss_scaling.finiteness import select_tree
+from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
