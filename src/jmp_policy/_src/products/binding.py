@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
@@ -103,7 +104,9 @@ def _is_counted(eqn: Any, values: Sequence[Any]) -> bool:
 def _bound(operation: _Operation, values: Sequence[Any]) -> list[Any]:
     """Binds an operation; one that occurs often in the program as a jit."""
     counts = _BOUND.get()
-    key = operation, *((value.shape, value.dtype) for value in values)
+    # Numbers that stand in the program are no arrays.
+    types = (getattr(value, "dtype", type(value)) for value in values)
+    key = operation, *zip(map(np.shape, values), types, strict=True)
     try:
         counts[key] += 1
     except TypeError:  # A parameter that cannot be hashed.
