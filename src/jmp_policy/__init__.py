@@ -22,7 +22,7 @@ from jmp_policy._src.autocast.api import autocast as autocast
 from jmp_policy._src.autocast.explanation import Explanation as Explanation
 from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.autocast.explanation import explain as explain
-from jmp_policy._src.core.dtypes import best_half_dtype as best_half_dtype
+from jmp_policy._src.core.dtype_words import best_half_dtype as best_half_dtype
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.half_params.half_moments import HalfMomentsState as HalfMomentsState
 from jmp_policy._src.half_params.half_moments import half_moments as half_moments
@@ -51,12 +51,12 @@ from jmp_policy._src.loss_scaling.restore import restore_state as restore_state
 from jmp_policy._src.loss_scaling.state import LossScaledState as LossScaledState
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state as get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
+from jmp_policy._src.policy.patterns import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.policy import Policy as Policy
 from jmp_policy._src.policy.policy import get_policy as get_policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
-from jmp_policy._src.policy.rules import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.worthwhile import worthwhile as worthwhile
 from jmp_policy._src.report.audit.audit import audit as audit
 from jmp_policy._src.report.audit.findings import Audit as Audit

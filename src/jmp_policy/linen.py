@@ -3,8 +3,8 @@
 from jmp_policy._src.api.train_state import TrainState as TrainState
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.flax.linen.intercept import intercept as intercept
-from jmp_policy._src.flax.linen.wrap import policy_of as policy_of
-from jmp_policy._src.flax.linen.wrap import wrap as wrap
-from jmp_policy._src.flax.linen.wrap import wrap_part as wrap_part
+from jmp_policy._src.flax.linen.wrapped import policy_of as policy_of
+from jmp_policy._src.flax.linen.wrapped import wrap as wrap
+from jmp_policy._src.flax.linen.wrapped import wrap_part as wrap_part
 
 _publish(__name__, globals())

@@ -1,47 +1,45 @@
 """Casts the floating leaves of a pytree, and leaves everything else alone."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.dtypes import is_complex, is_floating
 from jmp_policy._src.core.types import DTypeLike, PyTree
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_floating_array(x: Any) -> bool:
-    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`, of a floating dtype."""
-    return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)) and is_floating(x.dtype)
+    """Whether a leaf is an array, or a `jax.ShapeDtypeStruct`, of a floating dtype."""
+    return isinstance(x, ARRAYS) and is_floating(x.dtype)
 
 
 def has_complex(tree: PyTree) -> bool:
-    """Returns whether an array among the leaves of a pytree is complex."""
-    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)))
-    return any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays)
+    """Whether an array among the leaves of a pytree is complex."""
+    return any(map(is_complex, [x.dtype for x in jax.tree.leaves(tree) if isinstance(x, ARRAYS)]))
 
 
 def map_changed(
     function: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """Maps a function over the leaves as `jax.tree.map` does, and returns the same tree when no leaf changed.
+    """Maps a function over the leaves as `jax.tree.map` does; the same tree where no leaf changed.
 
     None stays None. A tree that comes back as the same object costs nothing later: containers are not
     rebuilt and custom nodes are not unflattened.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf)
-    new = [function(leaf) for leaf in leaves]
-    if all(a is b for a, b in zip(leaves, new, strict=True)):
-        return tree
-    return jax.tree.unflatten(treedef, new)
+    new = list(map(function, leaves))
+    return tree if all(map(operator.is_, leaves, new)) else jax.tree.unflatten(treedef, new)
 
 
 def strip_weak_type(x: Any) -> Any:
-    """Returns a weakly typed JAX array with a strong type, and anything else as the same object."""
+    """A weakly typed JAX array with a strong type; anything else as the same object."""
     if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
         return lax.convert_element_type(x, x.dtype)
     return x
@@ -49,7 +47,7 @@ def strip_weak_type(x: Any) -> Any:
 
 def cast_leaf(x: Any, dtype: np.dtype) -> Any:
     """Casts one floating array to `dtype`, and returns anything else as the same object."""
-    if not is_floating_array(x) or x.dtype == dtype:
+    if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or x.dtype == dtype:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=dtype)
@@ -72,4 +70,4 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
       and so is the whole tree where nothing changed.
     """
     dtype = np.dtype(dtype)
-    return map_changed(lambda x: cast_leaf(x, dtype), tree)
+    return map_changed(functools.partial(cast_leaf, dtype=dtype), tree)

@@ -17,10 +17,14 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
 from jmp_policy._src.flax.nnx.states import transformed
 from jmp_policy._src.flax.nnx.ungoverned import warn_of_ungoverned
-from jmp_policy._src.policy import inputs
-from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.half_errors import explained
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import (
+    ModulePrecision,
+    SmallInputs,
+    cast_inputs,
+    cast_outputs,
+    small_inputs,
+)
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.weight_grads import transform
 
@@ -183,8 +187,9 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     uncast.warn_if_wide(args[:1])
     in_loop = param_cast_proxy.is_loop_body()
     seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
+    small = small_inputs((args, kwargs), graph_nodes.is_node)
     with (
-        inputs.entered((args, kwargs), graph_nodes.is_node) as small,
+        small.inside(),
         explained(bare.__name__, bare.__name__, precision),
         uncast.watched(module, bare.__name__, precision),
         param_cast_proxy.opened(module, *seen_as) as proxy,
@@ -211,7 +216,7 @@ def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> A
 
 
 def _cast_inputs(
-    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: inputs.SmallInputs
+    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: SmallInputs
 ) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
@@ -223,7 +228,7 @@ def _cast_inputs(
         kept_kwargs = ("initial_carry",)
 
     def cast(tree: Any) -> Any:
-        return inputs.cast_inputs(tree, precision, small, graph_nodes.is_node)
+        return cast_inputs(tree, precision, small, graph_nodes.is_node)
 
     new_args = (*args[:kept_args], *(cast(x) for x in args[kept_args:]))
     return new_args, {name: x if name in kept_kwargs else cast(x) for name, x in kwargs.items()}

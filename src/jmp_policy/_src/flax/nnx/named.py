@@ -16,8 +16,9 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx import governed, param_cast_proxy, precision_plan
+from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import PolicyMap, path_text, unused_error
+from jmp_policy._src.policy.rules import PolicyMap, path_text
 from jmp_policy._src.report.spectrum import tapping
 
 

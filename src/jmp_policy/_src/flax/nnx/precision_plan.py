@@ -11,21 +11,18 @@ import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.governed import bare_class, governed_methods, own_methods
-from jmp_policy._src.policy.boundary import policy_changes
-from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
+from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
+from jmp_policy._src.policy.patterns import singles_out, unused_error
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import (
     PolicyMap,
     PolicyMapLike,
     as_policy_map,
-    check_grad_dtypes,
     path_text,
-    unused_error,
 )
 from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
@@ -132,7 +129,6 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     """
     _check_is_module(module)
     rules = as_policy_map(policy)
-    check_grad_dtypes(rules)
     new = nnx.clone(module, variables=False, graph=True)
     unwrap(module, new)
     walk = _Walk(rules)
@@ -308,14 +304,12 @@ class _Walk:
         rules = self.rules
         index = rules.match(path, module)
         policy = governing = inherited if index is None else rules.overrides[index][1]
-        named = index is not None and rules.names(index, module)
+        named = index is not None and singles_out(rules.overrides[index][0])
         asked_dtype = layers.asked_dtype(module, holder) if rules.keep_module_dtypes else None
         if asked_dtype is not None:
             # A asked_dtype of its own; those below have theirs.
             policy = governing.with_compute_dtype(asked_dtype)
-        half = is_half(policy.compute_dtype)
-        island = rules.float32_islands and not named and half and layers.is_island(module)
-        precision = make_precision(rules, policy, island=island, named=named, index=index)
+        precision = rules.precision(policy, layers.is_island(module), index, named)
         is_boundary = policy_changes(outside, policy)
         return Place(path, module, precision, is_boundary, asked_dtype is not None), governing
 

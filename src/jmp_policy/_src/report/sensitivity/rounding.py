@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmp_policy._src.core.rounding import rounded
+from jmp_policy._src.core.narrowing import rounded
 
 #: In the order of the statistics of a tap.
 DTYPES = ("float16", "bfloat16")
