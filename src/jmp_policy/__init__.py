@@ -14,9 +14,9 @@ from jmp_policy import optim as optim
 from jmp_policy import report as report
 from jmp_policy._src.api.check import LossScaleStuckError as LossScaleStuckError
 from jmp_policy._src.api.check import check as check
-from jmp_policy._src.api.frameworks import register_frameworks as _register_frameworks
 from jmp_policy._src.api.precision import Precision as Precision
 from jmp_policy._src.api.precision import from_config as from_config
+from jmp_policy._src.api.wrap import register_frameworks as _register_frameworks
 from jmp_policy._src.api.wrap import wrap as wrap
 from jmp_policy._src.autocast.api import autocast as autocast
 from jmp_policy._src.autocast.explanation import Explanation as Explanation
@@ -85,10 +85,7 @@ from jmp_policy._src.report.spectrum.tapping import tap as tap
 
 __version__ = "0.1.0"
 
-_register_frameworks(
-    linen=lambda: _importlib.import_module("jmp_policy.linen"),
-    nnx=lambda: _importlib.import_module("jmp_policy.nnx"),
-)
+_register_frameworks(linen="jmp_policy.linen", nnx="jmp_policy.nnx")
 _publish(__name__, globals(), also=[_PredicateOnWholePath])
 
 if _TYPE_CHECKING:

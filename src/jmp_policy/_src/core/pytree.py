@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.imported import after_import
+from jmp_policy._src.core.serialization import register_with_flax
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
         return obj
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    after_import("flax.serialization", lambda module: _register_with_flax(cls, module))
+    register_with_flax(cls, leaves, replace)
     cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
 
@@ -114,29 +114,6 @@ def _accepting_fields(init: Callable[..., None], cls: Any) -> Callable[..., None
             set_fields(self, **{name: value})
 
     return accepting
-
-
-def _register_with_flax(cls: type, serialization: Any) -> None:
-    """Registers how Flax saves an object: leaves by name; configuration comes from the restoring program."""
-    names = leaf_fields(cls)
-
-    def to_state_dict(obj: Any) -> dict[str, Any]:
-        return {n: serialization.to_state_dict(getattr(obj, n)) for n in names}
-
-    def from_state_dict(obj: Any, state: dict[str, Any]) -> Any:
-        unknown = sorted(set(state) - set(names))
-        if unknown:
-            raise ValueError(
-                f"The saved state has fields {unknown} that {cls.__name__} does not have; it has "
-                f"{list(names)}. Was it saved from another kind of loss scale?"
-            )
-        # A field that the checkpoint lacks keeps the target's value: it was made before the field was.
-        restored = {
-            n: serialization.from_state_dict(getattr(obj, n), state[n], name=n) for n in names if n in state
-        }
-        return replace(obj, **restored)
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
 
 
 def _repr(obj: Any) -> str:

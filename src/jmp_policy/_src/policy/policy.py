@@ -81,7 +81,7 @@ class Policy:
                 if name == "param_dtype" or getattr(self, name) is None:
                     object.__setattr__(self, name, getattr(named, name))
         for name in ("param_dtype", "compute_dtype", "output_dtype", "grad_dtype"):
-            given = getattr(self, name)
+            given = vars(self)[name]
             is_dtype = isinstance(given, np.dtype) and is_floating(given)
             if not is_dtype and not (given is None and name == "grad_dtype"):
                 object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))

@@ -92,7 +92,7 @@ def _param(
     if is_drawn and _may_see_half((init_fn, init_args, init_kwargs), set()):
         scope.seen.drawn_in_half.add(scope.relative(locate(module, scope.location).path))
     value = param(name, functools.partial(_draw, module, precision, init_fn), *init_args, **init_kwargs)
-    if "dtype" in original_fields(module) and has_complex(value):
+    if has_complex(value) and "dtype" in original_fields(module):
         module.__dict__["dtype"] = own_field(module, "dtype")
     return cast_weight(value, precision.used_param_dtype, precision.policy)
 

@@ -265,8 +265,9 @@ def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _holds_modules(value: Any) -> bool:
-    parts = jax.tree.leaves(value) if isinstance(value, list | tuple | Mapping) else [value]
-    return any(isinstance(part, nn.Module) for part in parts)
+    if isinstance(value, list | tuple | Mapping):
+        return any(isinstance(part, nn.Module) for part in jax.tree.leaves(value))
+    return isinstance(value, nn.Module)
 
 
 def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
