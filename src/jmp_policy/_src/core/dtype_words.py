@@ -51,7 +51,7 @@ def best_half_dtype(device: Any = None) -> np.dtype:
     return np.dtype(jnp.bfloat16)
 
 
-def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
+def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
     """Parses a floating dtype from its name, a scalar type or a dtype.
 
     Args:

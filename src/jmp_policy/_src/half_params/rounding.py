@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.cast import is_floating_array
+from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
 
 _SIGN = np.uint32(0x8000_0000)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
-from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.joined_division import divide

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.decision import Decision
 from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import replace
 from jmp_policy._src.core.types import PyTree

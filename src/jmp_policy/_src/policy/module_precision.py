@@ -22,8 +22,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._src.core.cast import ARRAYS, cast_leaf, is_floating_array, map_changed
-from jmp_policy._src.core.dtypes import is_floating, is_half, is_number, promote_dtype
+from jmp_policy._src.core.dtypes import (
+    ARRAYS,
+    cast_leaf,
+    is_floating,
+    is_floating_array,
+    is_half,
+    is_number,
+    map_changed,
+    promote_dtype,
+)
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import role_by_name
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.cast import cast_floating
 from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.dtypes import is_floating, is_half
+from jmp_policy._src.core.dtypes import cast_floating, is_floating, is_half
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.policy_text import dtypes_text, parse_policy, policy_text
 from jmp_policy._src.policy.recipes import checked_recipe
@@ -81,9 +80,9 @@ class Policy:
                 if name == "param_dtype" or getattr(self, name) is None:
                     object.__setattr__(self, name, getattr(named, name))
         for name in ("param_dtype", "compute_dtype", "output_dtype", "grad_dtype"):
-            given = vars(self)[name]
-            is_dtype = isinstance(given, np.dtype) and is_floating(given)
-            if not is_dtype and not (given is None and name == "grad_dtype"):
+            given = getattr(self, name)
+            is_left_out = name == "grad_dtype" and given is None
+            if not is_left_out and not (isinstance(given, np.dtype) and is_floating(given)):
                 object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))
         if self.recipe is not None:
             given, at, target = str(self.recipe).partition("@")

@@ -33,8 +33,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.cast import ARRAYS
-from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.dtypes import ARRAYS, is_floating
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import special_calls
 from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate

@@ -8,8 +8,7 @@ from typing import Any
 import flax.linen as nn
 from jax import lax
 
-from jmp_policy._src.core.cast import has_complex
-from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none, is_half
+from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import DELAYED, passes_of

@@ -21,8 +21,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import is_floating_array, is_half
 from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import PolicyMap

@@ -25,8 +25,16 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jmp_policy._src.core.cast import ARRAYS, cast_floating, cast_leaf, has_complex, is_floating_array
-from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half, promote_dtype
+from jmp_policy._src.core.dtypes import (
+    ARRAYS,
+    cast_floating,
+    cast_leaf,
+    has_complex,
+    is_dtype_or_none,
+    is_floating_array,
+    is_half,
+    promote_dtype,
+)
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
 from jmp_policy._src.flax.linen.layers import ORIGINAL, original_fields, overridden_fields, own_field

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.cast import cast_leaf, is_floating_array
+from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.governing import locate

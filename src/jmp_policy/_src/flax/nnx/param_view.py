@@ -22,8 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, uncast
 from jmp_policy._src.policy.module_precision import ModulePrecision

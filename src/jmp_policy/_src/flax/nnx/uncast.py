@@ -25,8 +25,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import is_floating_array, is_half
 from jmp_policy._src.flax.nnx import graph_nodes, told
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import path_text
