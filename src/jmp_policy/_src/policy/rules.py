@@ -23,7 +23,7 @@ from jmp_policy._src.policy.patterns import (
 from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class PolicyMap:
     """Default policy of a model, and overrides for the modules that match a pattern.
 
@@ -73,30 +73,25 @@ class PolicyMap:
     ):
         pairs = () if overrides == () else checked_pairs(overrides)
         checked = tuple([(pattern, get_policy(policy)) for pattern, policy in pairs])
-        object.__setattr__(self, "default", get_policy(default))
-        object.__setattr__(self, "overrides", checked)
-        object.__setattr__(self, "keep_module_dtypes", bool(keep_module_dtypes))
-        object.__setattr__(self, "float32_islands", bool(float32_islands))
-        object.__setattr__(self, "keep_small_inputs", bool(keep_small_inputs))
-        # Kept: the map is part of every jit cache key that is looked up while it is active.
-        object.__setattr__(self, "_hash", hash(self._key()))
+        vars(self).update(
+            default=get_policy(default),
+            overrides=checked,
+            keep_module_dtypes=bool(keep_module_dtypes),
+            float32_islands=bool(float32_islands),
+            keep_small_inputs=bool(keep_small_inputs),
+        )
 
-    def _key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Kept: the map is part of every jit cache key that is looked up while it is active.
+        return hash(tuple(self.__getstate__().values()))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PolicyMap) and self._key() == other._key()
+        return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
         # Hashes of classes and strings differ between processes.
-        self.__dict__.update(state)
-        object.__setattr__(self, "_hash", hash(self._key()))
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __repr__(self) -> str:
         rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
@@ -153,8 +148,10 @@ class PolicyMap:
           ancestors: `(path, module)` of the modules above, nearest first. Left out, only the paths of the
             ancestors are known, so that only path patterns can match them.
         """
-        above = _paths_above(path) if ancestors is None else ancestors
-        for candidate_path, candidate in ((path, module), *above):
+        if ancestors is None:
+            names = [name for name in path_text(path).split("/") if name]
+            ancestors = [("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1)]
+        for candidate_path, candidate in ((path, module), *ancestors):
             index = self.match(candidate_path, candidate)
             if index is not None:
                 return self.overrides[index][1]
@@ -203,7 +200,7 @@ class PolicyMap:
         """
         start = path_text(path)
         below = [(p, override) for whole, override in self.overrides for p in patterns_below(whole, start)]
-        return self._with(policy, below)
+        return dataclasses.replace(self, default=policy, overrides=below)
 
     def without_output_cast(self, policy: Policy) -> "PolicyMap":
         """The same rules, with a policy's outputs in compute dtype for code under that policy."""
@@ -211,20 +208,15 @@ class PolicyMap:
         def replaced(p: Policy) -> Policy:
             return p if policy_changes(p, policy) else p.with_output_dtype(p.compute_dtype)
 
-        return self._with(replaced(self.default), [(pattern, replaced(p)) for pattern, p in self.overrides])
+        overrides = [(pattern, replaced(p)) for pattern, p in self.overrides]
+        return dataclasses.replace(self, default=replaced(self.default), overrides=overrides)
 
     def with_recipe(self, recipe: str) -> "PolicyMap":
         """The same rules with a recipe in the default policy."""
-        return self._with(dataclasses.replace(self.default, recipe=recipe), [*self.overrides])
-
-    def _with(self, default: Policy, overrides: list[tuple[Pattern, Policy]]) -> "PolicyMap":
-        return PolicyMap(default, overrides, **self._flags())
-
-    def _flags(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in FLAGS}
+        return dataclasses.replace(self, default=dataclasses.replace(self.default, recipe=recipe))
 
     def _changed_flags(self) -> dict[str, bool]:
-        return {name: value for name, value in self._flags().items() if value != FLAGS[name]}
+        return {name: getattr(self, name) for name in FLAGS if getattr(self, name) != FLAGS[name]}
 
 
 #: The flags of a `PolicyMap`, with their defaults.
@@ -270,8 +262,3 @@ def check_grad_dtype(policy: Policy) -> None:
 def path_text(path: str | Sequence[Any]) -> str:
     """The text of a path: names joined by slashes, "" for the root."""
     return path if isinstance(path, str) else "/".join(map(str, path))
-
-
-def _paths_above(path: str | Sequence[Any]) -> list[tuple[str, None]]:
-    names = [name for name in path_text(path).split("/") if name]
-    return [("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1)]
