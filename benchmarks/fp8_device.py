@@ -15,7 +15,7 @@ import optax
 import jmp_policy as jmpp
 from benchmarks import _measure, _record, _steps
 from benchmarks.fp8_gpu import SIZES, Sized, encoder
-from jmp_policy._src.core.targets.targets import target_of_device
+from jmp_policy._src.core.targets import target_of_device
 from jmp_policy._src.report.lowering.kernels import kernels_of
 
 REPEATS = 15

@@ -15,7 +15,7 @@ from benchmarks import _models, _record, _steps
 from benchmarks.gpu_target import PluginMissingError, count, gpu_devices
 from benchmarks.loss_scaling_cost import WIDTHS
 from benchmarks.models import MODELS
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.report.lowering.hlo import CONTAINERS, NO_KERNEL, arrays, parse
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import estimates

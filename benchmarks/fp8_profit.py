@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jmp_policy as jmpp
 from benchmarks import _record
 from benchmarks.gpu_target import PluginMissingError, gpu_devices
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.profit import Profit, profit_of

@@ -19,7 +19,7 @@ from benchmarks.gpu_target import PluginMissingError, Report, compile_for_gpu
 from benchmarks.models import MODELS, Model
 from benchmarks.models._model import cross_entropy, images
 from benchmarks.zoo_gpu import step_and_arguments
-from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets import GPUS
 
 CARDS = ("H100", "A100", "V100")
 NAME = "loss_scaling_zoo"

@@ -15,8 +15,7 @@ import jmp_policy as jmpp
 from benchmarks import _record, _steps
 from benchmarks.models import MODELS, Model
 from benchmarks.zoo_gpu import step_and_arguments, variants
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS, Target
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled

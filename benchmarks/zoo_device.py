@@ -21,8 +21,7 @@ import jmp_policy as jmpp
 from benchmarks import _measure, _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, SIZES, Model
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import target_of_device
+from jmp_policy._src.core.targets import Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
 

@@ -18,7 +18,7 @@ import jmp_policy as jmpp
 from benchmarks import _record, _steps
 from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, Model
-from jmp_policy._src.core.targets.targets import find_target
+from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compiler import compiled
 from jmp_policy._src.report.lowering.export import exported

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering import compile_process
 from jmp_policy._src.report.lowering.compile_process import Compiled, described, last_lines
 from jmp_policy._src.report.lowering.export import Exported

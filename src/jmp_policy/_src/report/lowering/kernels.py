@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering.convolutions import product_sizes
 from jmp_policy._src.report.lowering.hlo import Computations, Instruction, arrays
 

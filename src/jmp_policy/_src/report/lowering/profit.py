@@ -8,7 +8,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
-from jmp_policy._src.core.targets.targets import find_target
+from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.products.fp8.eligibility import formats_of

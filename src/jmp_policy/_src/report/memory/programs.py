@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.report.lowering.compile_process import Compiled, described
 from jmp_policy._src.report.lowering.compiler import compiled

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
 from jmp_policy._src.report.sensitivity.half_program import Loss
