@@ -16,8 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy as jmpp
 from benchmarks import _models, _record, _steps
-from jmp_policy._src.report.lowering.hlo import parse, shape_bytes
-from jmp_policy._src.report.lowering.runs import executed
+from jmp_policy._src.report.lowering.hlo import executed, parse, shape_bytes
 
 DEVICES = (1, 2, 4, 8)
 WIDTHS = {"vocabulary": 1024, "hidden": 256, "heads": 4, "mlp": 1024, "layers": 2}

@@ -19,11 +19,11 @@ from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
     arrays,
+    executed,
     parse,
     result_bytes,
     shape_bytes,
 )
-from jmp_policy._src.report.lowering.runs import executed
 
 H100 = GPUS["H100"].config()
 

@@ -19,8 +19,7 @@ from jmp_policy._src.core.targets import TARGETS, Target
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.compiler import compiled
-from jmp_policy._src.report.lowering.export import Exported, exported
+from jmp_policy._src.report.lowering.compiler import Exported, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
 from jmp_policy._src.report.lowering.lowered import HALVES
 from jmp_policy._src.report.lowering.roofline import estimates

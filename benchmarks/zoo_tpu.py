@@ -20,8 +20,7 @@ from benchmarks.by_hand import ByHand
 from benchmarks.models import MODELS, Model
 from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.lowering.compiler import compiled
-from jmp_policy._src.report.lowering.export import exported
+from jmp_policy._src.report.lowering.compiler import compiled, exported
 from jmp_policy._src.report.lowering.kernels import kernels_of
 
 SLICES = ("v5e", "v6e")

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import is_installed
 
 SCALE = jmpp.StaticLossScale(8.0)
 ROWS, WIDTHS = 32, (6, 10, 4)

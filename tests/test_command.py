@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from jmp_policy._src.api.command_line import _array_type, main
 from jmp_policy._src.core import report_base
-from jmp_policy._src.report.lowering.installed import LoweringUnavailableError
+from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError
 from jmp_policy.report import Format, audit, formats
 
 # A module of functions to look at.

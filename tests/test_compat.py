@@ -114,6 +114,7 @@ def test_checks_run_under_any_configuration_and_inside_other_traces():
         assert compat.scan_sizes(scan.params) == (0, 1)
         assert not compat.scopes(scan)
         assert len(compat._stack_entries()) == 2
+        compat.program_being_traced()
         assert flax_compat._loop_files()
         return x
 
@@ -121,6 +122,17 @@ def test_checks_run_under_any_configuration_and_inside_other_traces():
         run(inside)(1.0 if run is jax.grad else jnp.ones(2))
     with jax.disable_jit(), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True), jax.enable_x64(True):
         inside(1.0)
+
+
+def test_a_program_whose_operations_are_elsewhere(monkeypatch):
+    assert compat.program_being_traced() is None
+    seen = []
+    jax.jit(lambda x: (seen.append(compat.program_being_traced()), x * x)[1])(1.0)
+    assert seen[0] is not None
+    compat.checked.cache_clear()
+    monkeypatch.setattr(compat, "recorded", lambda *_: [])
+    with pytest.raises(RuntimeError, match=rf"`frame\.tracing_eqns`.*{JAX}"):
+        compat.program_being_traced()
 
 
 def test_axes_that_an_array_varies_over(monkeypatch):

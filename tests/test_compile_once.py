@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmpp
-from jmp_policy._src.report import compile_once
-from jmp_policy._src.report.compile_once import run_compiled
+from jmp_policy._src.report import function
+from jmp_policy._src.report.function import run_compiled
 
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """Numbers of programs that were compiled, from an empty cache."""
-    monkeypatch.setattr(compile_once, "_kept", type(compile_once._kept)())
+    monkeypatch.setattr(function, "_kept", type(function._kept)())
     found, compile_one = [], jax.stages.Lowered.compile
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self, *a, **k: found.append(1) or compile_one(self, *a, **k)
@@ -79,8 +79,8 @@ def test_a_spectrum_is_compiled_once_and_shows_what_has_changed(compiled):
 
 
 def test_old_programs_are_forgotten(compiled, monkeypatch):
-    monkeypatch.setattr(compile_once, "_MOST", 2)
+    monkeypatch.setattr(function, "_MOST_PROGRAMS", 2)
     for factor in (1.0, 2.0, 3.0, 1.0):
         run_compiled(lambda x, factor=factor: x * factor, jnp.ones(2))
     assert len(compiled) == 4
-    assert len(compile_once._kept) == 2
+    assert len(function._kept) == 2

@@ -28,10 +28,21 @@ def page_name(path):
     return path.name
 
 
+def imported(name):
+    """A module, with the names that it loads when they are asked for."""
+    module = importlib.import_module(name)
+    dir(module)
+    return module
+
+
+def public_names(module):
+    return {n: v for n in dir(module) if n[0] != "_" and not inspect.ismodule(v := getattr(module, n))}
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings(name):
-    module = importlib.import_module(name)
+    module = imported(name)
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     result = doctest.testmod(module, extraglobs={"jnp": jnp, "jax": jax}, optionflags=flags)
     assert result.failed == 0
@@ -39,7 +50,7 @@ def test_docstrings(name):
 
 def test_no_example_of_a_docstring_is_left_out():
     """Doctest looks where `__module__` says that an object is from, which is not the file that it is in."""
-    modules = [importlib.import_module(name) for name in NAMES]
+    modules = [imported(name) for name in NAMES]
     found = [test for module in modules for test in doctest.DocTestFinder().find(module)]
     written = [re.findall(r"^ *>>> ", Path(module.__file__).read_text(), flags=re.M) for module in modules]
     assert sum(len(test.examples) for test in found) == sum(map(len, written))
@@ -56,7 +67,7 @@ RECORDS = {
 @pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report, jmp], ids=lambda m: m.__name__)
 def test_what_an_editor_shows_of_public_names(module):
     """The first sentence, in one line or two, and an example."""
-    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    public = {n: v for n, v in public_names(module).items() if callable(v)}
     texts = {name: inspect.getdoc(value) or "" for name, value in public.items()}
     assert {n for n, text in texts.items() if ">>>" not in text} <= RECORDS
     sentences = {n: text.partition("\n\n")[0] for n, text in texts.items()}
@@ -147,11 +158,11 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_api_reference(module):
     listed = re.findall(rf"^::: {module.__name__}\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.M)
-    public = {n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    public = set(public_names(module))
     listed = [name for name in listed if not inspect.ismodule(getattr(module, name))]
     assert len(listed) == len(set(listed))
     # What a report's rows are is public there, and the reports themselves are listed once, as jmp_policy's.
-    assert set(listed) == (public - set(vars(jmp_policy)) if module is report else public)
+    assert set(listed) == (public - set(dir(jmp_policy)) if module is report else public)
 
 
 @pytest.mark.slow

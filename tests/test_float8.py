@@ -23,9 +23,9 @@ from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
 from jmp_policy._src.products.fp8.scales import _in_two_kernels, scale_of
-from jmp_policy._src.report.lowering.float8_kernels import check_float8
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import is_installed
 from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.lowering import check_float8
 
 CURRENT, HALF = "mixed_bfloat16, r=fp8_current", "mixed_bfloat16"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

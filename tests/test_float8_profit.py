@@ -21,7 +21,7 @@ from jmp_policy._src.products.fp8.in_half import products_in_half
 from jmp_policy._src.products.fp8.profit import profit_of
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.lowered import verdict_of
-from jmp_policy._src.report.lowering.profit import recipe_profits
+from jmp_policy._src.report.lowering.roofline import recipe_profits
 
 WHERE_IT_PAYS = "mixed_bfloat16, r=fp8_current@H100"
 TOKENS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import jmp_policy as jmpp
-from jmp_policy._src.loss_scaling.overwritten import COLLECTION
+from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 
 #: Gradients as two layers' worth of a model has them.
 GRADS = {

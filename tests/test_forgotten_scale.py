@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors
-from jmp_policy._src.loss_scaling.scale_use import SCALE_USE, ScaleUse
+from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE, ScaleUse
 
 ERROR = "computed in this function without it.*scaled_value_and_grad"
 WARNING = "nobody has asked for a loss scale.*scaled_value_and_grad"

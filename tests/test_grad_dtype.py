@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import is_installed
 
 F16, F32 = jnp.float16, jnp.float32
 HALF, WIDE = "p=f32,c=f16,o=f32", "p=f32,c=f16,o=f32,g=f32"

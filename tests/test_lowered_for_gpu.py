@@ -19,9 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import TARGETS
-from jmp_policy._src.report.lowering.compiler import compiled
-from jmp_policy._src.report.lowering.export import exported
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import compiled, exported, is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of
 
 SHAPES = {
@@ -282,6 +280,78 @@ def test_multi_steps_inside_skips_single_micro_batches():
         params, state, _ = got
     assert int(state.inner_state.gradient_step) == 1
     assert int(state.skipped) == 1
+
+
+#: What the gradient of a weight-normalised kernel is made of, in float32.
+PARTS = {
+    "g": jnp.asarray(np.random.default_rng(1).normal(size=(90, 100)), "float16"),
+    "v": jnp.asarray(np.random.default_rng(2).normal(size=(90, 100)), "float32"),
+    "a": jnp.linspace(1.0, 5.0, 100),
+    "b": jnp.linspace(2.0, 3.0, 100)[None],
+}
+
+
+def weight_normalised(g, v, a, b):
+    return g.astype("float32") * a * b + v * a
+
+
+def test_of_a_gradient_made_of_others_everything_not_finite_is_found_and_nothing_else():
+    _, on_gpu = lowered_for_gpu(lambda parts: jmpp.all_finite(weight_normalised(**parts)), PARTS)
+    assert on_gpu(PARTS)
+    for name, value in PARTS.items():
+        for bad in (np.nan, np.inf, -np.inf):
+            assert not on_gpu(PARTS | {name: value.at[(-1,) * value.ndim].set(bad)})
+    largest = float(np.finfo(np.float32).max)
+    for factor, is_finite in ((1e30, True), (1e36, True), (largest / 4, False), (largest, False)):
+        parts = PARTS | {"a": PARTS["a"] * factor}
+        assert bool(jnp.isfinite(weight_normalised(**parts)).all()) == is_finite
+        assert bool(on_gpu(parts)) == is_finite
+
+
+def test_terms_that_cancel_hide_no_overflow():
+    v = jnp.zeros((90, 100)).at[:2, 0].set(jnp.array([2e38, -2e38]))
+    _, on_gpu = lowered_for_gpu(lambda v, a: jmpp.all_finite(v * a), v, PARTS["a"] + 1)
+    for factor, is_finite in ((1e-8, True), (1, False)):
+        assert bool(on_gpu(factor * v, PARTS["a"] + 1)) == is_finite
+
+
+def test_under_vmap_each_member_is_tested():
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x * jnp.inf]), PARTS)
+    tested = jax.vmap(lambda parts: jmpp.all_finite(weight_normalised(**parts)))
+    assert tested(stacked).tolist() == [True, False]
+
+
+class WeightNormalised(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.WeightNorm(nn.Dense(128))(x))
+        return nn.WeightNorm(nn.Conv(96, (3,)))(x)
+
+
+@pytest.mark.slow
+def test_a_step_with_weight_normalisation_has_the_bits_of_the_cpus():
+    model = jmpp.wrap(WeightNormalised(), "mixed_float16")
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 8, 96)), "float32")
+    params = model.init(jax.random.key(0), x)["params"]
+    tx = jmpp.loss_scaled(optax.adamw(1e-2), jmpp.DynamicLossScale(2.0**10))
+
+    def step(params, state, x):
+        def loss(params):
+            return (model.apply({"params": params}, x) ** 2).mean()
+
+        _, grads = jmpp.scaled_value_and_grad(loss)(state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    _, on_gpu = lowered_for_gpu(step, params, state, x)
+    new, after = on_gpu(params, state, x)
+    assert bits((new, after)) == bits(jax.jit(step)(params, state, x))
+    assert bool(after.grads_finite)
+    same, skipped = on_gpu(new, after, x.at[0, 0, 0].set(3e4))
+    assert bits(same) == bits(new)
+    assert bits(skipped.inner_state) == bits(after.inner_state)
+    assert int(skipped.skipped) == 1
 
 
 class NormedLayers(nn.Module):

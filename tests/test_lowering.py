@@ -21,14 +21,17 @@ from jmp_policy._src.core.targets import GPUS, LAUNCH_SECONDS, TARGETS, find_tar
 from jmp_policy._src.report.lowering import compiler as xla_compiler
 from jmp_policy._src.report.lowering import lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.export import Exported, exported
-from jmp_policy._src.report.lowering.hlo import parse, result_bytes, shape_bytes
-from jmp_policy._src.report.lowering.installed import LoweringUnavailableError, is_installed
+from jmp_policy._src.report.lowering.compiler import (
+    Exported,
+    LoweringUnavailableError,
+    exported,
+    is_installed,
+)
+from jmp_policy._src.report.lowering.hlo import executed, parse, result_bytes, shape_bytes
 from jmp_policy._src.report.lowering.kernels import kernels_of, module_path
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
 from jmp_policy._src.report.lowering.roofline import Estimate, estimates
-from jmp_policy._src.report.lowering.runs import executed
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.10.2", "0.12.0.1")

@@ -12,14 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jmp_policy._src.core.targets import GPUS, TARGETS, TPUS, find_target, target_of_device
 from jmp_policy._src.report.lowering import compiler, lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.export import exported
-from jmp_policy._src.report.lowering.hlo import parse
-from jmp_policy._src.report.lowering.installed import LoweringUnavailableError, is_installed
+from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError, exported, is_installed
+from jmp_policy._src.report.lowering.hlo import executed, parse
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
-from jmp_policy._src.report.lowering.profit import layer_profits
-from jmp_policy._src.report.lowering.runs import executed
+from jmp_policy._src.report.lowering.roofline import layer_profits
 
 V5E = TPUS["v5e"]
 live = pytest.mark.skipif(not is_installed("tpu"), reason="needs the extra tpu-lowering")

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.installed import is_installed
-from jmp_policy._src.report.memory import buffers, memory, programs
+from jmp_policy._src.report.lowering.compiler import is_installed
+from jmp_policy._src.report.memory import buffers, memory
 from jmp_policy._src.report.memory.memory import memory_report
 
 pytestmark = pytest.mark.usefixtures("names_of_operations")
@@ -366,7 +366,7 @@ def target_compiler(monkeypatch):
             Compiled("", 3000, 1000, 6000, alias_bytes=500, peak_bytes=0),
         ][: len(exported)]
 
-    monkeypatch.setattr(programs, "compiled", compiled)
+    monkeypatch.setattr(memory, "compiled", compiled)
     return asked
 
 
@@ -390,7 +390,7 @@ def test_a_target_is_compiled_for_without_a_device(target_compiler):
 def test_a_program_that_does_not_fit_a_target_is_an_error(monkeypatch):
     pytest.importorskip("flatbuffers")
     error = Compiled(error="RESOURCE_EXHAUSTED: 23.86G exceeds available HBM (15.75G)")
-    monkeypatch.setattr(programs, "compiled", lambda programs, target: [Compiled("", 1, 1, 1), error])
+    monkeypatch.setattr(memory, "compiled", lambda programs, target: [Compiled("", 1, 1, 1), error])
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     with pytest.raises(RuntimeError, match=r"in float32 does not compile for v5e:\nRESOURCE_EXHAUSTED"):
         memory.memory_report(_half_loss, x, x, target="v5e")

@@ -354,9 +354,9 @@ def slow(monkeypatch):
         steps.append({"loss_scale": Device(state)})
         return steps[-1]
 
-    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.metrics", metrics)
-    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.jnp.copy", lambda x: x)
-    monkeypatch.setattr("jmp_policy._src.loss_scaling.logger.jax.device_get", lambda tree: tree)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.metrics.metrics", metrics)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.metrics.jnp.copy", lambda x: x)
+    monkeypatch.setattr("jmp_policy._src.loss_scaling.metrics.jax.device_get", lambda tree: tree)
     return steps
 
 

@@ -9,6 +9,7 @@ from jax import lax
 
 import jmp_policy as jmpp
 from jmp_policy._src.flax.linen.taps import tapped
+from jmp_policy._src.policy import watching
 from jmp_policy._src.report.spectrum import tapping
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
@@ -264,7 +265,7 @@ def test_reports_name_it_by_its_whole_path():
     assert rows[""] == ("default", F16)
     assert sum(row.parameters for row in shown.modules) == sum(x.size for x in jax.tree.leaves(variables))
     for one in (model, jmpp.wrap(model, "mixed_float16")):
-        with tapped(), tapping.looking(tapping.Calls()) as met:
+        with tapped(), watching.looking(tapping.Calls()) as met:
             jax.eval_shape(one.apply, variables, TOKENS)
         names = [call.name for call, _ in met.calls]
         assert names.index("LanguageModel/cls/inner/Dense_0") == names.index("LanguageModel/cls/inner") - 1

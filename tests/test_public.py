@@ -1,5 +1,6 @@
 """Pickles, reprs and trees of public objects name the module that users import from, and never `_src`."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -32,8 +34,9 @@ X = jnp.ones((4, 3))
 
 def public_names(module):
     """What users can import from a module, by name; modules left out."""
-    names = vars(importlib.import_module(module))
-    return {n: v for n, v in names.items() if not n.startswith("_") and not inspect.ismodule(v)}
+    loaded = importlib.import_module(module)
+    names = {n: getattr(loaded, n) for n in dir(loaded) if not n.startswith("_")}
+    return {n: v for n, v in names.items() if not inspect.ismodule(v)}
 
 
 def at_the_head(path, module):
@@ -246,3 +249,80 @@ def test_pickles_load_in_another_process(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: shown(value) for name, value in objects.items()}
+
+
+#: Trains one step in each of the three ways; runs in a process of its own.
+STEPS = """
+import sys, flax.linen, jax, jax.numpy as jnp, optax
+from flax import nnx
+import jmp_policy
+from jmp_policy import report, tap
+
+def update(tx, loss_of, state, params, x):
+    loss, grads = jmp_policy.scaled_value_and_grad(loss_of)(state, params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+x = jnp.ones((2, 3))
+tx = jmp_policy.loss_scaled(optax.adam(0.1), jmp_policy.DynamicLossScale())
+model = jmp_policy.wrap(flax.linen.Dense(4), "mixed_float16")
+params = model.init(jax.random.key(0), x)
+_, state = update(tx, lambda p, x: tap(model.apply(p, x), "out").mean(), tx.init(params), params, x)
+jmp_policy.check(state)
+
+net = jmp_policy.wrap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "mixed_float16")
+optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+loss, grads = jmp_policy.nnx.scaled_value_and_grad(lambda net, x: net(x).mean())(optimizer, net, x)
+optimizer.update(net, grads)
+
+cast = jmp_policy.autocast(lambda w, x: jnp.tanh(x @ w).mean(), "float16")
+update(tx, cast, tx.init(jnp.ones((3, 2))), jnp.ones((3, 2)), x)
+assert not [name for name in sys.modules if name.startswith("jmp_policy._src.report")]
+assert report.formats(1.0) and [name for name in sys.modules if name.startswith("jmp_policy._src.report")]
+"""
+
+
+@pytest.mark.once
+def test_training_loads_no_report():
+    subprocess.run([sys.executable, "-c", STEPS], check=True)
+
+
+#: Asks for names before anything was loaded, in the ways that Python has.
+NAMES = """
+import inspect, sys
+import jmp_policy
+assert "jmp_policy._src.report" not in sys.modules
+assert not hasattr(jmp_policy, "no_name") and not hasattr(jmp_policy, "Product")
+assert not hasattr(jmp_policy.report, "__wrapped__")
+assert "jmp_policy._src.report" not in sys.modules
+from jmp_policy import Audit
+from jmp_policy.report import Product
+assert Audit is jmp_policy.Audit is jmp_policy.report.Audit and not hasattr(jmp_policy, "Product")
+assert (Audit.__module__, Product.__module__) == ("jmp_policy", "jmp_policy.report")
+assert {"Audit", "wrap", "tap", "report"} < set(dir(jmp_policy)) and "Product" in dir(jmp_policy.report)
+assert "spectrum_value_and_grad" in dir(jmp_policy.nnx)
+assert jmp_policy.nnx.spectrum_value_and_grad is not jmp_policy.spectrum_value_and_grad
+names = {}
+exec("from jmp_policy import *", names)
+assert {"wrap", "audit", "Drift"} < set(names) and "Product" not in names
+"""
+
+
+@pytest.mark.once
+def test_names_of_reports_are_there_before_they_are_loaded():
+    subprocess.run([sys.executable, "-c", NAMES], check=True)
+
+
+@pytest.mark.parametrize("module", ["jmp_policy", "jmp_policy.report", "jmp_policy.nnx"])
+def test_type_checkers_see_the_names_that_are_loaded_later(module):
+    tree = ast.parse(Path(importlib.import_module(module).__file__).read_text())
+    (seen,) = (
+        n.body for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "_typing.TYPE_CHECKING"
+    )
+    loaded = importlib.import_module(module)
+    for node in seen:
+        (alias,) = node.names
+        assert alias.name == alias.asname
+        assert getattr(loaded, alias.name) is getattr(importlib.import_module(node.module), alias.name)
+    at_once = {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(public_names(module)) <= at_once | {node.names[0].name for node in seen}

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jmp_policy as jmpp
 import jmp_policy.compat.jmp as jmp
-from jmp_policy._src.report.lowering.installed import is_installed
+from jmp_policy._src.report.lowering.compiler import is_installed
 
 TESTS = Path(__file__).parent
 MODULES = [
@@ -96,7 +96,7 @@ def touched():
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_is_used_by_a_fast_test(name, touched):
     module = importlib.import_module(name)
-    public = [n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)]
+    public = [n for n in dir(module) if n[0] != "_" and not inspect.ismodule(getattr(module, n))]
     assert public
     # What stands in two modules is one object.
     names = {n: {f"{name}.{n}"} for n in public}

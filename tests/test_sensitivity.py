@@ -13,8 +13,8 @@ from flax import nnx
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
-from jmp_policy._src.report.sensitivity.decisions import makes_decisions
-from jmp_policy._src.report.sensitivity.rounding import DTYPES, overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.rounding_taps import DTYPES, overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.traced_loss import makes_decisions
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,8 @@ import functools
 import re
 from pathlib import Path
 
+from jax.extend.core import primitives
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "jmp_policy"
 SOURCE = "jmp_policy._src"
@@ -12,7 +14,7 @@ SOURCE = "jmp_policy._src"
 #: The rooms of `_src`, lowest first: a room imports only from rooms before it.
 ROOMS = [
     "core", "policy", "jaxpr", "products", "loss_scaling", "half_params", "weight_grads", "autocast",
-    "report", "flax", "api",
+    "flax", "report", "api",
 ]  # fmt: skip
 
 RAISES = ("pytest.raises", "pytest.warns")
@@ -131,6 +133,37 @@ def test_definitions_have_docstrings():
             if public and not ast.get_docstring(node):
                 without.append(f"{name}.{node.name}")
     assert not without
+
+
+#: The files that may hold facts about primitives, and those that may know what is inside a loop or branch.
+FACTS = {f"{SOURCE}.jaxpr.op_table", f"{SOURCE}.jaxpr.calls"}
+CONTROL_FLOW = {f"{SOURCE}.jaxpr.{name}" for name in ("calls", "compat", "control_flow", "ir")}
+WORDS_OF_CONTROL_FLOW = ("cond_jaxpr", "body_jaxpr", "scan_sizes", '"branches"', "num_carry")
+
+PRIMITIVES = {p.name for p in vars(primitives).values() if hasattr(p, "name")}
+
+
+def lists_of_primitives(parsed):
+    """Lines of literals that hold three or more names of primitives."""
+    for node in ast.walk(parsed):
+        elements = node.elts if isinstance(node, ast.Set | ast.Tuple | ast.List) else ()
+        elements = node.keys if isinstance(node, ast.Dict) else elements
+        if sum(text in PRIMITIVES for text in texts(*filter(None, elements))) >= 3:
+            yield node.lineno
+
+
+def test_facts_about_primitives_stand_in_one_table():
+    others = {name: path for name, path in FILES.items() if name not in FACTS}
+    assert not {
+        name: found for name, path in others.items() if (found := list(lists_of_primitives(tree(path))))
+    }
+    assert list(lists_of_primitives(ast.parse("a = 1\nb = {'add', 'sub', 'mul'}"))) == [2]
+    assert not list(lists_of_primitives(ast.parse("{'add': 1, 'sub': 2, **others}")))
+
+
+def test_what_is_inside_a_loop_or_branch_is_known_in_one_room():
+    found = {n for n, path in FILES.items() if any(w in path.read_text() for w in WORDS_OF_CONTROL_FLOW)}
+    assert found == CONTROL_FLOW
 
 
 def test_every_raises_has_a_match():

@@ -412,7 +412,7 @@ def test_both_casts_of_one_expression():
     def float32_rounded_on_purpose(x):
         return x.astype(F16).astype(F32)
 
-    from jmp_policy._src.report.module_summary import pointless_casts
+    from jmp_policy._src.report.summary.rows import pointless_casts
 
     half = jnp.ones(4, F16)
     assert len(pointless_casts(jax.make_jaxpr(there_and_back)(half))) == 1

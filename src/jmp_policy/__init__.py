@@ -8,7 +8,7 @@ Three changed lines turn a float32 training step into a mixed-precision one::
 """
 
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from jmp_policy import optim as optim
 from jmp_policy import report as report
@@ -24,30 +24,31 @@ from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.autocast.explanation import explain as explain
 from jmp_policy._src.core.dtype_words import best_half_dtype as best_half_dtype
 from jmp_policy._src.core.public import publish as _publish
+from jmp_policy._src.core.public import publish_later as _publish_later
 from jmp_policy._src.half_params.half_moments import HalfMomentsState as HalfMomentsState
 from jmp_policy._src.half_params.half_moments import half_moments as half_moments
-from jmp_policy._src.half_params.kahan_summation import KahanSummationState as KahanSummationState
-from jmp_policy._src.half_params.kahan_summation import kahan_summation as kahan_summation
 from jmp_policy._src.half_params.master_weights import MasterWeightsState as MasterWeightsState
 from jmp_policy._src.half_params.master_weights import master_weights as master_weights
-from jmp_policy._src.half_params.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
-from jmp_policy._src.half_params.stochastic_rounding import stochastic_rounding as stochastic_rounding
+from jmp_policy._src.half_params.without_masters import KahanSummationState as KahanSummationState
+from jmp_policy._src.half_params.without_masters import StochasticRoundingState as StochasticRoundingState
+from jmp_policy._src.half_params.without_masters import kahan_summation as kahan_summation
+from jmp_policy._src.half_params.without_masters import stochastic_rounding as stochastic_rounding
 from jmp_policy._src.loss_scaling.accumulate import accumulate_gradients as accumulate_gradients
 from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale as PIDLossScale
 from jmp_policy._src.loss_scaling.adaptive_scale import StatisticLossScale as StatisticLossScale
 from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
-from jmp_policy._src.loss_scaling.finiteness import select_tree as select_tree
-from jmp_policy._src.loss_scaling.logger import MetricsLogger as MetricsLogger
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale as NoOpLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale as StaticLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_policy._src.loss_scaling.loss_scale import LossScale as LossScale
-from jmp_policy._src.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
-from jmp_policy._src.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled as loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import LossScales as LossScales
+from jmp_policy._src.loss_scaling.metrics import MetricsLogger as MetricsLogger
 from jmp_policy._src.loss_scaling.metrics import grads_finite as grads_finite
 from jmp_policy._src.loss_scaling.metrics import metrics as metrics
 from jmp_policy._src.loss_scaling.restore import check_restored as check_restored
 from jmp_policy._src.loss_scaling.restore import restore_state as restore_state
+from jmp_policy._src.loss_scaling.selection import select_tree as select_tree
 from jmp_policy._src.loss_scaling.state import LossScaledState as LossScaledState
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state as get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
@@ -57,44 +58,53 @@ from jmp_policy._src.policy.policy import get_policy as get_policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
+from jmp_policy._src.policy.watching import tap as tap
 from jmp_policy._src.policy.worthwhile import worthwhile as worthwhile
-from jmp_policy._src.report.audit.audit import audit as audit
-from jmp_policy._src.report.audit.findings import Audit as Audit
-from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
-from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
-from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
-from jmp_policy._src.report.drift.drift import drift as drift
-from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
-from jmp_policy._src.report.drift.findings import Drift as Drift
-from jmp_policy._src.report.lowering.installed import LoweringUnavailableError as LoweringUnavailableError
-from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
-from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report
-from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
-from jmp_policy._src.report.memory.memory import memory_report as memory_report
-from jmp_policy._src.report.module_summary import Summary as Summary
-from jmp_policy._src.report.module_summary import summary as summary
-from jmp_policy._src.report.sensitivity.ranking import Sensitivity as Sensitivity
-from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
-from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
-from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity
-from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
-from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
-from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum
-from jmp_policy._src.report.spectrum.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
-from jmp_policy._src.report.spectrum.tapping import tap as tap
 
 __version__ = "0.1.0"
 
 _register_frameworks(linen="jmp_policy.linen", nnx="jmp_policy.nnx")
 _publish(__name__, globals(), also=[_PredicateOnWholePath])
 
-if _TYPE_CHECKING:
+#: Reports, which nobody needs to train a model.
+_REPORTS = (
+    "Audit", "Diagnosis", "Drift", "GradientSpectrum", "LoweringReport", "LoweringUnavailableError",
+    "MemoryReport", "Recommendation", "Sensitivity", "SpectrumState", "Summary", "assert_drift", "audit",
+    "diagnose", "drift", "drift_metrics", "gradient_spectrum", "lowering_report", "memory_report",
+    "recommend", "sensitivity", "spectrum_value_and_grad", "summary",
+)  # fmt: skip
+
+if _typing.TYPE_CHECKING:
     from jmp_policy import linen as linen
     from jmp_policy import nnx as nnx
+    from jmp_policy.report import Audit as Audit
+    from jmp_policy.report import Diagnosis as Diagnosis
+    from jmp_policy.report import Drift as Drift
+    from jmp_policy.report import GradientSpectrum as GradientSpectrum
+    from jmp_policy.report import LoweringReport as LoweringReport
+    from jmp_policy.report import LoweringUnavailableError as LoweringUnavailableError
+    from jmp_policy.report import MemoryReport as MemoryReport
+    from jmp_policy.report import Recommendation as Recommendation
+    from jmp_policy.report import Sensitivity as Sensitivity
+    from jmp_policy.report import SpectrumState as SpectrumState
+    from jmp_policy.report import Summary as Summary
+    from jmp_policy.report import assert_drift as assert_drift
+    from jmp_policy.report import audit as audit
+    from jmp_policy.report import diagnose as diagnose
+    from jmp_policy.report import drift as drift
+    from jmp_policy.report import drift_metrics as drift_metrics
+    from jmp_policy.report import gradient_spectrum as gradient_spectrum
+    from jmp_policy.report import lowering_report as lowering_report
+    from jmp_policy.report import memory_report as memory_report
+    from jmp_policy.report import recommend as recommend
+    from jmp_policy.report import sensitivity as sensitivity
+    from jmp_policy.report import spectrum_value_and_grad as spectrum_value_and_grad
+    from jmp_policy.report import summary as summary
+else:
+    _report, __dir__ = _publish_later(__name__, globals(), "jmp_policy._src.api.reports", _REPORTS)
 
-
-def __getattr__(name: str) -> object:
-    """Imports `jmp_policy.linen` and `jmp_policy.nnx`, which need Flax, when they are first asked for."""
-    if name in ("linen", "nnx"):
-        return _importlib.import_module(f"jmp_policy.{name}")
-    raise AttributeError(f"module 'jmp_policy' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Imports the reports, and `jmp_policy.linen` and `jmp_policy.nnx`, when they are first asked for."""
+        if name in ("linen", "nnx"):  # They need Flax.
+            return _importlib.import_module(f"jmp_policy.{name}")
+        return _report(name)

@@ -103,8 +103,7 @@ NAMES = ("volta", "mlp", "float32_head", "vocabulary", "conv", "scan", "devices"
 def main():
     from jmp_policy._src.core.targets import find_target
     from jmp_policy._src.report.function import as_function
-    from jmp_policy._src.report.lowering.compiler import compiled
-    from jmp_policy._src.report.lowering.export import exported
+    from jmp_policy._src.report.lowering.compiler import compiled, exported
 
     here = Path(__file__).parent
     for name in NAMES:

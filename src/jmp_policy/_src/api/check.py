@@ -2,17 +2,19 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.public import load
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.metrics import metrics
-from jmp_policy._src.report.diagnose.diagnose import diagnose
-from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
 
 #: Steps from which on the share of skipped ones says something: a scale that starts too large needs some.
 _FEW_STEPS = 100
@@ -33,7 +35,7 @@ class LossScaleStuckError(FloatingPointError):
       None
     """
 
-    def __init__(self, message: str, diagnosis: Diagnosis | None = None):
+    def __init__(self, message: str, diagnosis: "Diagnosis | None" = None):
         super().__init__(message)
         self.diagnosis = diagnosis
 
@@ -97,7 +99,12 @@ def check(
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
     if loss_fn is not None:
+        from jmp_policy._src.report.diagnose.diagnose import (
+            diagnose,  # Reports are loaded where one is asked for.
+        )
+
         try:
+            diagnose = load("jmp_policy._src.api.reports").diagnose
             diagnosis = diagnose(loss_fn, *args, scale=scale, has_aux=has_aux)
             message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()
         except Exception as error:  # The reason to stop must not be lost with the search for its cause.
@@ -106,7 +113,7 @@ def check(
 
 
 def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
-    """Returns why training cannot go on and at which loss scale, or None if it can.
+    """Why training cannot go on and at which loss scale, or None if it can.
 
     Args:
       values: metrics of the optimizer state, with a leading axis where `pmap` or `vmap` mapped them.

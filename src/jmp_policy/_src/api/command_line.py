@@ -122,7 +122,7 @@ def _drift(given: Any) -> Any:
 
 
 def _filled(leaf: Any) -> Any:
-    """Returns an array of a type: normal random numbers, zeros for other than floating dtypes."""
+    """An array of a type: normal random numbers, zeros for other than floating dtypes."""
     import jax
 
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -147,14 +147,14 @@ def _memory(given: Any) -> Any:
 
 
 def _summary(given: Any) -> Any:
-    from jmp_policy._src.report.module_summary import summary
+    from jmp_policy._src.report.summary.summary import summary
 
     model, inputs = _function(given)
     return summary(model, given.policy, *inputs)
 
 
 def _with_gradients(given: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the function, or the one that computes its gradients too, and its arguments."""
+    """The function, or the one that computes its gradients too, and its arguments."""
     fn, args = _autocast(given)
     if given.grad:
         import jax
@@ -164,7 +164,7 @@ def _with_gradients(given: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _autocast(given: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the function, under the policy that was asked for, and its arguments."""
+    """The function, under the policy that was asked for, and its arguments."""
     fn, args = _function(given)
     if given.policy:
         from jmp_policy._src.autocast.api import autocast

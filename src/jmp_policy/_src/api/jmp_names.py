@@ -11,7 +11,7 @@ from jmp_policy._src.core.dtype_words import DTYPE_WORDS
 from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, map_changed
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import finiteness
+from jmp_policy._src.loss_scaling import selection
 from jmp_policy._src.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -93,7 +93,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
       >>> print(select_tree(jnp.array(False), {"step": 3}, {"step": 2})["step"])
       2
     """
-    return finiteness.select_tree(pred, map_changed(_as_array, a), map_changed(_as_array, b))
+    return selection.select_tree(pred, map_changed(_as_array, a), map_changed(_as_array, b))
 
 
 def _as_array(x: Any) -> Any:

@@ -12,7 +12,8 @@ import optax
 
 from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
-from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
@@ -71,11 +72,11 @@ class Precision:
 
     @property
     def loss_scale(self) -> Any:
-        """Returns a new loss scale, or a dict of them by the name of the loss."""
+        """A new loss scale, or a dict of them by the name of the loss."""
         return _loss_scale(self._loss_scale_setting)()  # type: ignore[attr-defined]
 
     def wrap(self, module: T) -> T:
-        """Returns a Flax module that computes under the policy; as `jmp_policy.wrap`."""
+        """A Flax module that computes under the policy; as `jmp_policy.wrap`."""
         return wrap(module, self.policy)
 
     def loss_scaled(self, inner: Transformation, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -83,7 +84,7 @@ class Precision:
         return loss_scaled(inner, self.loss_scale, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as a dict of texts, numbers and lists, which `from_config` reads.
+        """The settings as a dict of texts, numbers and lists, which `from_config` reads.
 
         Raises:
           TypeError, ValueError: for a loss scale or pattern of the user's own that has no name.
@@ -235,7 +236,7 @@ def _is_number(text: str) -> bool:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Returns a mapping as a dict; a ConfigDict is none, but can be turned into one."""
+    """A mapping as a dict; a ConfigDict is none, but can be turned into one."""
     return dict(settings.items())
 
 

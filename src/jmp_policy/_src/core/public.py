@@ -1,7 +1,9 @@
 """Makes pickles, reprs and documentation name the public module that users import, not a file of `_src`."""
 
+import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 
@@ -32,3 +34,50 @@ def publish(module: str, names: dict[str, Any], also: Iterable[Any] = ()) -> Non
         name = f"_{value.__name__}"
         value.__module__, value.__qualname__ = module, name
         names[name] = value
+
+
+#: By module: the public modules that take names from it at first use, their globals, and which names.
+_LATER: dict[str, list[tuple[str, dict[str, Any], Iterable[str] | None]]] = {}
+
+
+def publish_later(
+    module: str, names: dict[str, Any], source: str, taken: Iterable[str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a public module that imports some names when one is asked for.
+
+    Args:
+      module, names: name and globals of the public module.
+      source: the module to import.
+      taken: the names that the public module takes from it; None for all public ones.
+
+    Example:
+      >>> names = {}
+      >>> get, _ = publish_later("example", names, "fractions", ["Fraction"])
+      >>> get("Fraction"), list(names)
+      (<class 'fractions.Fraction'>, ['Fraction'])
+    """
+    _LATER.setdefault(source, []).append((module, names, taken))
+
+    def listed() -> list[str]:
+        load(source)
+        return sorted(names)
+
+    def get(name: str) -> Any:
+        if name == "__all__":  # from module import *
+            return [name for name in listed() if not name.startswith("_")]
+        if (not name.startswith("_") if taken is None else name in taken) and hasattr(load(source), name):
+            return names[name]
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return get, listed
+
+
+def load(source: str) -> ModuleType:
+    """Imports a module whose names are published later, and publishes them in all modules that take them."""
+    loaded = importlib.import_module(source)
+    for module, names, taken in _LATER.pop(source, ()):
+        taken = taken or [name for name in vars(loaded) if not name.startswith("_")]
+        objects = {name: getattr(loaded, name) for name in taken}
+        publish(module, objects)
+        names.update(objects)
+    return loaded

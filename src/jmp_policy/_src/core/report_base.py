@@ -28,7 +28,7 @@ class Table:
 
 
 def row_of(rows: Sequence[Any], path: str, noun: str = "row") -> Any:
-    """Returns the row of a path.
+    """The row of a path.
 
     Raises:
       KeyError: when there is none; the message lists the paths that there are.
@@ -68,13 +68,13 @@ class Report:
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field, and the verdict, as dictionaries, lists, numbers and text for `json.dumps`."""
+        """Every field, and the verdict, as dictionaries, lists, numbers and text for `json.dumps`."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         names += [name for name in self._computed if name not in names and hasattr(self, name)]
         return {name: plain(getattr(self, name)) for name in names}
 
     def to_pandas(self) -> Any:
-        """Returns the rows as a `pandas.DataFrame`.
+        """The rows as a `pandas.DataFrame`.
 
         Raises:
           ImportError: when pandas is not installed.

@@ -16,16 +16,8 @@ import optax
 
 from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.half_params.rounding import is_half_array, random_bits, rounded
-from jmp_policy._src.loss_scaling.transformation import (
-    check_inner,
-    check_params,
-    check_seed,
-    check_state,
-    init_inner,
-    run_inner,
-    unalias,
-)
+from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
+from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner
 
 #: Fields of optax's states that hold moments, and which of the two dtypes is theirs.
 _FIELDS = {"mu": "mu", "trace": "mu", "m": "mu", "nu": "nu", "nu_max": "nu", "n": "nu"}
@@ -101,16 +93,14 @@ def half_moments(
     check_seed(seed)
 
     def init(params: PyTree) -> HalfMomentsState:
-        state = init_inner(transformation, params)
+        state = init_inner(transformation, params, params)
         state = _map_moments(lambda x, kind: _narrow(x, dtypes[kind], None), state)
-        return HalfMomentsState(unalias(state, params), jnp.int32(0))
+        return HalfMomentsState(state, jnp.int32(0))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, HalfMomentsState]:
         check_state(state, HalfMomentsState, "half_moments")
-        if params is not None:
-            check_params(params, updates, "half_moments")
         wide = _map_moments(lambda x, kind: _widen(x), state.inner_state)
         new_updates, new = run_inner(transformation, updates, wide, params, extra_args)
         bits = iter(_bits(new, dtypes, state.count, seed) if stochastic_rounding else ())
@@ -139,7 +129,7 @@ def _dtype(name: str, given: Any) -> Any:
 
 
 def _map_moments(change: Callable[[Any, str], Any], state: Any) -> Any:
-    """Returns a state with other arrays in the place of the moments, in the order of the state's leaves."""
+    """The state with other arrays in the place of the moments, in the order of the state's leaves."""
     names = getattr(state, "_fields", None)
     if names is not None and isinstance(state, tuple):
         fields = {

@@ -17,21 +17,15 @@ from jmp_policy._src.half_params.rounding import (
     AWAY_FROM_ZERO,
     TOWARDS_ZERO,
     change,
+    check_params,
+    check_seed,
     check_some_half,
     is_half_array,
     random_bits,
     rounded,
-)
-from jmp_policy._src.loss_scaling.transformation import (
-    Transformation,
-    check_inner,
-    check_params,
-    check_seed,
-    check_state,
-    init_inner,
     run_inner,
-    unalias,
 )
+from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
 
 class MasterWeightsState(NamedTuple):
@@ -113,9 +107,9 @@ def master_weights(
         if stochastic_rounding:
             check_some_half(params, "master_weights(..., stochastic_rounding=True)")
         masters = jax.tree.map(_master, params)
-        inner_state = init_inner(transformation, _with_masters(params, masters))
+        inner_state = init_inner(transformation, _with_masters(params, masters), params, masters)
         count = jnp.int32(0) if stochastic_rounding else None
-        return MasterWeightsState(unalias(inner_state, params, masters), masters, count)
+        return MasterWeightsState(inner_state, masters, count)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -164,7 +158,7 @@ def _float32(x: Any) -> jax.Array:
 
 
 def _current(p: Any, m: Any, stochastic: bool) -> Any:
-    """Returns the master, or the parameter where it is not the rounded master (it was changed outside)."""
+    """The master, or the parameter where it is not the rounded master (it was changed outside)."""
     if _has_no_master(m):
         return m
     if is_half_array(p) and stochastic:
@@ -181,7 +175,7 @@ def _current(p: Any, m: Any, stochastic: bool) -> Any:
 
 
 def _update(p: Any, old: Any, new: Any, step: Any, bits: Any) -> Any:
-    """Returns the update that takes a parameter to its new master, rounded to the parameter's dtype."""
+    """The update that takes a parameter to its new master, rounded to the parameter's dtype."""
     if _has_no_master(new):
         return step
     p32 = _float32(p)

@@ -4,6 +4,8 @@ An update smaller than half the distance to a parameter's neighbour vanishes whe
 step. Master weights, stochastic rounding and Kahan summation prevent that, and all three round here: by
 integer operations on float32 bits, since XLA may leave out a cast to half and back, and
 `lax.reduce_precision` turns the subnormal numbers of float16 into zeros.
+
+Below are the checks and the run of the wrapped transformation that all wrappers of this room share.
 """
 
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_floating_array
+from jmp_policy._src.core.dtypes import is_floating_array, map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 
 _SIGN = np.uint32(0x8000_0000)
 _INFINITY = np.uint32(0x7F80_0000)
@@ -24,20 +28,8 @@ TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
 
 
 def is_half_array(x: Any) -> bool:
-    """Returns whether a leaf is an array of float16 or bfloat16, the dtypes that are rounded to."""
+    """Whether a leaf is an array of float16 or bfloat16, the dtypes that are rounded to."""
     return is_floating_array(x) and x.dtype in (jnp.float16, jnp.bfloat16)
-
-
-def check_some_half(params: PyTree, wrapper: str) -> None:
-    """Raises ValueError where a wrapper that rounds gets floating parameters, and none of them is half."""
-    floating = [x for x in jax.tree.leaves(params) if is_floating_array(x)]
-    if floating and not any(map(is_half_array, floating)):
-        dtypes = ", ".join(sorted({x.dtype.name for x in floating}))
-        raise ValueError(
-            f"{wrapper} sees no float16 or bfloat16 parameter, only {dtypes}: there is nothing to round. If "
-            "the model's parameters are half, another wrapper shows float32 copies of them: put this one "
-            "outermost, around loss_scaled(optimizer, loss_scale). If they are float32, leave it out."
-        )
 
 
 def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
@@ -83,7 +75,7 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
 
 
 def change(p: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns the float32 number that `optax.apply_updates` adds to `p` to get `new`.
+    """The float32 number that `optax.apply_updates` adds to `p` to get `new`.
 
     It is -0.0 where the two are equal: p + -0.0 is p for every p, infinity included; -0.0 + 0.0 would lose
     the sign.
@@ -116,3 +108,48 @@ def _between_zero_and_smallest(magnitude: jax.Array, bits: Any) -> jax.Array:
 
 def _pattern(x: Any) -> np.uint32:
     return np.float32(x).view(np.uint32)
+
+
+def check_some_half(params: PyTree, wrapper: str) -> None:
+    """Raises ValueError where a wrapper that rounds gets floating parameters, and none of them is half."""
+    floating = [x for x in jax.tree.leaves(params) if is_floating_array(x)]
+    if floating and not any(map(is_half_array, floating)):
+        dtypes = ", ".join(sorted({x.dtype.name for x in floating}))
+        raise ValueError(
+            f"{wrapper} sees no float16 or bfloat16 parameter, only {dtypes}: there is nothing to round. If "
+            "the model's parameters are half, another wrapper shows float32 copies of them: put this one "
+            "outermost, around loss_scaled(optimizer, loss_scale). If they are float32, leave it out."
+        )
+
+
+def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
+    """Raises ValueError where there are gradients but the parameters were not passed."""
+    if params is None and jax.tree.leaves(updates):
+        raise ValueError(
+            f"{wrapper} needs the parameters to compute their updates: call tx.update(grads, state, params)."
+        )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises TypeError for a seed that is not an integer, ValueError for one that JAX's keys can't take."""
+    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, from -2**63 to 2**63 - 1, got {seed}.")
+
+
+def run_inner(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Runs the wrapped transformation on float32 gradients: its updates, and its state, strongly typed."""
+    if "grad" in extra_args:
+        extra_args = extra_args | {"grad": tree_to_float32(extra_args["grad"])}
+    new_updates, new_state = inner.update(tree_to_float32(updates), state, params, **extra_args)
+    return new_updates, map_changed(strip_weak_type, new_state)

@@ -9,6 +9,8 @@ What could change without an error is checked when it is first used, on a small 
 """
 
 import functools
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -398,3 +400,64 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
     if not isinstance(x, jax.core.Tracer) or operands is None:
         return None
     return None if isinstance(getattr(x, "val", None), Literal) else (x, eqn, operands)
+
+
+def program_being_traced() -> Any | None:
+    """What JAX has recorded of the program that it traces just now; None where operations run at once.
+
+    Derivatives and vmap record nothing themselves: it is the program that they are part of. To be read by
+    `recorded` and `recorded_constants`. Private: the trace in `get_opaque_trace_state`, `parent_trace` and
+    `frame` of traces. JAX has no public way to look at a program before its trace ends.
+    """
+    checked(_probe_recorded, "the operations of a program being traced from `frame.tracing_eqns`")
+    return _program_being_traced()
+
+
+def _program_being_traced() -> Any | None:
+    trace = core.get_opaque_trace_state(convention="nnx")._trace_ref()
+    while trace is not None and not hasattr(trace, "frame"):
+        trace = getattr(trace, "parent_trace", None)
+    return None if trace is None else trace.frame
+
+
+def recorded(program: Any, start: int = 0) -> list[tuple[Any, list[Any]]]:
+    """The equations that a program being traced has from an index on, each with the atoms it takes.
+
+    Private: `tracing_eqns` of a trace's frame, `val` of tracers, as for `program_being_traced`.
+    """
+    found = []
+    for eqn in program.tracing_eqns[start:]:
+        eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
+        if eqn is not None:  # Else nobody uses what it gives.
+            found.append((eqn, list(map(_VAL, eqn.in_tracers))))
+    return found
+
+
+_VAL = operator.attrgetter("val")
+
+
+def recorded_constants(program: Any) -> dict[Any, Any]:
+    """The values that a program being traced has closed over, by their variables.
+
+    Private: `constvar_to_val` of a trace's frame, as for `program_being_traced`.
+    """
+    return program.constvar_to_val.copy()
+
+
+def _probe_recorded() -> bool | None:
+    """Looks at a product of an argument and a closed-over array, while a gradient of it is traced."""
+    closed_over, found = np.ones(2, np.float32), []
+
+    def probe(x: Any) -> Any:
+        program = _program_being_traced()
+        before = len(recorded(program))
+        out = lax.mul(x, closed_over)
+        (eqn, atoms), *_ = recorded(program, before)
+        constants = recorded_constants(program)
+        (argument, _, _) = traced_by(x) or (None, None, ())
+        is_argument = argument is not None and argument.val is atoms[0]
+        found.append((eqn.primitive.name, is_argument, atoms[1] in constants))
+        return lax.reduce_sum(out, (0,))
+
+    jax.make_jaxpr(jax.grad(probe))(closed_over)
+    return found == [("mul", True, True)] or None

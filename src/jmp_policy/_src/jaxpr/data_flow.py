@@ -66,37 +66,18 @@ def _used(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return [x for x, var in zip(operands, jaxpr.invars, strict=True) if id(var) in used]
 
 
-class Made(NamedTuple):
-    """What an array was computed by.
-
-    Args:
-      name: of the operation's primitive.
-      operands: arrays.
-      parameters: of the operation.
-    """
-
-    name: str
-    operands: Sequence[Any]
-    parameters: dict[str, Any]
-
-
-def made_by(x: Any) -> Made | None:
-    """Returns the operation that made an array, where the running trace shows it."""
-    traced = compat.traced_by(x)
-    # A tracer of a derivative or of vmap is more than the value inside that was computed.
-    if traced is None or traced[0] is not x or traced[1] is None:
-        return None
-    _, eqn, operands = traced
-    # An operation that is the derivative of another one has a sharding; one without axes says nothing.
-    spec = getattr(eqn.params.get("sharding"), "spec", ())
-    is_placed = any(part is not None for part in spec)
-    return None if is_placed else Made(eqn.primitive.name, operands, eqn.params)
-
-
 def before_cast(x: Any) -> Any:
-    """Returns what an array was cast from, where the running trace shows a cast; else the array itself."""
-    made = made_by(x)
-    return made.operands[0] if made and made.name == "convert_element_type" else x
+    """What an array was cast from, where the running trace shows a cast; else the array itself."""
+    traced = compat.traced_by(x)
+    # A tracer of a derivative or of vmap is more than the value inside that was cast.
+    if traced is None or traced[0] is not x or traced[1] is None:
+        return x
+    _, eqn, operands = traced
+    if eqn.primitive.name != "convert_element_type":
+        return x
+    # A cast that is the derivative of another one has a sharding; one without axes says nothing.
+    spec = getattr(eqn.params.get("sharding"), "spec", ())
+    return x if any(part is not None for part in spec) else operands[0]
 
 
 def transposes(eqn: Any) -> bool:

@@ -62,6 +62,18 @@ class Trait(enum.Flag):
     DECIDES = enum.auto()
     #: Orders its operands, or picks some of them by their order.
     RANKS = enum.auto()
+    #: Compares its operands: with an infinite number as with any beyond the others.
+    COMPARISON = enum.auto()
+    #: May be given an infinite number, as a bound or a filling that no other number exceeds.
+    BOUNDED = enum.auto()
+    #: Its results are not negative.
+    NOT_NEGATIVE = enum.auto()
+    #: Its results are no less than zero where its operands are.
+    KEEPS_SIGN = enum.auto()
+    #: A sum or difference of two arrays: with a loop's carry, a sum of one term per trip.
+    ADDITION = enum.auto()
+    #: Adds rows to an array one after another.
+    SCATTER_SUM = enum.auto()
 
 
 class Operation(NamedTuple):
@@ -81,7 +93,7 @@ class Operation(NamedTuple):
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
     _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES, _REDUCES,
-    _DECIDES, _RANKS,
+    _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -106,14 +118,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     "ragged_dot": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
-    "exp": Operation("full", "exceeds float16 above 11.1", _CURVE),
-    "exp2": Operation("full", "exceeds float16 at 16", _CURVE),
+    "exp": Operation("full", "exceeds float16 above 11.1", _CURVE | _NOT_NEGATIVE),
+    "exp2": Operation("full", "exceeds float16 at 16", _CURVE | _NOT_NEGATIVE),
     "expm1": Operation("full", "exceeds float16 above 11.1", _CURVE),
     "log": Operation("full", "half loses all digits near 1", _CURVE | _POLE),
     "log2": Operation("full", "half loses all digits near 1", _CURVE),
     "log1p": Operation("full", "its small arguments are subnormal in float16", _CURVE | _POLE),
     "pow": Operation("full", "exceeds float16 easily; the exponent's rounding is multiplied", _CURVE | _POLE),
-    "sqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
+    "sqrt": Operation(
+        "full", "of variances, which are below float16's normal range", _CURVE | _POLE | _NOT_NEGATIVE
+    ),
     "rsqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "cbrt": Operation("full", "as sqrt", _CURVE | _POLE),
     "erf_inv": Operation("full", "steep near 1, where half has no digits"),
@@ -143,14 +157,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "reduce_sum": Operation(
         "full",
         "many terms: half stops growing at 2048 times a term",
-        _EXACT_TRANSPOSE | _ACCUMULATES | _REDUCES,
+        _EXACT_TRANSPOSE | _ACCUMULATES | _REDUCES | _KEEPS_SIGN,
     ),
     "reduce_prod": Operation("full", "many factors: leaves float16's range", _ACCUMULATES),
-    "cumsum": Operation("full", "as reduce_sum", _COSTLY | _EXACT_TRANSPOSE | _ACCUMULATES),
+    "cumsum": Operation("full", "as reduce_sum", _COSTLY | _EXACT_TRANSPOSE | _ACCUMULATES | _KEEPS_SIGN),
     "cumprod": Operation("full", "as reduce_prod", _COSTLY | _ACCUMULATES),
     "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY | _ACCUMULATES),
     "reduce_window_sum": Operation(
-        "full", "as reduce_sum (average pooling)", _COSTLY | _ACCUMULATES | _REDUCES
+        "full", "as reduce_sum (average pooling)", _COSTLY | _ACCUMULATES | _REDUCES | _KEEPS_SIGN
     ),
     "psum": Operation("full", "a sum over devices", _COSTLY | _COLLECTIVE | _ACCUMULATES),
     "psum_invariant": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
@@ -161,39 +175,41 @@ OPERATIONS: Mapping[str, Operation] = {
     "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER | _EXACT | _RANKS),
     "top_k": Operation("full", "a decision: ties that half would make", _EXACT | _RANKS),
     # As the widest operand.
-    "add": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS),
-    "add_any": Operation("follow", "a sum of two cotangents", _EACH | _EXACT_TRANSPOSE | _ADDS),
-    "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS),
+    "add": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
+    "add_any": Operation("follow", "a sum of two cotangents", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
+    "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
     "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR),
     "div": Operation(
         "follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _NONLINEAR | _POLE
     ),
     "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
     "sign": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
-    "abs": Operation("follow", "exact", _CURVE | _SAFE),
-    "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS),
-    "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS),
-    "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS),
+    "abs": Operation("follow", "exact", _CURVE | _SAFE | _NOT_NEGATIVE),
+    "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
+    "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
+    "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS | _BOUNDED),
     "floor": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "ceil": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "round": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "rem": Operation("follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _POLE),
     "square": Operation(
-        "follow", "a product; float16 overflows above 255, see look-ahead for sums of squares", _CURVE
+        "follow",
+        "a product; float16 overflows above 255, see look-ahead for sums of squares",
+        _CURVE | _NOT_NEGATIVE,
     ),
     "one_minus_square": Operation("follow", "a product; the derivative of tanh", _CURVE),
     "integer_pow": Operation(
         "follow", "a product of few factors; see autocast/special_rules.py", _CURVE | _POLE
     ),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
-    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
-    "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS),
-    "eq": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
-    "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE),
-    "lt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
-    "le": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
-    "gt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
-    "ge": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES),
+    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE | _NOT_NEGATIVE),
+    "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS | _KEEPS_SIGN),
+    "eq": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
+    "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _COMPARISON),
+    "lt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
+    "le": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
+    "gt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
+    "ge": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
     "is_finite": Operation("follow", "a comparison", _ELEMENTWISE | _EXACT_TRANSPOSE),
     "cummax": Operation("follow", "exact", _COSTLY | _EXACT),
     "cummin": Operation("follow", "exact", _COSTLY | _EXACT),
@@ -234,9 +250,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "optimization_barrier": Operation("follow", "identity, each operand for itself", _WEIGHT | _VIEW),
     # In float32 inside, for the sake of the derivative.
     "gather": Operation("inside", "an embedding: its gradient is a sum over tokens", _KEEPS_WEIGHT | _SAFE),
-    "pad": Operation("inside", "the gradient of what it pads with is a sum", _SAFE | _ADDS),
-    "reduce_max": Operation("inside", "its gradient is a sum over ties", _SAFE),
-    "reduce_min": Operation("inside", "its gradient is a sum over ties", _SAFE),
+    "pad": Operation("inside", "the gradient of what it pads with is a sum", _SAFE | _ADDS | _BOUNDED),
+    "reduce_max": Operation("inside", "its gradient is a sum over ties", _SAFE | _BOUNDED | _KEEPS_SIGN),
+    "reduce_min": Operation("inside", "its gradient is a sum over ties", _SAFE | _BOUNDED | _KEEPS_SIGN),
     "erf": Operation("inside", "its derivative is an exponential", _CURVE),
     # In the dtypes that they were traced in.
     "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
@@ -264,12 +280,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "rng_bit_generator": Operation(None, "draws random numbers", _COSTLY),
     "scatter": Operation(None, "writes rows", _COSTLY | _COMBINER | _EXACT | _ADDS),
     "scatter-add": Operation(
-        None, "adds rows: the gradient of a look-up", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES
+        None,
+        "adds rows: the gradient of a look-up",
+        _COSTLY | _COMBINER | _ADDS | _ACCUMULATES | _SCATTER_SUM,
     ),
     "scatter-max": Operation(None, "the larger of rows", _COSTLY | _COMBINER),
     "scatter-min": Operation(None, "the smaller of rows", _COSTLY | _COMBINER),
     "scatter-mul": Operation(None, "multiplies rows", _COSTLY | _COMBINER | _ACCUMULATES),
-    "scatter_add": Operation(None, "its name in later versions", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES),
+    "scatter_add": Operation(
+        None, "its name in later versions", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES | _SCATTER_SUM
+    ),
     "scatter_mul": Operation(None, "its name in later versions", _COSTLY | _COMBINER | _ACCUMULATES),
     "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY | _ACCUMULATES | _RANKS),
     "approx_top_k": Operation(None, "the largest elements, most of them", _RANKS),

@@ -1,8 +1,10 @@
 """Where in a user's code an operation of a jaxpr was written."""
 
+import ast
 import functools
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 from typing import Any
@@ -11,6 +13,7 @@ import jax
 
 from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
 
 def source_line(eqn: Any) -> str:
@@ -19,11 +22,21 @@ def source_line(eqn: Any) -> str:
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
     line where no other is known.
     """
-    for frame in compat.frames(eqn):
-        if not frame.file_name.startswith((*_libraries(), "<frozen")):
-            return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
+    if (frame := _users_frame(eqn)) is not None:
+        return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
     text = compat.source_summary(eqn)
     return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
+
+
+def users_line(eqn: Any) -> tuple[str, int]:
+    """The file and line of `source_line`, for a warning that is to point there; ("", 0) if unknown."""
+    frame = _users_frame(eqn)
+    return ("", 0) if frame is None else (frame.file_name, frame.line_num)
+
+
+def _users_frame(eqn: Any) -> Any:
+    frames = compat.frames(eqn)
+    return next((f for f in frames if not f.file_name.startswith((*_libraries(), "<frozen"))), None)
 
 
 def caller(eqn: Any) -> tuple[str, int]:
@@ -97,3 +110,81 @@ def _directory(name: str) -> str:
     except (ImportError, ValueError):
         found = None
     return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep
+
+
+#: Python's operators between two values.
+_OPERATORS: dict[str, type[ast.operator]] = {
+    "+": ast.Add,
+    "-": ast.Sub,
+    "*": ast.Mult,
+    "/": ast.Div,
+    "%": ast.Mod,
+    "**": ast.Pow,
+}
+
+
+def written_constants(eqn: Any) -> list[tuple[float, str]]:
+    """Returns the numbers that stand in the source as operands of an operation.
+
+    Args:
+      eqn: an equation of a jaxpr.
+
+    Returns:
+      Each number, with its text and the operator before it: `(100000.0, "/ 100000")`. Where the operator is
+      not in the user's expression, but in a function that it calls, the numbers given to calls. None where
+      operands have other names, or the source cannot be read.
+    """
+    file, line = caller(eqn)
+    nodes = [node for node in _statement(file, line) if node.lineno <= line <= (node.end_lineno or line)]
+    sign = PYTHON_OPERATORS.get(eqn.primitive.name, "")
+    kind = _OPERATORS.get(sign)
+    operations = [
+        n for n in nodes if isinstance(n, ast.BinOp) and kind is not None and isinstance(n.op, kind)
+    ]
+    found = []
+    for node in operations:
+        found += [(value, text) for value, text in _numbers(node.left)]
+        found += [(value, f"{sign} {text}") for value, text in _numbers(node.right)]
+    if not operations:
+        arguments = [
+            a for n in nodes if isinstance(n, ast.Call) for a in (*n.args, *(k.value for k in n.keywords))
+        ]
+        found += [pair for argument in arguments for pair in _numbers(argument)]
+    return found
+
+
+def _numbers(node: ast.expr) -> list[tuple[float, str]]:
+    """Returns the number that an expression is, or those that a call makes an array of."""
+    if isinstance(node, ast.Call):
+        # jnp.asarray(1e-8, x.dtype), jnp.float32(1e-8).astype(x.dtype)
+        parts = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+        return [pair for part in parts for pair in _numbers(part)]
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return []
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [(float(value), ast.unparse(node))] if is_number else []
+
+
+def _statement(file: str, line: int) -> list[Any]:
+    """Returns the expressions of the smallest statement on a line, without those of statements inside it."""
+    statements = [s for s in _statements(file) if s.lineno <= line <= (s.end_lineno or line)]
+    if not statements:
+        return []
+    smallest = min(statements, key=lambda s: ((s.end_lineno or s.lineno) - s.lineno, -s.col_offset))
+    inner, found = [smallest], []
+    while inner:
+        node = inner.pop()
+        found += [node] if isinstance(node, ast.expr) else []
+        inner += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _statements(file: str) -> list[Any]:
+    try:
+        parsed = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    return [node for node in ast.walk(parsed) if isinstance(node, ast.stmt)]

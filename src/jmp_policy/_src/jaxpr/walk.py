@@ -7,7 +7,7 @@ one converted there.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
@@ -71,20 +71,18 @@ class ValueInfo(NamedTuple):
     is_carry: bool = False
 
 
-class Visitor(Protocol):
+class Visitor:
     """Looks at the operations that have no program inside."""
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        """Returns the marks that its results carry; asked several times for what is in loops."""
-        ...
+        """The marks that its results carry; asked several times for what is in loops."""
+        return frozenset()
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation; called once for each, in order."""
-        ...
 
     def loop(self, eqn: Any, site: Site) -> None:
         """Takes note of a loop before the operations in it."""
-        ...
 
 
 def walk(jaxpr: Any, visitor: Visitor) -> list[ValueInfo]:

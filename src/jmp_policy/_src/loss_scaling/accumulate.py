@@ -19,8 +19,13 @@ from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import strip_weak_type
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
-from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult, StepFunction, Window, accumulate
-from jmp_policy._src.loss_scaling.microbatches import Batch
+from jmp_policy._src.loss_scaling.microbatch_loop import (
+    Batch,
+    MicrobatchResult,
+    StepFunction,
+    Window,
+    accumulate,
+)
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 

@@ -1,32 +1,95 @@
 """Tells users that they differentiated the loss without its loss scale.
 
 `loss_scaled` divides gradients by the scale. Gradients that it never multiplied come out 65536 times too
-small, all of them finite: the model learns that much more slowly, and nothing else shows it.
+small, all of them finite: the model learns that much more slowly, and nothing else shows it. There are two
+ways to notice:
 
-While a program is traced, JAX knows what each value was computed from. So where a step is one jitted
-function, the gradients themselves tell: behind them is a backward pass, and nowhere the loss scale of the
-state. Gradients that were computed in another function come without a history; there a record of the scales
-that were ever asked for (`loss_scaling/scale_use.py`) decides whether to warn.
+1. While a program is traced, JAX knows what each value was computed from. Where a step is one jitted
+   function, the gradients tell: behind them is a backward pass, and nowhere the loss scale of the state. That
+   is an error.
+2. Gradients that were computed in another jitted function, or outside of any, come without a history. A
+   record of the scales that were ever asked for (`ScaleUse`) decides whether to warn; nothing else reads it.
 """
 
 import collections
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, Scaling, StaticLossScale
-from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
 
-_REPAIR = (
-    "Use `loss, grads = jmp_policy.scaled_value_and_grad(loss_fn{loss})(opt_state, params)` in place of "
-    "jax.value_and_grad; or, to scale by hand, differentiate what {by_hand} returns."
-)
+
+class ScaleUse:
+    """Record of the loss scales that losses were multiplied by, in this process.
+
+    Each use of a scale is open until an update with it, or with a scale in its place (a copy, a restored
+    one), has followed. A use inside a program stays open if the update is not in that program, since the
+    program may run again at any time without being traced.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, weakref.ref[Any]] = {}
+        self._tracers: list[weakref.ref[Any]] = []
+        self._constants: set[float] = set()
+        self._ever = self._open = self._in_other_programs = False
+
+    def note(self, scale: Any) -> None:
+        """Takes note that a loss scale was asked for, to multiply a loss by."""
+        self._drop_finished()
+        for leaf in jax.tree.leaves(scale):
+            self._ever = True
+            if isinstance(leaf, jax.core.Tracer):
+                self._tracers.append(weakref.ref(leaf))
+            elif isinstance(leaf, jax.Array):
+                self._open, key = True, id(leaf)
+                self._arrays[key] = weakref.ref(leaf, lambda _, key=key: self._arrays.pop(key, None))
+
+    def note_product(self, scale: Any, tree: PyTree) -> None:
+        """Takes note that a loss scale multiplies a tree; of its value where that is a program's constant."""
+        self.note(scale)
+        if _is_known(scale.loss_scale) and any(compat.traced_by(x) for x in jax.tree.leaves(tree)):
+            self._constants.add(float(scale.loss_scale))
+
+    def close(self, scale: Any) -> None:
+        """Takes note that an update divides by a scale that multiplied the gradients in the same program."""
+        leaves = jax.tree.leaves(scale)
+        self._tracers = [ref for ref in self._tracers if not any(ref() is leaf for leaf in leaves)]
+
+    def may_have_multiplied(self, scales: PyTree) -> bool:
+        """Whether a scale was asked for that may be one of these; ends the uses open so far."""
+        self._drop_finished()
+        was_open, self._open = self._open, False
+        leaves = jax.tree.leaves(scales)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._ever  # Whatever arrays will take its place.
+        asked = any((ref := self._arrays.get(id(leaf))) is not None and ref() is leaf for leaf in leaves)
+        return asked or was_open or self._in_other_programs or bool(self._tracers)
+
+    def is_constant(self, factor: Any) -> bool:
+        """Whether a loss scale of this value multiplied as a constant of a program."""
+        return _is_known(factor) and float(factor) in self._constants
+
+    def _drop_finished(self) -> None:
+        """Forgets tracers of finished programs. Their uses stay open, as their updates were not seen."""
+        alive = [ref for ref in self._tracers if ref() is not None]
+        self._in_other_programs |= len(alive) < len(self._tracers)
+        self._tracers = alive
+
+
+def _is_known(factor: Any) -> bool:
+    return isinstance(factor, jax.Array) and not isinstance(factor, jax.core.Tracer)
+
+
+#: The record of this process.
+SCALE_USE = ScaleUse()
 
 
 class Division(NamedTuple):
@@ -35,14 +98,16 @@ class Division(NamedTuple):
     Args:
       grads: scaled gradients.
       scale: the loss scale of the optimizer's state.
-      initial: the loss scale that `loss_scaled` was given.
       params: the parameters, or None.
+      fixed: the factor that the optimizer was made with, of a loss scale that never changes; else None.
+      is_noted: whether a product with such a scale enters the record; those of other libraries do not.
     """
 
     grads: PyTree
-    scale: LossScale
-    initial: LossScale
+    scale: Any
     params: PyTree
+    fixed: Any
+    is_noted: bool
 
 
 class ForgottenScaleCheck:
@@ -63,14 +128,13 @@ class ForgottenScaleCheck:
         """
         # A scale without numbers (NoOpLossScale) has none that could be looked for.
         divisions = {n: d for n, d in divisions.items() if jax.tree.leaves(d.scale) and _has_numbers(d.grads)}
-        known = {name: is_multiplied(division) for name, division in divisions.items()}
+        known = {name: _is_multiplied(division) for name, division in divisions.items()}
         for name, multiplied in known.items():
             if multiplied is False:
                 raise ValueError(_error(name))
             if multiplied:
                 SCALE_USE.close(divisions[name].scale)
-        # Other classes' scales may multiply without anybody's notice.
-        if any(known.values()) or not all(isinstance(d.scale, Scaling) for d in divisions.values()):
+        if any(known.values()) or not all(d.is_noted for d in divisions.values()):
             self._is_answered = True
         if divisions and not self._is_answered:
             self._is_answered = True
@@ -78,14 +142,21 @@ class ForgottenScaleCheck:
                 warnings.warn(_warning(next(iter(divisions))), UserWarning, stacklevel=3)
 
 
-def is_multiplied(division: Division) -> bool | None:
-    """Returns whether gradients were computed from their loss scale; None where the trace does not show it.
+def _has_numbers(grads: PyTree) -> bool:
+    arrays = [x for x in jax.tree.leaves(grads) if hasattr(x, "dtype")]
+    return any(x.size and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+
+
+def _is_multiplied(division: Division) -> bool | None:
+    """Whether gradients were computed from their loss scale; None where the trace does not show it.
 
     They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale. Three things are no proof. Inputs of the trace, other than the parameters, in the shapes
-    of all gradients, from which these may have been computed (clipped, preconditioned) after the backward
-    pass; a number among those inputs, by which they may have been multiplied then; and a static scale that is
-    a constant of the program.
+    with the scale. But they may have been all the same, and the answer is None, where
+
+    1. the trace has inputs, other than the parameters, in the shapes of all gradients: these may have been
+       computed from them after the backward pass (clipped, preconditioned);
+    2. one of these inputs is a number, by which they may have been multiplied then;
+    3. the scale never changes, and is a constant of the program.
     """
     leaves = jax.tree.leaves(division.grads)
     of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
@@ -95,18 +166,11 @@ def is_multiplied(division: Division) -> bool | None:
         return True
     if not any(map(transposes, of_grads.equations)):
         return None
-    initial = division.initial
-    is_constant = isinstance(initial, StaticLossScale) and SCALE_USE.is_constant(initial.loss_scale)
-    return None if is_constant or _may_be_inputs(leaves, division.params) else False
-
-
-def _has_numbers(grads: PyTree) -> bool:
-    arrays = [x for x in jax.tree.leaves(grads) if hasattr(x, "dtype")]
-    return any(x.size and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+    return None if SCALE_USE.is_constant(division.fixed) or _may_be_inputs(leaves, division.params) else False
 
 
 def _may_be_inputs(grads: list[Any], params: PyTree) -> bool:
-    """Returns whether inputs of the trace may be gradients, or a scale, behind these gradients.
+    """Whether inputs of the trace may be gradients, or a scale, behind these gradients.
 
     Only what happens after the backward pass counts.
     """
@@ -137,4 +201,8 @@ def _warning(loss: str) -> str:
 def _repair(loss: str) -> str:
     state = "get_loss_scale_state(opt_state)"
     by_hand = f"{state}.loss_scale[{loss!r}].scale(loss)" if loss else f"{state}.loss_scale.scale(loss)"
-    return _REPAIR.format(loss=f", loss={loss!r}" if loss else "", by_hand=by_hand)
+    argument = f", loss={loss!r}" if loss else ""
+    return (
+        f"Use `loss, grads = jmp_policy.scaled_value_and_grad(loss_fn{argument})(opt_state, params)` in "
+        f"place of jax.value_and_grad; or, to scale by hand, differentiate what {by_hand} returns."
+    )

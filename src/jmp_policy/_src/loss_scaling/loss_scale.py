@@ -11,21 +11,22 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import ArrayLike, PyTree
-from jmp_policy._src.loss_scaling.joined_division import divide
-from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives
+from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
+from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
+from jmp_policy._src.loss_scaling.rounded_product import round_once
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
-from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
+from jmp_policy._src.loss_scaling.small_arrays import divide
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @runtime_checkable
@@ -41,7 +42,7 @@ class LossScale(Protocol):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """Returns the factor, a float32 scalar."""
+        """The factor, a float32 scalar."""
         ...
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -53,7 +54,7 @@ class LossScale(Protocol):
         ...
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "LossScale":
-        """Returns the state for the next step.
+        """The state for the next step.
 
         Args:
           grads_finite: boolean scalar.
@@ -64,9 +65,40 @@ class LossScale(Protocol):
         ...
 
 
+def is_loss_scale(x: Any) -> bool:
+    """Whether a value is a loss scale, of this library or another."""
+    return isinstance(x, LossScale) and not isinstance(x, type)
+
+
+def check_loss_scale(loss_scale: Any, where: str = "") -> LossScale:
+    """Raises TypeError for an argument of `loss_scaled` that is no loss scale."""
+    if is_loss_scale(loss_scale):
+        return loss_scale
+    hint = ""
+    if isinstance(loss_scale, type):
+        hint = f" Did you mean {loss_scale.__name__}()?"
+    elif isinstance(loss_scale, int | float):
+        hint = f" Did you mean StaticLossScale({loss_scale})?"
+    raise TypeError(
+        f"loss_scaled needs a loss scale{where}, such as DynamicLossScale(), StaticLossScale(1024.0) or "
+        f"NoOpLossScale(); got {loss_scale!r}.{hint}"
+    )
+
+
+def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
+    """Adds one to a count where something happened; elsewhere the count is unchanged, or `otherwise`."""
+    return jnp.where(happened, optax.safe_increment(so_far), so_far if otherwise is None else otherwise)
+
+
 def tree_to_float32(tree: PyTree) -> PyTree:
     """Casts floating leaves of 16 bits or fewer to float32, and returns all others as the same objects."""
     return map_changed(_leaf_to_float32, tree)
+
+
+def holds_float8_state(tree: PyTree) -> bool:
+    """Whether gradients hold the state of float8 layers, which is none; see `float8_state.py`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return COLLECTION in [getattr(key, "key", None) for path, _ in flat for key in path]
 
 
 class Scaling(FromDict):
@@ -85,7 +117,8 @@ class Scaling(FromDict):
           3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
         SCALE_USE.note_product(self, tree)
-        return map_derivatives(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
+        map_gradients = map_derivatives if holds_float8_state(tree) else map_changed
+        return map_gradients(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the loss scale.
@@ -95,71 +128,11 @@ class Scaling(FromDict):
           type. Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's
           float8 layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
         """
-        numbers = list(filter(_is_number, jax.tree.leaves(derivatives(tree))))
-        quotients = iter(divide(numbers, self.loss_scale))
-        return map_derivatives(lambda x: next(quotients) if _is_number(x) else x, tree)
-
-
-@pytree_dataclass
-class NoOpLossScale(FromDict):
-    """Loss scale that scales nothing, for float32 and bfloat16 with the same train step.
-
-    `unscale` still returns float32, so that the optimizer never sees half-precision gradients.
-
-    Example:
-      >>> float(NoOpLossScale().loss_scale)
-      1.0
-    """
-
-    _config_type = "none"
-
-    @property
-    def loss_scale(self) -> jax.Array:
-        """Returns 1, a float32 scalar."""
-        return jnp.ones((), jnp.float32)
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Returns the tree unchanged."""
-        return tree
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Casts half-precision leaves to float32."""
-        return tree_to_float32(tree)
-
-    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "NoOpLossScale":
-        """Returns the loss scale itself."""
-        return self
-
-
-@pytree_dataclass
-class StaticLossScale(Scaling):
-    """Loss scale that never changes.
-
-    Use it where gradient magnitudes are known: NVIDIA's guide to mixed-precision training asks for
-    max|gradient| * loss_scale < 65504, and 8 to 32768 served many networks. The scale is a leaf: another
-    value does not compile again.
-
-    Args:
-      loss_scale: positive, finite, normal as float32; a scalar. A power of two scales without rounding.
-
-    Raises:
-      ValueError: for other values.
-
-    Example:
-      >>> scale = StaticLossScale(2.0**15)
-      >>> float(scale.unscale(scale.scale(jnp.float32(3.0))))
-      3.0
-    """
-
-    _config_type = "static"
-    loss_scale: jax.Array
-
-    def __init__(self, loss_scale: ArrayLike):
-        set_fields(self, loss_scale=scale_leaf(loss_scale, "loss_scale"))
-
-    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "StaticLossScale":
-        """Returns the loss scale itself."""
-        return self
+        gradients, map_gradients = tree, map_changed
+        if holds_float8_state(tree):
+            gradients, map_gradients = derivatives(tree), map_derivatives
+        quotients = iter(divide(list(filter(_is_number, jax.tree.leaves(gradients))), self.loss_scale))
+        return map_gradients(lambda x: next(quotients) if _is_number(x) else x, tree)
 
 
 @pytree_dataclass
@@ -247,7 +220,7 @@ class DynamicLossScale(Scaling):
         set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
-        """Returns the state after a step.
+        """The scale, grown or backed off, and its counters.
 
         Args:
           grads_finite: whether all gradients were finite; boolean scalar.
@@ -262,8 +235,8 @@ class DynamicLossScale(Scaling):
         grow = clean >= self.growth_interval
         back_off = ~finite & (tolerated <= 0)
         at_floor = self.loss_scale <= self.min_loss_scale
-        scale = jnp.where(grow, times_factor(self.loss_scale, self.growth_factor), self.loss_scale)
-        scale = jnp.where(back_off, times_factor(self.loss_scale, self.backoff_factor), scale)
+        scale = jnp.where(grow, _times_factor(self.loss_scale, self.growth_factor), self.loss_scale)
+        scale = jnp.where(back_off, _times_factor(self.loss_scale, self.backoff_factor), scale)
         return replace(
             self,
             loss_scale=jnp.clip(scale, self.min_loss_scale, self.max_loss_scale),
@@ -274,43 +247,16 @@ class DynamicLossScale(Scaling):
         )
 
 
-def times_factor(scale: jax.Array, factor: float) -> jax.Array:
-    """Multiplies a scale by a factor of double precision, and rounds the product once, as torch does.
-
-    Factors such as 2, 0.5 and 1.5 are float32 numbers, for which one float32 product is enough. 0.8 is not:
-    60 steps with 0.8 rounded to float32 drift away from torch's scale. So two errors are added back: that of
-    rounding the factor, and that of the product (Dekker's method: both numbers are split into 12-bit halves,
-    whose products are exact). One difference is left: products within 1e-9 of the middle between two float32
-    numbers may be rounded to the other one, 3 % of those with 1.1.
-
-    Args:
-      scale: float32 scalar.
-      factor: positive number.
-    """
-    if factor > _LARGEST_FLOAT32:
-        return jnp.full_like(scale, jnp.inf)
-    high = np.float32(factor)
-    rest = np.float32(factor - float(high))
-    if rest == 0 or high > 2.0**100:
-        return scale * high
-    # Dekker's halves of a number above 2**115 are infinite, and the error of a product below 2**-102 is 0.
-    # So the scale is first brought between 2**-66 and 2**66, and the product back; neither step rounds.
-    small = scale < 1
-    near = scale * jnp.where(small, np.float32(2.0**60), np.float32(2.0**-60))
-    product = near * high
-
-    def halves(x: Any) -> tuple[Any, Any]:
-        upper = x * np.float32(4097)
-        upper = upper - (upper - x)
-        return upper, x - upper
-
-    (a, b), (c, d) = halves(near), halves(high)
-    error = ((a * c - product) + a * d + b * c) + b * d
-    corrected = jnp.where(jnp.isfinite(error), product + (error + near * rest), product)
-    return corrected * jnp.where(small, np.float32(2.0**-60), np.float32(2.0**60))
+def _times_factor(scale: jax.Array, factor: float) -> jax.Array:
+    """Multiplies a scale by a factor of double precision, and rounds the product once, as torch does."""
+    if factor <= 2.0**100 and float(np.float32(factor)) == factor:  # As 2, 0.5, 1.5: a float32 product does.
+        return scale * np.float32(factor)
+    return round_once(scale, factor)
 
 
 def _leaf_to_float32(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.dtype == np.float32:  # The common case, and quick.
+        return x
     if isinstance(x, float):
         return jnp.asarray(x, jnp.float32)
     if is_floating_array(x):
@@ -319,19 +265,17 @@ def _leaf_to_float32(x: Any) -> Any:
 
 
 def _is_number(x: Any) -> bool:
-    arrays = (jax.Array, np.ndarray, np.generic)
-    is_array = isinstance(x, arrays)
-    return isinstance(x, float | complex) or (is_array and bool(jnp.issubdtype(x.dtype, jnp.inexact)))
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return isinstance(x, float | complex)
 
 
 def _times(x: Any, scale: Any) -> Any:
-    return lax.mul(jnp.asarray(x), _like(scale, x)) if _is_number(x) else x
-
-
-def _like(scale: Any, x: Any) -> jax.Array:
-    """Broadcasts the scale to the shape and dtype of x, so that float64 and complex x keep their dtype."""
-    shape, dtype = np.shape(x), jnp.asarray(x).dtype
-    return lax.broadcast(lax.convert_element_type(scale, dtype), shape)
+    if not _is_number(x):
+        return x
+    x = jnp.asarray(x)
+    # The scale in the dtype of x, so that float64 and complex x keep theirs.
+    return lax.mul(x, lax.broadcast(lax.convert_element_type(scale, x.dtype), x.shape))
 
 
 def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:

@@ -1,10 +1,24 @@
-"""Wraps an optax transformation: unscales gradients, tests them, and updates or skips the step.
+"""Wraps an optax transformation: divides gradients by the loss scale, and skips steps on which they overflow.
+
+One step::
+
+    grads = float32(scaled gradients) / scale       # the scale that the loss was multiplied by
+    finite = all_finite(grads)
+    updates, new_inner_state = inner.update(grads, inner_state, params)
+    updates = updates if finite else -0.0           # p + -0.0 has every bit of p
+    inner_state = new_inner_state if finite else inner_state
+    scale = scale.adjust(finite)                    # grown, backed off, or the same
+
+Of several losses each has a scale: the first two lines and the last run for each, by its name, and `inner`
+gets the sum. One loss is several with the name "".
 
 Different from the peers: gradients are divided by the scale that the loss was multiplied by (mpx divides by
 the adjusted one), the outcome is selected and not branched to (Keras branches, which costs 3.4x the temporary
 memory), and the wrapped transformation only ever sees float32.
 """
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,22 +28,23 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.decision import Decision
-from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, tree_to_float32
-from jmp_policy._src.loss_scaling.losses import count_if, losses_of
-from jmp_policy._src.loss_scaling.monitor import Groups, check_groups
-from jmp_policy._src.loss_scaling.overwritten import with_new_state, zeros_for_state
-from jmp_policy._src.loss_scaling.state import LossScaledState
-from jmp_policy._src.loss_scaling.transformation import (
-    Transformation,
-    check_inner,
-    check_state,
-    init_inner,
-    unalias,
+from jmp_policy._src.loss_scaling import float8_state, loss_scales
+from jmp_policy._src.loss_scaling.finiteness import all_finite
+from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
+from jmp_policy._src.loss_scaling.forgotten_scale import Division, ForgottenScaleCheck
+from jmp_policy._src.loss_scaling.loss_scale import (
+    LossScale,
+    Scaling,
+    check_loss_scale,
+    count_if,
+    holds_float8_state,
+    tree_to_float32,
 )
+from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
+from jmp_policy._src.loss_scaling.small_arrays import Decision, fusable_flag
+from jmp_policy._src.loss_scaling.state import LossScaledState
+from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
 
 def loss_scaled(
@@ -112,59 +127,132 @@ def loss_scaled(
     transformation = check_inner(inner, "loss_scaled")
     if count_mode not in ("hold", "advance"):
         raise ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
-
-    groups = check_groups(monitor)
-    losses: Any = losses_of(loss_scale, on_nonfinite, axis_name, groups)
+    if on_nonfinite not in ("skip_step", "drop_loss"):
+        raise ValueError(f"on_nonfinite must be 'skip_step' or 'drop_loss', got {on_nonfinite!r}.")
+    groups = monitor if isinstance(monitor, bool) else check_groups(monitor)
+    several = isinstance(loss_scale, Mapping)
+    initial = loss_scales.check(loss_scale) if several else {"": check_loss_scale(loss_scale)}
+    if on_nonfinite == "drop_loss" and not several:
+        raise ValueError(
+            "on_nonfinite='drop_loss' leaves one of several losses out, and this optimizer has one loss "
+            "scale for all. Give it a mapping from losses to loss scales."
+        )
     check_multiplied = ForgottenScaleCheck()
+
+    def by_name(grads: Any) -> dict[str, PyTree]:
+        return loss_scales.check_gradients(grads, initial) if several else {"": grads}
 
     def init(params: PyTree) -> LossScaledState:
         return LossScaledState(
-            inner_state=unalias(init_inner(transformation, tree_to_float32(params)), params),
-            loss_scale=losses.start(),
+            inner_state=init_inner(transformation, tree_to_float32(params), params),
+            loss_scale=loss_scales.start(initial) if several else jax.tree.map(jnp.array, initial[""]),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            gradients=losses.no_magnitudes(params) if groups else None,
+            gradients=no_magnitudes(params) if groups else None,
         )
+
+    def no_magnitudes(params: PyTree) -> Any:
+        as_gradients = dict.fromkeys(initial, float8_state.derivatives(params))
+        return jax.tree.map(jnp.zeros_like, magnitudes_by_loss(as_gradients, initial, groups))
+
+    def unscale(grads: Any, scales: Mapping[str, LossScale]) -> dict[str, PyTree]:
+        """Gradients by loss, as float32 and divided by the scale that they were multiplied by."""
+        # Loss scales of other libraries may leave them half.
+        return {name: tree_to_float32(scales[name].unscale(grads[name])) for name in initial}
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, *, overflowed: Any = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
+        scaled = by_name(updates)
+        scales = state.loss_scale.scales if several else {"": state.loss_scale}
+        left_out = loss_scales.flags(overflowed, initial) if several else {"": overflowed}
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
-        grads = losses.unscale(state.loss_scale, updates)
-        check_multiplied(losses.divisions(state.loss_scale, updates, params))
-        each_finite = losses.test(grads)
-        finite = losses.takes_step(each_finite)
+        grads = unscale(scaled, scales)
+        check_multiplied({n: _division(scaled[n], scales[n], initial[n], params) for n in initial})
+        gradients, run = grads, transformation.update
+        if has_float8 := holds_float8_state(updates):
+            gradients, run = float8_state.derivatives(grads), float8_state.around(run, params)
+
+        each_finite = _each_finite(gradients, axis_name)
+        together = lax.bitwise_and if on_nonfinite == "skip_step" else lax.bitwise_or
+        finite = functools.reduce(together, each_finite.values())
+        kept = each_finite if on_nonfinite == "drop_loss" else None
+
+        def total(grads: dict[str, PyTree]) -> PyTree:
+            return loss_scales.total(grads, kept, has_float8) if several else grads[""]
+
         if "grad" in extra_args:
-            line_grads = losses.unscale(state.loss_scale, extra_args["grad"])
-            extra_args["grad"] = losses.total(line_grads, each_finite)
-        total = losses.total(grads, each_finite)
-        new_updates, inner_state = transformation.update(
-            zeros_for_state(total), state.inner_state, tree_to_float32(params), **extra_args
-        )
-        new_updates = with_new_state(new_updates, total, params)
+            extra_args["grad"] = total(unscale(by_name(extra_args["grad"]), scales))
+        new_updates, inner_state = run(total(grads), state.inner_state, tree_to_float32(params), **extra_args)
         step = Decision(finite)
         skipped = ~step.for_small
-        return map_changed(lambda u: _update_unless_skipped(step, u), new_updates), LossScaledState(
-            inner_state=_state_unless_skipped(step, inner_state, state.inner_state, count_mode),
-            loss_scale=losses.adjust(
-                state.loss_scale, grads, losses.for_small(each_finite, step), overflowed
-            ),
+        new_updates = jax.tree.map(lambda u: _update_unless_skipped(step, u), new_updates)
+        inner_state = _state_unless_skipped(step, inner_state, state.inner_state, count_mode)
+        small = {n: step.for_small if f is finite else fusable_flag(f) for n, f in each_finite.items()}
+        adjusted = {
+            n: _adjust(scales[n], _clean(small[n], left_out.get(n), axis_name), gradients[n], axis_name)
+            for n in initial
+        }
+        return new_updates, LossScaledState(
+            inner_state=inner_state,
+            loss_scale=loss_scales.after(state.loss_scale, adjusted, small) if several else adjusted[""],
             grads_finite=finite,
             skipped=count_if(skipped, state.skipped),
             consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            gradients=losses.magnitudes(grads, state.loss_scale) if groups else None,
+            gradients=magnitudes_by_loss(gradients, scales, groups, axis_name) if groups else None,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _division(grads: PyTree, scale: LossScale, initial: LossScale, params: PyTree) -> Division:
+    fixed = initial.loss_scale if isinstance(initial, StaticLossScale) else None
+    return Division(grads, scale, params, fixed, isinstance(scale, Scaling))
+
+
+def _each_finite(grads: dict[str, PyTree], axis_name: Any) -> dict[str, jax.Array]:
+    """Whether the gradients of each loss are finite; boolean scalars, the same on all devices."""
+    if len(grads) == 1 or axis_name is None:
+        return {name: all_finite(tree, axis_name) for name, tree in grads.items()}
+    # One all-reduce for all losses.
+    flags = jnp.stack([all_finite(tree) for tree in grads.values()])
+    agreed = lax.pmin(flags.astype(jnp.int32), axis_name) > 0
+    return {name: agreed[i] for i, name in enumerate(grads)}
+
+
+def _clean(finite: jax.Array, overflowed: Any, axis_name: Any) -> jax.Array:
+    """Whether gradients, and those left out of them on any device, are finite; boolean scalar."""
+    if overflowed is None:
+        return finite
+    if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
+        raise TypeError(
+            "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
+            f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
+        )
+    if axis_name is None:
+        return finite & ~jnp.asarray(overflowed)
+    return finite & ~(lax.pmax(jnp.asarray(overflowed, jnp.int32), axis_name) > 0)
+
+
+def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
+    """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
+    offered = {"grads": grads, "axis_name": axis_name}
+    try:
+        parameters = inspect.signature(loss_scale.adjust).parameters.values()
+    except (TypeError, ValueError):  # Not written in Python.
+        return loss_scale.adjust(finite)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in named})
+
+
 def _update_unless_skipped(step: Decision, update: Any) -> Any:
-    """Returns an update on a finite step, else one that leaves every bit of a parameter unchanged."""
+    """The update on a finite step, else one that leaves every bit of a parameter unchanged."""
     if not isinstance(update, jax.Array | np.ndarray | np.generic):
         return update
     if update.dtype == jax.dtypes.float0 or not jnp.issubdtype(update.dtype, jnp.number):
@@ -177,7 +265,7 @@ def _update_unless_skipped(step: Decision, update: Any) -> Any:
 
 
 def _state_unless_skipped(step: Decision, new: PyTree, old: PyTree, count_mode: str) -> PyTree:
-    """Returns the new inner state on a finite step, else the old one; both in the dtypes of the old one."""
+    """The new inner state on a finite step, else the old one; both in the dtypes of the old one."""
     old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
     new_leaves, new_treedef = jax.tree.flatten(new)
     if treedef != new_treedef:

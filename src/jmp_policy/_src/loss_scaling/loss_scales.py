@@ -1,14 +1,22 @@
-"""Holds several loss scales at once: one for each loss, by its name."""
+"""Holds a loss scale for each of several losses, by name, and adds up the gradients of the losses.
+
+NVIDIA's apex has several losses with a scale each as `num_losses` and `loss_id`.
+"""
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jmp_policy._src.core.pytree import pytree_dataclass
 from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling import float8_state
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, check_loss_scale, count_if, is_loss_scale
 from jmp_policy._src.loss_scaling.scale_types import loss_scale_from_dict, loss_scale_to_dict
 
 
@@ -40,7 +48,7 @@ class LossScales:
     consecutive_nonfinite: dict[str, jax.Array]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings of each loss's scale by the name of the loss; `from_config` reads them.
+        """The settings of each loss's scale by the name of the loss; `from_config` reads them.
 
         Raises:
           TypeError: for a loss scale of the user's own class.
@@ -69,6 +77,17 @@ class LossScales:
         return len(self.scales)
 
 
+def check(scales: Mapping[Any, Any]) -> dict[str, LossScale]:
+    """Checks the mapping from losses to loss scales that `loss_scaled` was given."""
+    if not scales:
+        raise ValueError("loss_scaled got no loss scale: the mapping from losses to loss scales is empty.")
+    for name, scale in scales.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Losses are named by text, as in {{'adversarial': scale}}; got {name!r}.")
+        check_loss_scale(scale, f" for the loss {name!r}")
+    return dict(scales)
+
+
 def start(scales: Mapping[str, LossScale]) -> LossScales:
     """Copies the given loss scales into the state before the first step."""
     return LossScales(
@@ -79,18 +98,32 @@ def start(scales: Mapping[str, LossScale]) -> LossScales:
     )
 
 
-def is_one(x: Any) -> bool:
-    """Returns whether a value is a loss scale."""
-    return isinstance(x, LossScale) and not isinstance(x, type)
+def after(before: LossScales, scales: dict[str, LossScale], finite: dict[str, jax.Array]) -> LossScales:
+    """The adjusted loss scales, with the counts after a step.
+
+    Args:
+      before: as of the step before.
+      scales: the adjusted loss scale of each loss.
+      finite: whether the gradients of each loss were finite; boolean scalars.
+    """
+    in_a_row = before.consecutive_nonfinite
+    return LossScales(
+        scales=scales,
+        grads_finite=finite,
+        nonfinite_steps={n: count_if(~f, before.nonfinite_steps[n]) for n, f in finite.items()},
+        consecutive_nonfinite={n: count_if(~f, in_a_row[n], jnp.int32(0)) for n, f in finite.items()},
+    )
 
 
 def are_several(x: Any) -> bool:
-    """Returns whether a value is a mapping from names to loss scales."""
-    return isinstance(x, LossScales) or (isinstance(x, Mapping) and bool(x) and all(map(is_one, x.values())))
+    """Whether a value is a mapping from names to loss scales."""
+    if isinstance(x, LossScales):
+        return True
+    return isinstance(x, Mapping) and bool(x) and all(map(is_loss_scale, x.values()))
 
 
 def pick(scale: Any, loss: str | None) -> Any:
-    """Returns the loss scale of a loss from one for all (`loss` is None then) or from several by name.
+    """The loss scale of a loss, from one for all (`loss` is None then) or from several by name.
 
     Raises:
       ValueError: for a name that is missing, unknown, or given where there is one loss scale for all.
@@ -123,3 +156,79 @@ def check_names(given: Any, known: Any, what: str) -> None:
 def listed(names: Any) -> str:
     """Formats names for a message."""
     return ", ".join(map(repr, names))
+
+
+def check_gradients(grads: Any, known: Mapping[str, LossScale]) -> dict[str, PyTree]:
+    """Checks that there are gradients of each loss, all of one structure, and orders them as the scales."""
+    names = grads.keys() if hasattr(grads, "keys") else ()  # A dictionary, or an nnx.State.
+    if not set(names) & set(known):
+        raise TypeError(
+            f"This optimizer has a loss scale for each of {listed(known)}, and its update takes "
+            f"gradients by loss: {{{next(iter(known))!r}: grads, ...}}; got {type(grads).__name__}"
+            f"{f' of {listed(names)}' if names else ''}."
+        )
+    if set(names) != set(known):
+        check_names(names, known, "update")
+        missing = [name for name in known if name not in names]
+        raise ValueError(
+            f"update takes gradients of all of {listed(known)}; {listed(missing)} is missing. For "
+            "a step without a loss pass zeros: jax.tree.map(jnp.zeros_like, params)."
+        )
+    first, *others = known
+    for name in others:
+        _check_same_structure(first, grads[first], name, grads[name])
+    return {name: grads[name] for name in known}
+
+
+def _check_same_structure(first: str, a: PyTree, other: str, b: PyTree) -> None:
+    advice = "Differentiate all losses with respect to the same parameters; unused ones get zeros."
+    before, after = jax.tree.structure(a), jax.tree.structure(b)
+    if before != after:
+        raise ValueError(
+            f"The gradients of {first!r} and {other!r} differ in structure, and cannot be added:\n"
+            f"  {first}: {before}\n  {other}: {after}\n{advice}"
+        )
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        if np.shape(x) != np.shape(y):
+            raise ValueError(
+                f"The gradients of {first!r} and {other!r} differ in shape at "
+                f"{jax.tree_util.keystr(path) or '()'}: {np.shape(x)} and {np.shape(y)}. {advice}"
+            )
+
+
+def flags(overflowed: Any, known: Mapping[str, LossScale]) -> Mapping[str, Any]:
+    """By loss, whether gradients that were left out overflowed, from one for all or from some by name."""
+    if not isinstance(overflowed, Mapping):
+        return dict.fromkeys(known, overflowed)
+    check_names(overflowed, known, "update(..., overflowed=)")
+    return overflowed
+
+
+def total(grads: Mapping[str, PyTree], finite: Mapping[str, jax.Array] | None, has_float8: bool) -> PyTree:
+    """Adds up the gradients of all losses, in the order of the names.
+
+    Args:
+      grads: gradients by loss.
+      finite: which losses are finite, where the others are to be left out; else None.
+      has_float8: whether gradients hold the state of float8 layers, which is not added.
+    """
+    if finite is not None:
+        grads = {n: jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()}
+    if has_float8:
+        return reduce(lambda a, b: float8_state.add(a, b, _plus), grads.values())
+    return reduce(lambda a, b: jax.tree.map(_plus, a, b), grads.values())
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return a if _is_float0(a) else a + b
+
+
+def _zero_unless(finite: jax.Array, grad: Any) -> Any:
+    if _is_float0(grad):
+        return grad
+    grad = jnp.asarray(grad)
+    return lax.select(finite, grad, jnp.zeros_like(grad))
+
+
+def _is_float0(x: Any) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0

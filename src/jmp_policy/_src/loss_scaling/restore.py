@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.overwritten import COLLECTION
+from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)

@@ -7,12 +7,8 @@ import jax
 
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale, StatisticLossScale
-from jmp_policy._src.loss_scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale, StaticLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 
 TYPES: dict[str, Any] = {
     "none": NoOpLossScale,

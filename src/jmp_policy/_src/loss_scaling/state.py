@@ -1,18 +1,18 @@
 """Defines the optimizer state of `loss_scaled`, and finds it inside any other optimizer state."""
 
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from jmp_policy._src.core.dtypes import map_changed
-from jmp_policy._src.core.imported import is_instance_of
-from jmp_policy._src.core.pytree import replace
+from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
-from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, is_one, pick
-from jmp_policy._src.loss_scaling.scale_use import SCALE_USE
+from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, is_loss_scale
+from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, pick
 
 
 class LossScaledState(NamedTuple):
@@ -47,8 +47,16 @@ class LossScaledState(NamedTuple):
     gradients: Any = None
 
 
+class Found(NamedTuple):
+    """A state of `loss_scaled`, where it is, and whether `optax.apply_if_finite` stands around it."""
+
+    path: str
+    state: LossScaledState
+    is_guarded: bool
+
+
 def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
-    """Returns the one `LossScaledState` inside an optimizer state, however deeply nested.
+    """The one `LossScaledState` inside an optimizer state, however deeply nested.
 
     Args:
       opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
@@ -65,10 +73,41 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
       >>> float(get_loss_scale_state(tx.init(jnp.ones(2))).loss_scale.loss_scale)
       8.0
     """
-    return _unwrapped(_find_one(opt_state))
+    return unwrapped(find_one(opt_state).state)
 
 
-def _find_one(opt_state: PyTree) -> LossScaledState:
+def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
+    """The loss scale in a loss scale, in several, or in anything that `get_loss_scale_state` takes.
+
+    Args:
+      scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
+      loss: name of the loss whose scale is meant, where there are several.
+    """
+    scale = scale_or_state
+    if not is_scale(scale):
+        found = find_one(scale)
+        scale = unwrapped(found.state.loss_scale)
+        if found.is_guarded and jax.tree.leaves(scale):
+            warnings.warn(
+                "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
+                "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
+                "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale).",
+                UserWarning,
+                stacklevel=3,
+            )
+    if loss is not None or not is_loss_scale(scale):
+        scale = pick(scale, loss)
+    SCALE_USE.note(scale)
+    return scale
+
+
+def is_scale(x: Any) -> bool:
+    """Whether a value is a loss scale or several by name, not a state that holds them."""
+    return is_loss_scale(x) or (isinstance(x, Mapping | LossScales) and are_several(x))
+
+
+def find_one(opt_state: PyTree) -> Found:
+    """Finds the one state of `loss_scaled` in an optimizer state, or raises ValueError."""
     found = _find(opt_state)
     if not found:
         raise ValueError(
@@ -76,85 +115,35 @@ def _find_one(opt_state: PyTree) -> LossScaledState:
             "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and pass the state its init returned."
         )
     if len(found) > 1:
-        places = ", ".join(path or "(the state itself)" for path, _ in found)
+        places = ", ".join(one.path or "(the state itself)" for one in found)
         raise ValueError(
             f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
             "mean by passing that part of the state, or its .loss_scale, instead of the whole."
         )
-    return found[0][1]
+    return found[0]
 
 
-def _is_variable(x: Any) -> bool:
-    """Returns whether a leaf is a Variable, into which `nnx.Optimizer` puts the arrays of its state."""
-    return is_instance_of(x, "flax.nnx", "Variable")
-
-
-def _unwrapped(state: Any) -> Any:
-    """Returns the state with plain arrays, and the same object where it has them already."""
-    return map_changed(lambda x: x.get_value() if _is_variable(x) else x, state, _is_variable)
-
-
-def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
-    """Returns the loss scale in a loss scale, in several, or in anything that `get_loss_scale_state` takes.
-
-    Args:
-      scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
-      loss: name of the loss whose scale is meant, where there are several.
-    """
-    if not (is_one(scale_or_state) or are_several(scale_or_state)):
-        _warn_unless_overflows_arrive(scale_or_state)
-        scale_or_state = get_loss_scale_state(scale_or_state).loss_scale
-    scale = pick(scale_or_state, loss)
-    SCALE_USE.note(scale)
-    return scale
-
-
-def replace_loss_scale(scale_or_state: Any, new: LossScale, loss: str | None = None) -> Any:
-    """Returns what `find_loss_scale` takes, with another loss scale in the place of the one that it finds."""
-    if is_one(scale_or_state) or are_several(scale_or_state):
-        return _with(scale_or_state, new, loss)
-    old = _find_one(scale_or_state)
-    new_scale = jax.tree.map(
-        lambda before, value: before.replace(value) if _is_variable(before) else value,
-        old.loss_scale,
-        _with(_unwrapped(old.loss_scale), new, loss),
-        is_leaf=_is_variable,
-    )
-    return jax.tree.map(
-        lambda x: x._replace(loss_scale=new_scale) if x is old else x,
-        scale_or_state,
-        is_leaf=lambda x: x is old,
-    )
-
-
-def _with(scale: Any, new: LossScale, loss: str | None) -> Any:
-    if loss is None:
-        return new
-    if isinstance(scale, LossScales):
-        return replace(scale, scales={**scale.scales, loss: new})
-    return {**scale, loss: new}
-
-
-def _find(tree: PyTree, prefix: str = "") -> list[tuple[str, LossScaledState]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
+def _find(tree: PyTree, prefix: str = "", is_guarded: bool = False) -> list[Found]:
+    wrappers = LossScaledState, optax.ApplyIfFiniteState
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, wrappers))
     found = []
     for path, leaf in leaves:
-        if isinstance(leaf, LossScaledState):
+        if isinstance(leaf, wrappers):
             place = prefix + jax.tree_util.keystr(path)
-            found += [(place, leaf), *_find(leaf.inner_state, f"{place}.inner_state")]
+            if isinstance(leaf, LossScaledState):
+                found.append(Found(place, leaf, is_guarded))
+            guards = is_guarded or isinstance(leaf, optax.ApplyIfFiniteState)
+            found += _find(leaf.inner_state, f"{place}.inner_state", guards)
     return found
 
 
-def _warn_unless_overflows_arrive(opt_state: PyTree) -> None:
-    """Warns where `optax.apply_if_finite` stands around `loss_scaled` with a scale that could fall."""
-    stops = LossScaledState, optax.ApplyIfFiniteState
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, stops)):
-        inside = _find(node.inner_state) if isinstance(node, optax.ApplyIfFiniteState) else []
-        if any(jax.tree.leaves(state.loss_scale) for _, state in inside):
-            warnings.warn(
-                "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
-                "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
-                "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale).",
-                UserWarning,
-                stacklevel=4,
-            )
+def variable_test() -> Callable[[Any], bool]:
+    """Test of leaves for being Variables, into which `nnx.Optimizer` puts the arrays of its state."""
+    variable = imported_attr("flax.nnx", "Variable")  # There are none if NNX was never imported.
+    return lambda x: variable is not None and isinstance(x, variable)
+
+
+def unwrapped(state: Any) -> Any:
+    """The state with plain arrays, and the same object where it has them already."""
+    is_variable = variable_test()
+    return map_changed(lambda x: x.get_value() if is_variable(x) else x, state, is_variable)

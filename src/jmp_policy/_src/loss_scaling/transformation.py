@@ -1,4 +1,4 @@
-"""Checks and runs the optax transformation that `loss_scaled`, `master_weights` and others wrap."""
+"""Checks and starts the optax transformation that `loss_scaled`, `master_weights` and others wrap."""
 
 from typing import Any, TypeAlias
 
@@ -10,14 +10,13 @@ import optax
 
 from jmp_policy._src.core.dtypes import map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 
 #: What is wrapped; at runtime any object with `init` and `update`.
 Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
-    """Returns the wrapped transformation with support for extra arguments.
+    """The wrapped transformation, with support for extra arguments.
 
     Raises:
       TypeError: for something that is not a transformation; the message names the wrapper.
@@ -40,59 +39,25 @@ def check_state(state: Any, cls: type, wrapper: str) -> None:
         )
 
 
-def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
-    """Raises ValueError where there are gradients but the parameters were not passed."""
-    if params is None and jax.tree.leaves(updates):
-        raise ValueError(
-            f"{wrapper} needs the parameters to compute their updates: call tx.update(grads, state, params)."
-        )
-
-
-def check_seed(seed: Any) -> None:
-    """Raises TypeError for a seed that is not an integer, ValueError for one that JAX's keys can't take."""
-    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
-    if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
-        return
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an integer, got {seed!r}.")
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an integer of 64 bits, from -2**63 to 2**63 - 1, got {seed}.")
-
-
-def unalias(state: PyTree, *others: PyTree) -> PyTree:
-    """Makes a state strongly typed, in buffers that it shares neither with `others` nor among its leaves.
-
-    A weak type would compile the step twice, since every later state is strongly typed. Some optimizers
-    (L-BFGS) keep the very arrays of the parameters, which could then not be donated together with them.
-    """
-    taken = {id(x) for x in jax.tree.leaves(others)}
-
-    def one(x: Any) -> Any:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if id(x) in taken:
-                x = jnp.array(x)
-            taken.add(id(x))
-        if isinstance(x, bool | int | float | complex):
-            return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-        return strip_weak_type(x)
-
-    return map_changed(one, state)
-
-
-def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
-    """Returns the first state of the wrapped transformation, in the structure that its update gives.
+def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, *others: PyTree) -> PyTree:
+    """The first state of the wrapped transformation, in the structure and dtypes that its update gives.
 
     Some (`optax.monitor`) start with an empty dictionary that their update fills, or in other dtypes. Such a
     state can neither be carried by a loop nor be kept on a skipped step. So what update adds starts as zeros.
+
+    Args:
+      inner: the wrapped transformation.
+      params: what its `init` gets.
+      others: what the state is to share no buffer with, since it may be donated together with them.
     """
     state = inner.init(params)
-    if not any(map(_is_empty, jax.tree.leaves(state, is_leaf=_is_empty))):
-        return state
-    try:
-        _, later = jax.eval_shape(inner.update, params, state, params)
-        return jax.tree.map(_filled, state, later, is_leaf=_is_empty)
-    except Exception:  # It needs more arguments, or differs in another way: its update will tell.
-        return state
+    if any(map(_is_empty, jax.tree.leaves(state, is_leaf=_is_empty))):
+        try:
+            _, later = jax.eval_shape(inner.update, params, state, params)
+            state = jax.tree.map(_filled, state, later, is_leaf=_is_empty)
+        except Exception:  # It needs more arguments, or differs in another way: its update will tell.
+            pass
+    return _unaliased(state, others)
 
 
 def _is_empty(x: Any) -> bool:
@@ -107,19 +72,21 @@ def _filled(before: Any, after: Any) -> Any:
     )
 
 
-def run_inner(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
-    """Runs the wrapped transformation on float32 gradients.
+def _unaliased(state: PyTree, others: PyTree) -> PyTree:
+    """Makes a state strongly typed, in buffers that it shares neither with `others` nor among its leaves.
 
-    Returns:
-      Its updates, and its state, strongly typed.
+    A weak type would compile the step twice, since every later state is strongly typed. Some optimizers
+    (L-BFGS) keep the very arrays of the parameters, which could then not be donated together with them.
     """
-    if "grad" in extra_args:
-        extra_args = extra_args | {"grad": tree_to_float32(extra_args["grad"])}
-    new_updates, new_state = inner.update(tree_to_float32(updates), state, params, **extra_args)
-    return new_updates, map_changed(strip_weak_type, new_state)
+    taken = {id(x) for x in jax.tree.leaves(others)}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            if id(x) in taken:
+                x = jnp.array(x)
+            taken.add(id(x))
+        if isinstance(x, bool | int | float | complex):
+            return jnp.array(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+        return x
+
+    return map_changed(strip_weak_type, map_changed(one, state))

@@ -5,27 +5,22 @@ gradients were unscaled here, the optimizer could not know which scale was used.
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.compat import varies_over_devices
-from jmp_policy._src.loss_scaling.finiteness import gradients_finite, select_tree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
-from jmp_policy._src.loss_scaling.overwritten import derivatives, map_derivatives, next_histories
-from jmp_policy._src.loss_scaling.state import find_loss_scale, replace_loss_scale
+from jmp_policy._src.loss_scaling import float16_loss
+from jmp_policy._src.loss_scaling.float8_state import next_histories
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state, positive_int
+from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
+from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 T = TypeVar("T")
-
-#: The largest power of two in float16.
-_LARGEST_FLOAT16 = 2.0**15
 
 
 @overload
@@ -117,13 +112,15 @@ def scaled_value_and_grad(
         (_, (unscaled, aux)), grads = gradient(scale, *args, **kwargs)
         value = (unscaled, aux) if has_aux else unscaled
         params = tuple(args[i] for i in argnums) if isinstance(argnums, Sequence) else args[argnums]
-        return value, restore_scale(scale, unscaled, next_histories(grads, params))
+        if holds_float8_state(params):
+            grads = next_histories(grads, params)
+        return value, restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_opt_state, loss)
         if not retries:
             return once(scale, args, kwargs)
-        result, scale = _with_retries(lambda s: once(s, args, kwargs), scale, retries)
+        result, scale = repeat_until_finite(lambda s: once(s, args, kwargs), scale, retries)
         return result, replace_loss_scale(scale_or_opt_state, scale, loss)
 
     return value_and_scaled_grad
@@ -159,70 +156,16 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
     dtype = getattr(loss, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
-    if dtype == jnp.float16:
-        warnings.warn(
-            "The loss is float16. Its cotangent is the loss scale itself, and float16 ends at 65504: a "
-            "scale of 2**16 would overflow on every step. It is limited to 2**15 here, and the gradients are "
-            "multiplied by the rest. Compute the loss in float32: cast the logits, or give the model the "
-            "output dtype float32 (as mixed_float16 has).",
-            UserWarning,
-            stacklevel=2,
-        )
     # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
     # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
     # x - x is 0 for every finite number, and NaN for inf and NaN.
     promoted = loss.astype(promote_dtype(dtype))
     one_if_finite = lax.stop_gradient(promoted - promoted) + 1
     if dtype == jnp.float16:
-        return promoted * (first_cotangent(dtype, jnp.asarray(scale.loss_scale, jnp.float32)) * one_if_finite)
+        return promoted * (float16_loss.checked_cotangent(scale) * one_if_finite)
     return scale.scale(loss) * one_if_finite
-
-
-def first_cotangent(dtype: Any, loss_scale: Any) -> Any:
-    """Returns the cotangent of a loss of a dtype: its scale, of which float16 holds at most 2**15."""
-    return jnp.minimum(loss_scale, _LARGEST_FLOAT16) if dtype == jnp.float16 else loss_scale
 
 
 def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
     """Multiplies gradients of a float16 loss by the part of the scale that its cotangent could not hold."""
-    if getattr(loss, "dtype", None) != jnp.float16:
-        return grads
-    rest = jnp.maximum(jnp.asarray(scale.loss_scale, jnp.float32) / _LARGEST_FLOAT16, 1)
-
-    def multiply(g: Any) -> Any:
-        if not jnp.issubdtype(g.dtype, jnp.inexact):
-            return g
-        dtype = promote_dtype(g.dtype)
-        return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
-
-    return map_derivatives(multiply, grads)
-
-
-def _with_retries(
-    step: Callable[[LossScale], tuple[Any, PyTree]], scale: LossScale, retries: int
-) -> tuple[tuple[Any, PyTree], LossScale]:
-    """Runs `step` until its gradients are finite: once, and at most `retries` times more."""
-
-    def body(carry: Any) -> Any:
-        tries, scale, _, _ = carry
-        # The first pass, with the unchanged scale, runs in the loop too: one body to trace and compile.
-        # np.False_ is known before tracing: scales that look at gradients need none then.
-        lowered = select_tree(tries > 0, scale.adjust(np.False_), scale)
-        result = jax.tree.map(jnp.asarray, step(lowered))
-        return tries + jnp.int32(1), lowered, result, gradients_finite(derivatives(result[1]))
-
-    def unfinished(carry: Any) -> Any:
-        tries, _, _, finite = carry
-        return ~finite & (tries <= retries)
-
-    scale = jax.tree.map(jnp.asarray, scale)
-    shapes = jax.eval_shape(lambda: step(scale))
-    if any(map(varies_over_devices, jax.tree.leaves(shapes))):
-        raise ValueError(
-            "scaled_value_and_grad(..., retries=...) cannot run inside shard_map: each device would repeat "
-            "the step on its own. Use jax.jit with shardings, or leave retries out."
-        )
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    start = (jnp.int32(0), scale, empty, jnp.zeros((), jnp.bool_))
-    _, scale, result, _ = lax.while_loop(unfinished, body, start)
-    return result, scale
+    return float16_loss.restore(scale, grads) if getattr(loss, "dtype", None) == jnp.float16 else grads

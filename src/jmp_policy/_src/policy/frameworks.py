@@ -37,10 +37,6 @@ class Framework:
         """
         raise NotImplementedError
 
-    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the `Summary` of a model."""
-        raise NotImplementedError
-
     def marking(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context manager in which modules mark their operations with the policy that governs them.
 
@@ -57,14 +53,14 @@ class Framework:
         return contextlib.nullcontext()
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context manager in which the outputs of modules are passed to the active taps."""
+        """Returns a context manager in which the outputs of modules are shown to the active watcher."""
         return contextlib.nullcontext()
 
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Splits modules among the arguments of a function from their arrays.
 
         Returns:
-          A `flax.nnx.pure.Split`, or None where none of the framework's modules is among them.
+          A `flax.nnx.states.Split`, or None where none of the framework's modules is among them.
         """
         return None
 

@@ -40,8 +40,9 @@ class Scope:
       location: where the module is whose code is running (`flax.linen.governing.Location`); it stays when
         other rules become active.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
-      reads: list of the places where the module whose code is running read uncast parameters; None where that
-        does not matter.
+      model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
+      half_modules: for each module that has run since the outermost one was called, by its path, whether it
+        uses its parameters in half precision; None outside of such a call.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
       key: stands for rules, `mark_only` and caller, and is all that scopes are compared and hashed by: jit
@@ -54,7 +55,8 @@ class Scope:
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     location: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
-    reads: Any = dataclasses.field(default=None, compare=False)
+    model: Any = dataclasses.field(default=None, compare=False)
+    half_modules: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
     key: object = None
 
@@ -62,10 +64,10 @@ class Scope:
         if self.key is None:
             object.__setattr__(self, "key", _key(self.rules, self.mark_only, self.caller))
 
-    def inside(self, policy: Policy, location: Any, reads: Any = None) -> "Scope":
+    def inside(self, policy: Policy, location: Any) -> "Scope":
         """The scope of the code of a module that is called in this one."""
         key = self.key if policy is self.caller else None
-        return dataclasses.replace(self, caller=policy, location=location, reads=reads, key=key)
+        return dataclasses.replace(self, caller=policy, location=location, key=key)
 
     def relative(self, path: tuple[str, ...]) -> str:
         """A module's path, counted from the root of the rules."""
@@ -80,8 +82,3 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 
 #: The active scope of this thread, or None: `ACTIVE.value`, `with ACTIVE(scope): ...`.
 ACTIVE = jax.make_user_context(default_value=None)
-
-
-def current() -> Scope | None:
-    """The active scope of this thread, or None."""
-    return ACTIVE.value

@@ -56,16 +56,8 @@ class Formats(Report):
     _rows = "formats"
 
     def _tables(self) -> Sequence[Table]:
-        columns = (
-            "format",
-            "bits ",
-            "exponent ",
-            "significand ",
-            "largest ",
-            "normal from ",
-            "zero up to ",
-            "epsilon ",
-        )
+        columns = ["format", "bits ", "exponent ", "significand ", "largest "]
+        columns += ["normal from ", "zero up to ", "epsilon "]
         rows = [
             (
                 *(f.name, f.bits, f.exponent_bits, f.significand_bits, f"{f.largest:.5g}"),
@@ -112,27 +104,18 @@ def formats(*numbers: float) -> Formats:
 
 
 def _format(name: str, numbers: Sequence[float]) -> Format:
-    info = jnp.finfo("float16" if name == "tf32" else name)
-    exponent_info = jnp.finfo("float32") if name == "tf32" else info
     # TensorFloat-32 is stored in 32 bits; its significand is float16's.
-    least = (
-        float(exponent_info.smallest_normal) * float(info.eps)
-        if name == "tf32"
-        else float(info.smallest_subnormal)
-    )
-    largest = (
-        float(exponent_info.smallest_normal) ** -1 * 2 * (2 - float(info.eps))
-        if name == "tf32"
-        else float(info.max)
-    )
+    is_tf32 = name == "tf32"
+    info = jnp.finfo("float16" if is_tf32 else name)
+    exponent_info = jnp.finfo("float32" if is_tf32 else name)
     return Format(
         name=name,
         bits=int(exponent_info.bits),
         exponent_bits=int(exponent_info.nexp),
         significand_bits=int(info.nmant) + 1,
-        largest=largest,
+        largest=2.0**127 * (2 - float(info.eps)) if is_tf32 else float(info.max),
         smallest_normal=float(exponent_info.smallest_normal),
-        smallest_subnormal=least,
+        smallest_subnormal=float(exponent_info.smallest_normal) * float(info.eps),
         epsilon=float(info.eps),
         becomes=tuple(_becomes(number, name) for number in numbers),
     )

@@ -1,15 +1,31 @@
-"""Turns the function that a report is about, which may take NNX modules, into a function of arrays only."""
+"""Turns the function that a report is about, which may take NNX modules, into a function of arrays only.
 
+And runs programs that are made of it. A compiled function cannot be kept by the function that it was made of:
+a loss function may read values that have changed since. So each call traces and lowers anew, with every array
+an argument, those that the function closes over too. What is compared is the text of the lowered program.
+"""
+
+import collections
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
+from jmp_policy._src.core.dtypes import is_floating, promote_dtype
 from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
-from jmp_policy._src.loss_scaling.overwritten import is_overwritten
+from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
+from jmp_policy._src.loss_scaling.float8_state import is_float8_state
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.state import find_loss_scale
+from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 
@@ -49,11 +65,11 @@ class Function(NamedTuple):
     args: tuple[Any, ...] = ()
 
     def trained(self) -> list[int]:
-        """Returns which of the arrays are parameters: the trainable ones of the first argument."""
+        """Which of the arrays are parameters: the trainable ones of the first argument."""
         return [i for i, a in enumerate(self.arguments) if a.position == 0 and a.trainable]
 
     def result(self, arrays: Sequence[Any]) -> Any:
-        """Returns the function's result, without the state of modules."""
+        """The function's result, without the state of modules."""
         out = self.call(arrays)
         return out[0] if self.has_state else out
 
@@ -102,16 +118,11 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Returns a list of items with new ones in some places."""
+    """A list of items with new ones in some places."""
     whole = list(items)
     for i, item in zip(places, new, strict=True):
         whole[i] = item
     return whole
-
-
-def is_floating(array: Any) -> bool:
-    """Returns whether an array, or the type of one, is of a real floating dtype."""
-    return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
 def _call_module(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +144,7 @@ def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
     (which, place, *rest) = path
     position = place.idx if which.idx == 0 else place.key
     name = names[position] if which.idx == 0 else str(position)
-    trainable = is_floating(leaf) and not is_overwritten(rest)
+    trainable = is_floating(leaf.dtype) and not is_float8_state(rest)
     return Argument("/".join([name, *map(_key, rest)]), position, trainable)
 
 
@@ -156,3 +167,132 @@ def _of_modules(
 
     arrays = [*values, *(split.others[i] for i in others)]
     return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))
+
+
+def returns_scalar(function: Function) -> bool:
+    """Whether a function's result is one number, as a loss is."""
+    result: list[Any] = []
+
+    def run(arrays: Sequence[Any]) -> None:
+        result.append(function.result(arrays))
+
+    jax.eval_shape(run, function.arrays)
+    is_one = jax.tree.structure(result[0]) == jax.tree.structure(0)
+    return is_one and jnp.shape(result[0]) == ()
+
+
+def trained_arguments(function: Function, use: str) -> list[int]:
+    """Which arrays are the parameters of a loss; raises ValueError if none is."""
+    trained = function.trained()
+    if not trained:
+        raise ValueError(f"{use} found no floating arrays in the parameters of {function.name}.")
+    return trained
+
+
+def value_and_gradients(
+    function: Function, trained: Sequence[int], loss_scale: Any, has_aux: bool
+) -> Callable[..., Any]:
+    """A function to the loss, the loss times its scale, and the gradients of the latter."""
+
+    def program(arrays: Sequence[Any]) -> Any:
+        def scaled(params: Sequence[Any]) -> Any:
+            loss, _ = split_loss(function.result(replaced(arrays, trained, params)), has_aux)
+            loss = jnp.asarray(loss)
+            seed = jnp.asarray(first_cotangent(loss.dtype, loss_scale), jnp.float32)
+            product = loss.astype(promote_dtype(loss.dtype)) * seed
+            return product, loss
+
+        (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
+        return [loss, product, *grads]
+
+    return program
+
+
+def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:
+    """A function to the arrays among all results, and a list that holds their names once it ran."""
+    names: list[str] = []
+
+    def program(arrays: Sequence[Any]) -> list[Any]:
+        paths = jax.tree_util.tree_leaves_with_path(function.call(arrays))
+        kept = [(path, leaf) for path, leaf in paths if is_array(leaf)]
+        names[:] = ["/".join(["result", *map(_key, path)]) for path, _ in kept]
+        return [leaf for _, leaf in kept]
+
+    return program, names
+
+
+def donated_arguments(jaxpr: Any) -> tuple[int, ...]:
+    """Which arguments of a program a jitted function in it may overwrite."""
+    opened = compat.open_jaxpr(jaxpr)
+    given = set()
+    for eqn in opened.eqns:
+        flags = eqn.params.get("donated_invars", ())
+        given |= {var for var, flag in zip(eqn.invars, flags, strict=False) if flag}
+    return tuple(i for i, var in enumerate(opened.invars) if var in given)
+
+
+def as_loss_scale(scale: Any) -> LossScale:
+    """Converts a number to a loss scale, and finds the loss scale in an optimizer state.
+
+    Args:
+      scale: a loss scale, a number, or an optimizer state that holds a loss scale.
+
+    Raises:
+      ValueError: when an optimizer state holds none, or several.
+    """
+    is_number = isinstance(scale, int | float | np.number) or getattr(scale, "ndim", None) == 0
+    return StaticLossScale(scale) if is_number else find_loss_scale(scale)
+
+
+#: Programs kept; the one that was not used for longest goes first.
+_MOST_PROGRAMS = 16
+_kept: "collections.OrderedDict[Any, Any]" = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function in one compiled program, which is kept for the next call with an equal one.
+
+    Args:
+      fn: a function of pytrees of arrays.
+      args: its arguments.
+
+    Returns:
+      What the function returns.
+    """
+    # A function of its own: JAX would look up the trace of an earlier call.
+    closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
+    jaxpr, constants = compat.open_jaxpr(closed), compat.constants(closed)
+
+    def evaluate(constants: Any, leaves: Any) -> Any:
+        return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
+
+    given = constants, jax.tree.leaves(args)
+    lowered = jax.jit(evaluate).lower(*given)
+    compiled = lowered.compile() if _has_constants(jaxpr) else _once(lowered, given)
+    return jax.tree.unflatten(jax.tree.structure(shapes), compiled(*given))
+
+
+def _has_constants(jaxpr: Any) -> bool:
+    """Whether a call or loop inside has arrays of its own, which need not be in the text."""
+    return any(
+        len(compat.constants(inner)) > 0 or _has_constants(compat.open_jaxpr(inner))
+        for eqn in jaxpr.eqns
+        for inner in ir.subjaxprs(eqn)
+    )
+
+
+def _once(lowered: Any, given: Any) -> Any:
+    """The compiled program with the text of a lowered one, for arrays that lie where these do."""
+    places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
+    key = lowered.as_text(), places
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+    compiled = lowered.compile()
+    with _lock:
+        _kept[key] = compiled
+        while len(_kept) > _MOST_PROGRAMS:
+            _kept.popitem(last=False)
+    return compiled

@@ -12,8 +12,8 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.jaxpr.source_constants import written_constants
-from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo
+from jmp_policy._src.jaxpr.source_lines import written_constants
+from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Constant(NamedTuple):
     becomes: str
 
 
-class LostConstants:
+class LostConstants(Visitor):
     """Collects lost constants from the operations that a walk sees, in order.
 
     A cast of a wider constant shows what was lost. A constant that is half in the jaxpr already may have been
@@ -108,15 +108,8 @@ class LostConstants:
         self._not_negative: set[int] = set()
 
     def found(self) -> tuple[LostConstant, ...]:
-        """Returns what was found so far, each place once."""
+        """What was found so far, each place once."""
         return tuple(self._found.values())
-
-    def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        """Returns no marks; `Visitor` asks for them."""
-        return frozenset()
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Does nothing: a loop reads no constants itself."""
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation, as `Visitor.see`."""
@@ -151,7 +144,7 @@ class LostConstants:
             self._wide[result.key] = value
 
     def _value(self, info: ValueInfo) -> Any:
-        """Returns the constant that a value is, or those that it may hold; None for other values."""
+        """The constant that a value is, or those that it may hold; None for other values."""
         value = self._wide.get(info.key) if info.constant is None else info.constant
         return None if ir.is_traced(value) else value
 
@@ -185,7 +178,7 @@ class LostConstants:
     def _is_meaningless(
         self, eqn: Any, place: int, constant: _Constant, operands: Sequence[ValueInfo]
     ) -> bool:
-        """Returns whether no program means an operation with such a constant."""
+        """Whether no program means an operation with such a constant."""
         name = eqn.primitive.name
         if constant.becomes != "0":
             return name in ("mul", "div") or (name in ("add", "sub") and constant.becomes == "inf")
@@ -196,7 +189,7 @@ class LostConstants:
 
 
 def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:
-    """Returns what a cast to half does to a constant: of arrays the first element that becomes infinite."""
+    """What a cast to half does to a constant: of arrays the first element that becomes infinite."""
     array = np.ravel(np.asarray(value))
     if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array) or not array.size:
         return None
@@ -217,7 +210,7 @@ def _becomes(number: float, dtype: Any) -> str:
 
 
 def _is_lost(number: float, becomes: str, dtype: Any) -> bool:
-    """Returns whether a number is another one in half precision, namely infinite or zero as said."""
+    """Whether a number is another one in half precision, namely infinite or zero as said."""
     return np.isfinite(number) and number != 0 and _becomes(number, dtype) == becomes
 
 
@@ -225,13 +218,6 @@ def _text(number: float) -> str:
     return "0" if number == 0 else f"{number:g}"
 
 
-_VIEWS = having(Trait.VIEW)
-
-#: Comparisons with a number that is beyond all others, or below all of them, are right in half too.
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_BOUNDS = _COMPARISONS | {"max", "min", "clamp", "reduce_max", "reduce_min", "pad"}
-
-_NOT_NEGATIVE = frozenset({"abs", "square", "sqrt", "exp", "exp2", "logistic"})
-
-#: Operations whose results are no less than zero where their operand is.
-_KEEPS_SIGN = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_window_sum", "cumsum", "select_n"})
+_VIEWS, _COMPARISONS = having(Trait.VIEW), having(Trait.COMPARISON)
+_BOUNDS = _COMPARISONS | having(Trait.BOUNDED)
+_NOT_NEGATIVE, _KEEPS_SIGN = having(Trait.NOT_NEGATIVE), having(Trait.KEEPS_SIGN)

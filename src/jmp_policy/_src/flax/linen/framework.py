@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jmp_policy._src.flax.linen import intercept, summary, taps, wrapped
+from jmp_policy._src.flax.linen import intercept, taps, wrapped
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import Scope, Seen
@@ -21,10 +21,6 @@ class LinenFramework(Framework):
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside an NNX model; its rules are asked when it is called."""
         return wrapped.wrap_part(module, rules), ()
-
-    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The `Summary` of a model."""
-        return summary.summary(model, policy, inputs, kwargs)
 
     @contextlib.contextmanager
     def marking(self, rules: Any) -> Iterator[Any]:

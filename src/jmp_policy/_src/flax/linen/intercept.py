@@ -24,9 +24,11 @@ casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to fl
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +40,7 @@ from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import special_calls
 from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
 from jmp_policy._src.flax.linen.layers import keeps_carry
-from jmp_policy._src.flax.linen.raw_reads import hand_on, note_wide, watched
+from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads, watched
 from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
@@ -90,12 +92,15 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     def __enter__(self) -> Scope:
         stack, location = contextlib.ExitStack(), running_location()
         root_path = () if location is None else location.path
-        scope = stack.enter_context(pushed(Scope(self.rules, root_path=root_path, location=location)))
+        scope = stack.enter_context(pushed(self._scope(root_path, location)))
         self._stacks.append(stack)
         return scope
 
     def __exit__(self, *exc: Any) -> None:
         self._stacks.pop().close()
+
+    def _scope(self, root_path: tuple[str, ...], location: Location | None) -> Scope:
+        return Scope(self.rules, root_path=root_path, location=location, model=weakref.ref(self))
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:
@@ -109,7 +114,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
             if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
                 (module, *rest), running = args, running_location()
                 root_path = locate(module, running).path
-                with pushed(Scope(self.rules, root_path=root_path, location=running)) as scope:
+                with pushed(self._scope(root_path, running)) as scope:
                     call = functools.partial(function, module)
                     return _call_governed(scope, module, call, tuple(rest), kwargs)
             with self:
@@ -128,8 +133,10 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 @contextlib.contextmanager
 def pushed(scope: Scope) -> Iterator[Scope]:
     """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
-    is_first = ACTIVE.value is None
-    with nn.intercept_methods(_interceptor) if is_first else contextlib.nullcontext(), ACTIVE(scope):
+    outer = ACTIVE.value
+    if outer is not None:
+        scope = dataclasses.replace(scope, half_modules=outer.half_modules)
+    with nn.intercept_methods(_interceptor) if outer is None else contextlib.nullcontext(), ACTIVE(scope):
         yield scope
 
 
@@ -169,7 +176,6 @@ def is_method(module: nn.Module, name: str) -> bool:
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
-    hand_on(scope, module, args, kwargs)
     precision, location = governed(scope, module)
     if scope.caller is not None and scope.location.is_of_same_module(location):
         # A method called by a method of the same module: the policy does not change, and what it computed
@@ -210,10 +216,13 @@ def _call_shadowed(
 
     Inputs are cast if it is said which of them are small.
     """
-    with (
-        watched(scope, module, precision) as reads,
-        ACTIVE(scope.inside(precision.policy, location, reads)),
-    ):
+    if scope.half_modules is None and not module.is_initializing():
+        scope = dataclasses.replace(scope, half_modules={})
+        with watched(scope, module):
+            return _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
+    if scope.half_modules is not None:
+        cast_scope_reads(scope, module, precision, location)
+    with ACTIVE(scope.inside(precision.policy, location)):
         restore = shadow(scope, module, precision, location, (args, kwargs))
         try:
             # What arrives in float32 (an image) is normalised as such: half would lose its range.
@@ -221,9 +230,7 @@ def _call_shadowed(
                 kept = args[:1] if keeps_carry(module) else ()
                 cast_args, kwargs = cast_inputs((args[len(kept) :], kwargs), precision, small)
                 args = (*kept, *cast_args)
-            out = call(*args, **kwargs)
-            note_wide(ACTIVE.value, out)
-            return out
+            return call(*args, **kwargs)
         finally:
             restore()
 

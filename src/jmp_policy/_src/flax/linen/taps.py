@@ -8,7 +8,7 @@ import flax.linen as nn
 
 from jmp_policy._src.flax.linen.governing import Location, locate
 from jmp_policy._src.flax.linen.intercept import is_method
-from jmp_policy._src.report.spectrum import tapping
+from jmp_policy._src.policy import watching
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def tapped() -> Iterator[None]:
         next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         module, method = context.module, context.method_name
-        if tapping.current() is None or module.scope is None or not is_method(module, method):
+        if watching.current() is None or module.scope is None or not is_method(module, method):
             return next_fun(*args, **kwargs)
         is_watched = method == "__call__" or not (method == "setup" or method.startswith("_"))
         location = locate(module, running[-1])
@@ -37,7 +37,7 @@ def tapped() -> Iterator[None]:
         finally:
             running.pop()
             del models[len(models) - len(model) :]
-        return tapping.returned(name, module, args, kwargs, out) if is_watched else out
+        return watching.returned(name, module, args, kwargs, out) if is_watched else out
 
     with nn.intercept_methods(interceptor):
         yield

@@ -8,6 +8,7 @@ another wrap of an equal one. A wrapper module of its own would add a level to e
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -212,17 +213,14 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     if _is_active(module, rules, base):
         yield None
         return
-    outer = ACTIVE.value
     location = None if module.scope is None else running_location()
-    # What the caller has read and hands to this module, this module casts.
-    reads = None if outer is None else outer.reads
-    with pushed(Scope(rules, root_path=base, location=location, reads=reads)) as scope:
-        yield scope
-    if not rules.overrides:
-        return
     # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
     # may leave modules out (dropout in evaluation) without its being an error.
     checked: Any = module if module.scope is None else type(module)
+    with pushed(Scope(rules, root_path=base, location=location, model=weakref.ref(checked))) as scope:
+        yield scope
+    if not rules.overrides:
+        return
     if _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
         check_used(module, rules, scope, check_all, variables)
         if module.scope is not None:

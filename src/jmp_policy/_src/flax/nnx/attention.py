@@ -6,7 +6,7 @@ float16 on a CPU.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -92,28 +92,23 @@ def attention_with_rope(
     return attention(rotate(query, input_positions), rotate(key, input_positions), value, **kwargs)
 
 
+#: Attention functions of Flax's own, and what stands in for them.
+_STAND_INS = ((nnx.dot_product_attention, attention), (_with_rope, attention_with_rope))
+
+
 def with_float32_softmax(attention_fn: Any) -> Any:
-    """Returns what to call instead of an attention function of Flax's own; any other unchanged."""
-    if attention_fn is nnx.dot_product_attention:
-        return attention
-    if _with_rope is not None and attention_fn is _with_rope:
-        return attention_with_rope
-    return _in_partial(with_float32_softmax, attention_fn)
+    """What to call instead of an attention function of Flax's own; any other unchanged."""
+    return _replaced(attention_fn, _STAND_INS)
 
 
 def as_in_flax(attention_fn: Any) -> Any:
-    """Returns the function that `with_float32_softmax` replaced."""
-    if attention_fn is attention:
-        return nnx.dot_product_attention
-    if attention_fn is attention_with_rope:
-        return _with_rope
-    return _in_partial(as_in_flax, attention_fn)
+    """The function that `with_float32_softmax` replaced."""
+    return _replaced(attention_fn, [(ours, theirs) for theirs, ours in _STAND_INS])
 
 
-def _in_partial(replaced: Callable[[Any], Any], attention_fn: Any) -> Any:
-    if not isinstance(attention_fn, functools.partial):
-        return attention_fn
-    new = replaced(attention_fn.func)
-    if new is attention_fn.func:
-        return attention_fn
-    return functools.partial(new, *attention_fn.args, **attention_fn.keywords)
+def _replaced(function: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    if isinstance(function, functools.partial):
+        inner = _replaced(function.func, pairs)
+        is_other = inner is not function.func
+        return functools.partial(inner, *function.args, **function.keywords) if is_other else function
+    return next((new for old, new in pairs if function is old and old is not None), function)

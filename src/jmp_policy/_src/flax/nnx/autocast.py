@@ -9,8 +9,7 @@ from flax import nnx
 
 from jmp_policy._src.autocast import api, explanation
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
-from jmp_policy._src.flax.nnx.named import named
-from jmp_policy._src.flax.nnx.states import Pure, transformed
+from jmp_policy._src.flax.nnx.states import Pure, named, transformed
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
-from jmp_policy._src.flax.nnx import pure, summary, wrap
+from jmp_policy._src.flax.nnx import graph_nodes, wrap_module
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import path_text
 
@@ -17,23 +16,19 @@ class NNXFramework(Framework):
     holds_arrays = True
 
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
-        """Returns the module under a policy."""
-        return wrap.wrap(module, policy, **keywords)
+        """Puts a module under a policy."""
+        return wrap_module.wrap(module, policy, **keywords)
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
-        new, seen = wrap.wrap_part(module, rules)
-        return new, [(path_text(path), part) for path, part in seen]
+        new, met = wrap_module.wrap_part(module, rules)
+        return new, [(path_text(path), part) for path, part in met]
 
-    def summary(self, model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the `Summary` of a model."""
-        return summary.summary(model, policy, inputs, kwargs)
-
-    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> pure.Split | None:
+    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Splits modules and Variables among arguments from their arrays; None where there are none."""
-        leaves = jax.tree.leaves((tuple(args), kwargs), is_leaf=_is_node)
-        return pure.Split(args, kwargs) if any(map(_is_node, leaves)) else None
+        leaves = jax.tree.leaves((tuple(args), kwargs), is_leaf=graph_nodes.is_node)
+        if not any(map(graph_nodes.is_node, leaves)):
+            return None
+        from jmp_policy._src.flax.nnx.states import Split
 
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+        return Split(args, kwargs)

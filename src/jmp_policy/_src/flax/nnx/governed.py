@@ -4,19 +4,24 @@ One subclass per class and specification, of the same name. Its methods run the 
 module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
 """
 
+import collections
+import contextlib
 import copyreg
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.nnx as nnx
+import jax
+import numpy as np
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, uncast
-from jmp_policy._src.flax.nnx.states import transformed
-from jmp_policy._src.flax.nnx.ungoverned import warn_of_ungoverned
+from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
+from jmp_policy._src.flax import compat, float32_products
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
+from jmp_policy._src.flax.nnx.graph_nodes import governed_methods
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
@@ -26,7 +31,14 @@ from jmp_policy._src.policy.module_precision import (
     small_inputs,
 )
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.weight_grads import transform
+
+#: What to do about an array that is used as it is stored.
+_REPAIR = (
+    "Make it an nnx.Param that a method of its own module reads from self, or cast it (.astype(x.dtype)); "
+    "what was put into the model after wrap is governed when the model is wrapped again."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +57,12 @@ class Specification:
 
 
 def specification(module: Any) -> Specification | None:
-    """Returns how a module is governed; None for one that is not, or by settings alone."""
+    """How a module is governed; None for one that is not, or by settings alone."""
     return getattr(type(module), "_jmp_policy_specification", None)
 
 
 def policy_of(module: nnx.Module) -> Policy | None:
-    """Returns the policy that a wrapped module computes under.
+    """The policy that a wrapped module computes under.
 
     None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
     somebody could have written by hand.
@@ -66,25 +78,8 @@ def policy_of(module: nnx.Module) -> Policy | None:
     return None if spec is None else spec.precision.policy
 
 
-def bare_class(cls: type) -> type:
-    """Returns the class that a governed one was made from; any other class itself."""
-    return vars(cls).get("_jmp_policy_bare", cls)
-
-
-def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the named methods that a class has, `__call__` among them."""
-    has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
-    return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))
-
-
-def own_methods(cls: type) -> set[str]:
-    """Names of the methods that a module's class has and `nnx.Module` has not."""
-    own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]
-    return {name for c in own for name, value in vars(c).items() if callable(value)}
-
-
 def governed_class(bare: type, spec: Specification) -> type:
-    """Returns the subclass that stands in for `bare`; the same for equal specifications: caches hit."""
+    """The subclass that stands in for `bare`; the same for equal specifications, so that caches hit."""
     with param_cast_proxy.CLASSES:
         return _made_governed_class(bare, spec)
 
@@ -99,8 +94,9 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
     methods = {name: _entry(bare, name) for name in governed_methods(bare, spec.methods)}
     if issubclass(bare, nnx.MultiHeadAttention):
         methods["init_cache"] = _init_cache(bare, spec)
-    if _class_dtype(bare, spec) is not None:
-        namespace["dtype"] = _class_dtype(bare, spec)
+    class_dtype = inspect.getattr_static(bare, "dtype", None)
+    if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
+        namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
     # `nnx.capture` replaces the methods that a class defines itself, and not those that it inherits: the new
     # class must define what `bare` does, and inherit what `bare` inherits.
     own = {name for name, value in vars(bare).items() if _is_public_method(name, value)}
@@ -115,16 +111,9 @@ def _is_public_method(name: str, value: Any) -> bool:
     return is_public and callable(value) and not isinstance(value, type | staticmethod)
 
 
-def _class_dtype(bare: type, spec: Specification) -> Any:
-    """Returns what overrules a `dtype` that the class defines (not the instance); None if it does not."""
-    own = inspect.getattr_static(bare, "dtype", None)
-    is_dtype = own is not None and is_dtype_or_none(own) and not isinstance(own, property)
-    return layers.scalar_type(spec.precision.compute_dtype) if is_dtype else None
-
-
 @functools.cache
 def _metaclass(base: type) -> type:
-    """Returns a metaclass whose classes can be pickled, as graph definitions that name them are."""
+    """A metaclass whose classes can be pickled, as graph definitions that name them are."""
     meta = type(base.__name__, (base,), {})
     copyreg.pickle(meta, _reduce_class)  # type: ignore[arg-type]
     return meta
@@ -147,13 +136,13 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         if specification(self) is None:  # Called by a method that runs on the proxy, under `nnx.capture`.
             return _bound(method, self)(*args, **kwargs)
-        return _run(self, bare, method, args, kwargs)
+        return _run(bare, method, self, args, kwargs)
 
     return entry
 
 
 def _forward(bare: type, name: str) -> Callable[..., Any]:
-    """Returns a method that runs the one of the bare class, whatever that is when it is called."""
+    """A method that runs the one of the bare class, whatever that is when it is called."""
 
     @functools.wraps(inspect.getattr_static(bare, name), updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,29 +165,26 @@ def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
     return init_cache
 
 
-def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a method of the bare class under the module's specification."""
     spec = specification(module)
     assert spec is not None
     precision = spec.precision
     if transform.starts(precision.policy):
-        run = transformed(functools.partial(_run_part, bare, method), transform.with_float32_gradients)
+        from jmp_policy._src.flax.nnx.states import transformed
+
+        run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
-    uncast.warn_if_wide(args[:1])
     in_loop = param_cast_proxy.is_loop_body()
-    seen_as = bare_class(type(module)), precision, _class_dtype(bare, spec)
     small = small_inputs((args, kwargs), graph_nodes.is_node)
     with (
         small.inside(),
         explained(bare.__name__, bare.__name__, precision),
-        uncast.watched(module, bare.__name__, precision),
-        param_cast_proxy.opened(module, *seen_as) as proxy,
+        _watched(module),
+        param_cast_proxy.opened(module, precision) as proxy,
     ):
         new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
         out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
-        uncast.warn_if_wide(out)
-    if not uncast.is_watching():
-        warn_of_ungoverned(module, bare.__name__, precision.policy)
     return cast_outputs(
         out,
         args,
@@ -211,8 +197,53 @@ def _run(module: Any, bare: type, method: Any, args: tuple[Any, ...], kwargs: di
     )
 
 
-def _run_part(bare: type, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    return _run(module, bare, method, args, kwargs)
+def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
+    if param_cast_proxy.is_running():
+        return contextlib.nullcontext()
+    return float32_products.watched(module, functools.partial(_stored, module), _REPAIR)
+
+
+def _stored(root: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """The arrays in a model that belong to modules in half precision, with their paths.
+
+    Modules of bound methods come last: they may be copies without a policy of what was met before.
+    """
+    waiting: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque([((), root, True)])
+    methods: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque()
+    seen: set[int] = set()
+    while waiting or methods:
+        path, value, half = (waiting or methods).popleft()
+        if graph_nodes.is_node(value):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, nnx.Variable):
+            value = value.get_raw_value()
+        elif isinstance(value, nnx.Pytree):
+            half = _computes_in_half(value, half)
+            value = {name: x for name, x in vars(value).items() if not compat.is_bookkeeping(name)}
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=graph_nodes.is_node):
+            here = (*path, *map(graph_nodes.key_of, keys))
+            if isinstance(leaf, jax.Array | np.ndarray):
+                if half:
+                    yield path_text(here), leaf
+            elif graph_nodes.is_node(leaf):
+                waiting.append((here, leaf, half))
+            elif isinstance(leaf, functools.partial):
+                methods.append((here, [leaf.func, leaf.args, leaf.keywords], half))
+            elif isinstance(leaf, types.MethodType):
+                methods.append((here, leaf.__self__, half))
+
+
+def _computes_in_half(node: Any, above: bool) -> bool:
+    """Whether a node uses its arrays in half precision; if it does not say, as the one that holds it."""
+    if layers.is_island(node) or layers.linen_modules(node):
+        return False  # A Linen module looks at its variables itself.
+    spec = specification(node)
+    if spec is not None:
+        return is_half(spec.precision.used_param_dtype)
+    dtype = vars(node).get("dtype")
+    return above if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
 
 
 def _cast_inputs(

@@ -1,8 +1,8 @@
-"""Walking an NNX model: what a node holds, by paths as `nnx.iter_graph` gives them."""
+"""What an NNX model holds, by paths as `nnx.iter_graph` gives them, and what a Variable stores."""
 
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,89 +20,79 @@ PLAIN = frozenset(
 )
 
 
-class Child(NamedTuple):
-    """A node or Variable held by another: its path from there, and itself."""
-
-    path: Path
-    value: Any
-
-
 def is_node(value: Any) -> bool:
-    """Returns whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
+    """Whether a value is an NNX object or a Variable, which casts and walks treat as a whole."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def is_governed(node: Any) -> bool:
-    """Returns whether a module is of a subclass that casts (`governed`)."""
+    """Whether a module is of a subclass that casts (`governed`)."""
     return hasattr(type(node), "_jmp_policy_specification")
 
 
-def children(node: nnx.Pytree) -> Iterator[Child]:
-    """Yields the nodes and Variables that an NNX object holds, in plain containers too; sorted as in Flax."""
+def is_called(node: Any) -> bool:
+    """Whether a node is a module that computes something, and no container of others."""
+    return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)
+
+
+def children(node: nnx.Pytree) -> Iterator[tuple[Path, Any]]:
+    """The nodes and Variables that an NNX object holds, in plain containers too; sorted as in Flax."""
     for name, attribute in sorted(vars(node).items()):
         if type(attribute) in PLAIN or compat.is_bookkeeping(name):
             continue
         if is_node(attribute):
-            yield Child((name,), attribute)
+            yield (name,), attribute
             continue
         for keys, leaf in jax.tree_util.tree_leaves_with_path(attribute, is_leaf=is_node):
             if is_node(leaf):
-                yield Child((name, *map(_key, keys)), leaf)
+                yield (name, *map(key_of, keys)), leaf
 
 
-def _key(key: Any) -> Any:
+def key_of(key: Any) -> Any:
+    """The name or number that a key of a path in a pytree stands for."""
     for field in ("key", "idx", "name"):
         if hasattr(key, field):
             return getattr(key, field)
     return key
 
 
-def own_params(node: nnx.Pytree) -> Iterator[Child]:
-    """Yields the floating Params that a node holds itself; those of modules below it are theirs."""
+def walk(root: Any) -> Iterator[tuple[Path, Any]]:
+    """The nodes and Variables of a model, each once: the root itself, and what is below it."""
+    seen = {id(root)}
+
+    def visit(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+        yield path, node
+        for below, value in () if isinstance(node, nnx.Variable) else children(node):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield from visit((*path, *below), value)
+
+    return visit((), root)
+
+
+def variables(root: Any) -> list[tuple[Path, nnx.Variable]]:
+    """The Variables of a model, each once."""
+    return [(path, value) for path, value in walk(root) if isinstance(value, nnx.Variable)]
+
+
+def own_params(node: nnx.Pytree) -> Iterator[tuple[Path, nnx.Param]]:
+    """The floating Params that a node holds itself; those of modules below it are theirs."""
     for path, value in children(node):
         if isinstance(value, nnx.Param):
-            if is_floating(value):
-                yield Child(path, value)
+            if dtypes(value):
+                yield path, value
         elif isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Module):
-            yield from (Child((*path, *below), param) for below, param in own_params(value))
-
-
-def store_in(variable: nnx.Variable, dtype: Any) -> None:
-    """Casts what a Variable stores to a floating dtype; a Variable stored in it already is left alone."""
-    if not dtypes(variable) <= {dtype}:
-        write(variable, cast_floating(read(variable), dtype))
-
-
-def variables(node: nnx.Pytree) -> Iterator[Child]:
-    """Returns every Variable of a model, each once."""
-    seen: set[int] = set()
-
-    def visit(node: nnx.Pytree, path: Path) -> Iterator[Child]:
-        for below, value in children(node):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, nnx.Variable):
-                yield Child((*path, *below), value)
-            else:
-                yield from visit(value, (*path, *below))
-
-    yield from visit(node, ())
+            yield from (((*path, *below), param) for below, param in own_params(value))
 
 
 def dtypes(variable: nnx.Variable) -> set[Any]:
-    """Returns the floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
+    """The floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
     stored = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(variable.get_raw_value())]
     return {dtype for dtype in stored if dtype is not None and dtypes_.is_floating(dtype)}
 
 
-def is_floating(variable: nnx.Variable) -> bool:
-    """Returns whether a Variable stores anything floating."""
-    return bool(dtypes(variable))
-
-
 def read(variable: nnx.Variable) -> Any:
-    """Returns the stored value, past any cast of the Variable's class; Refs are read."""
+    """The stored value, past any cast of the Variable's class; Refs are read."""
     value = variable.get_raw_value()
     return value[...] if variable.get_metadata().get("ref") else value
 
@@ -116,3 +106,31 @@ def write(variable: nnx.Variable, value: Any) -> None:
             return
         value = jax.new_ref(value)
     variable.set_raw_value(value)
+
+
+def store_in(variable: nnx.Variable, dtype: Any) -> None:
+    """Casts what a Variable stores to a floating dtype; one that is stored in it already is left alone."""
+    if not dtypes(variable) <= {dtype}:
+        write(variable, cast_floating(read(variable), dtype))
+
+
+def bare_class(cls: type) -> type:
+    """The class that a governed one was made from; any other class itself."""
+    return vars(cls).get("_jmp_policy_bare", cls)
+
+
+def name_of(module: Any) -> str:
+    """The class name of a module, as its author wrote it."""
+    return bare_class(type(module)).__name__
+
+
+def own_methods(cls: type) -> set[str]:
+    """Names of the methods that a module's class has and `nnx.Module` has not."""
+    own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]
+    return {name for c in own for name, value in vars(c).items() if callable(value)}
+
+
+def governed_methods(bare: type, methods: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the named methods that a class has, `__call__` among them."""
+    has_attend = ("attend",) if issubclass(bare, nnx.Embed) else ()
+    return tuple(m for m in ("__call__", *has_attend, *methods) if m in own_methods(bare))

@@ -33,7 +33,6 @@ _CONTAINERS = (nnx.Sequential, nnx.List, nnx.Dict, nnx.Dropout, nnx.RNN, nnx.Bid
 #: Of those, the ones whose results come from layers that return compute dtype.
 _PASS_ON = (nnx.RNN, nnx.Bidirectional, *WEIGHT_NORMS)
 
-
 #: Layers that cast Params of their own, under these names and no others.
 WITH_OWN_PARAMS = (
     nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LoRA, *NORMS,
@@ -42,22 +41,17 @@ OWN_PARAMS = frozenset({"kernel", "bias", "scale", "embedding", "lora_a", "lora_
 
 
 def is_island(module: nnx.Module) -> bool:
-    """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
+    """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS, *POSITIONS))
 
 
 def is_flax(cls: type) -> bool:
-    """Returns whether a class is Flax's own, so that it is known what it does with its settings."""
+    """Whether a class is Flax's own, so that it is known what it does with its settings."""
     return cls.__module__.startswith("flax.nnx.")
 
 
-def is_bridge(module: nnx.Module) -> bool:
-    """Returns whether a module runs a Linen module."""
-    return isinstance(module, nnx.bridge.ToNNX)
-
-
 def params_of_others(module: nnx.Module) -> tuple[str, ...]:
-    """Returns the Params that others have put into a layer of Flax (LoRA adapters): it casts its own only."""
+    """Names of Params that others have put into a layer of Flax (LoRA adapters), which casts its own only."""
     if not isinstance(module, WITH_OWN_PARAMS):
         return ()
     held = ((name, value) for name, value in vars(module).items() if name not in OWN_PARAMS)
@@ -65,35 +59,35 @@ def params_of_others(module: nnx.Module) -> tuple[str, ...]:
 
 
 def linen_modules(module: nnx.Module) -> dict[str, Any]:
-    """Returns the Linen modules among a module's attributes, as bridges of other libraries hold them."""
+    """The Linen modules among a module's attributes, as bridges of other libraries hold them."""
     return {
         name: value for name, value in vars(module).items() if is_instance_of(value, "flax.linen", "Module")
     }
 
 
 def keeps_carry(module: nnx.Module) -> bool:
-    """Returns whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
+    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
     return (
         isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == nnx.RNNCellBase.__module__
     )
 
 
-def follows_by_itself(module: nnx.Module, bare: type) -> bool:
-    """Returns whether settings alone make a module compute, and return values, as the policy says.
+def follows_by_itself(module: nnx.Module) -> bool:
+    """Whether settings alone make a module compute, and return values, as the policy says.
 
     True for Flax's layers with a `dtype`, with exceptions: recurrent cells return the wider of compute and
     carry dtype, attention writes into a cache that may have any dtype, and products may be asked for
     another one.
     """
-    if not is_flax(bare) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
+    if not is_flax(type(module)) or isinstance(module, nnx.RNNCellBase | nnx.MultiHeadAttention):
         return False
     if vars(module).get("preferred_element_type") is not None or params_of_others(module):
         return False
-    return isinstance(module, _CONTAINERS) or is_bridge(module) or "dtype" in vars(module)
+    return isinstance(module, (*_CONTAINERS, nnx.bridge.ToNNX)) or "dtype" in vars(module)
 
 
 def passes_on(module: nnx.Module) -> bool:
-    """Returns whether the results of a module are those of modules that it holds, in their dtype."""
+    """Whether the results of a module are those of modules that it holds, in their dtype."""
     if isinstance(module, nnx.Sequential):
         last = module.layers[-1] if len(module.layers) else None
         # Flax's and JAX's activation functions keep the dtype; of others nobody knows.
@@ -112,7 +106,7 @@ class InFloat32:
     promote: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
-        """Returns the arguments, all but the first in float32 or wider; `dtype` is left to the result."""
+        """The arguments, all but the first in float32 or wider; `dtype` is left to the result."""
         inputs, *rest = args
         wide = jnp.result_type(jnp.float32, *(x for x in rest if x is not None))
         return (inputs, *self.promote(tuple(rest), dtype=wide, **kwargs))
@@ -129,7 +123,7 @@ class WithComplex:
     promote: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, *, dtype: Any = None, **kwargs: Any) -> Any:
-        """Returns the arguments in one dtype: that which was asked for, or a complex one."""
+        """The arguments in one dtype: that which was asked for, or a complex one."""
         return self.promote(args, dtype=None if has_complex(args) else dtype, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +134,7 @@ class WithComplex:
 
 
 def has_uncast_params(module: nnx.Module) -> bool:
-    """Returns whether a layer has parameters that no policy casts: complex ones, or integers."""
+    """Whether a layer has parameters that no policy casts: complex ones, or integers."""
     asked, values = vars(module).get("param_dtype"), vars(module).values()
     held = [getattr(value.get_value(), "dtype", None) for value in values if isinstance(value, nnx.Param)]
     try:
@@ -157,7 +151,7 @@ def settings(
     float32_islands: bool,
     keeps_dtype: bool,
 ) -> dict[str, Any]:
-    """Returns the static attributes that make a layer follow a policy, for those that it has.
+    """The static attributes that make a layer follow a policy, as far as it has them.
 
     Args:
       module: the layer.
@@ -191,7 +185,7 @@ def settings(
 
 
 def without_settings(module: nnx.Module) -> dict[str, Any]:
-    """Returns the static attributes as they were before `settings`, for those it may have changed."""
+    """The static attributes as they were before `settings`, for those that it may have changed."""
     attributes, old = vars(module), {}
     if "dtype" in attributes and is_dtype_or_none(attributes["dtype"]):
         old["dtype"] = own_dtype(module)
@@ -205,7 +199,7 @@ def without_settings(module: nnx.Module) -> dict[str, Any]:
 
 
 def scalar_type(dtype: np.dtype) -> Any:
-    """Returns a dtype as users write it (`jnp.float16`), so that graph definitions equal theirs."""
+    """A dtype as users write it (`jnp.float16`), so that graph definitions equal theirs."""
     return getattr(jnp, dtype.name, dtype)
 
 
@@ -215,20 +209,20 @@ _OVERRULED: dict[int, tuple[Any, Any, Any]] = {}
 
 
 def remember_own_dtype(module: nnx.Module, own: Any, given: Any) -> None:
-    """Notes a layer's own asked_dtype, for when this very layer gets another policy."""
+    """Notes the `dtype` that a layer was made with, for when this very layer gets another policy."""
     key = id(module)
     _OVERRULED[key] = (weakref.ref(module, lambda _: _OVERRULED.pop(key, None)), own, given)
 
 
 def own_dtype(module: nnx.Module) -> Any:
-    """Returns the `dtype` that a layer was made with, or that was set on it since."""
+    """The `dtype` that a layer was made with, or that was set on it since."""
     now = vars(module).get("dtype")
     reference, own, given = _OVERRULED.get(id(module), (lambda: None, None, None))
     return own if reference() is module and now is given else now
 
 
 def asked_dtype(module: nnx.Module, holder: Any) -> Any:
-    """Returns the dtype that a module asks for itself; None if it does not.
+    """The dtype that a module asks for itself; None if it does not.
 
     `nnx.Embed` and `nnx.SimpleCell` say float32 where nobody said anything.
     """

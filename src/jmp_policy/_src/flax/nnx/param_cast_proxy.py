@@ -17,22 +17,22 @@ is saved is the parameter and not a second copy of it.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.extend.core
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes, layers, new_params, uncast
-from jmp_policy._src.flax.nnx.param_view import CLASSES, view
+from jmp_policy._src.flax.nnx import graph_nodes, layers
+from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
@@ -42,7 +42,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def _current_trace() -> Any:
-    """Returns what is equal as long as no transform of JAX begins or ends."""
+    """Something that is equal as long as no transform of JAX begins or ends."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
@@ -61,7 +61,7 @@ class Run:
     trace: Any = dataclasses.field(default_factory=_current_trace)
     proxies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     views: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    containers: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
+    containers: list[Container] = dataclasses.field(default_factory=list)
     known: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -72,8 +72,13 @@ class _Runs(threading.local):
 _RUNS = _Runs()
 
 
+def is_running() -> bool:
+    """Whether a governed call is running."""
+    return bool(_RUNS.stack)
+
+
 def is_loop_body() -> bool:
-    """Returns whether a loop of JAX's (`lax.scan`, `nnx.scan`, while loops) runs this inside a governed call.
+    """Whether a loop of JAX's (`lax.scan`, `nnx.scan`, while loops) runs this inside a governed call.
 
     Such a body must return its carry in the dtype it came in. Other transforms must not change dtypes.
     """
@@ -91,16 +96,14 @@ def is_loop_body() -> bool:
 
 
 @contextlib.contextmanager
-def opened(module: Any, bare: type, precision: ModulePrecision, class_dtype: Any) -> Iterator[Any]:
+def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
     """Gives the proxy of a module for the length of a call.
 
     Args:
       module: the module.
-      bare: its class without a policy.
       precision: by which its own Params are read.
-      class_dtype: what a `dtype` that its class defines is read as; None to leave it.
     """
-    run, proxy = Run(known=new_params.held(vars(module))), _proxy(module, bare, precision, class_dtype)
+    run, proxy = Run(known=_held(vars(module))), _proxy(module, precision)
     run.proxies.append((proxy, module))
     before = _RUNS.stack
     _RUNS.stack = (*before, run)
@@ -108,13 +111,13 @@ def opened(module: Any, bare: type, precision: ModulePrecision, class_dtype: Any
         yield proxy
     finally:
         _RUNS.stack = before
-        for container, handed_out, as_it_was in run.containers:
-            _bring_back(container, handed_out, as_it_was)
-        new_params.store(vars(module), run.known, precision)
+        if run.containers:
+            bring_back(run.containers, original)
+        _store_new(vars(module), run.known, precision)
 
 
 def original(value: Any) -> Any:
-    """Returns a value with the Variables and nodes themselves in place of views and proxies of them.
+    """A value with the Variables and nodes themselves in place of views and proxies of them.
 
     Nodes that were made during the call, and took views or proxies up, are put right in place.
     """
@@ -144,30 +147,28 @@ def original(value: Any) -> Any:
     return map_changed(one, value, graph_nodes.is_node)
 
 
-def _proxy(node: Any, bare: type, precision: ModulePrecision, class_dtype: Any = None) -> Any:
+def _proxy(node: Any, precision: ModulePrecision) -> Any:
     with CLASSES:
-        cls = _proxy_class(bare, type(node), precision, class_dtype)
+        cls = _proxy_class(type(node), precision)
     proxy = object.__new__(cls)
     object.__setattr__(proxy, "__dict__", vars(node))
     return proxy
 
 
 @functools.cache
-def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype: Any) -> type:
+def _proxy_class(outer: type, precision: ModulePrecision) -> type:
+    bare: Any = graph_nodes.bare_class(outer)
+
     def getattribute(self: Any, name: str) -> Any:
         if name in vars(outer) and compat.is_capturing(method := vars(outer)[name]):
             return method.__get__(self)
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
-        if name == "__dict__":
-            uncast.note_attributes()
         if name.startswith("__") or compat.is_bookkeeping(name):
             return value
         if name not in object.__getattribute__(self, "__dict__"):
             return value
-        if not layers.is_flax(bare):
-            uncast.note_array(name, value)
         return _seen(bare, name, value, precision)
 
     def setattribute(self: Any, name: str, value: Any) -> None:
@@ -180,8 +181,8 @@ def _proxy_class(bare: Any, outer: type, precision: ModulePrecision, class_dtype
         "__setattr__": setattribute,
         "_jmp_policy_proxy_of": outer,
     }
-    if class_dtype is not None:
-        namespace["dtype"] = class_dtype
+    if bare is not outer and "dtype" in vars(outer):
+        namespace["dtype"] = vars(outer)["dtype"]
     return subclass(bare, namespace)
 
 
@@ -196,63 +197,79 @@ def _put_right(attributes: dict[str, Any], before: dict[str, Any], precision: Mo
         if value is old or type(value) in graph_nodes.PLAIN or compat.is_bookkeeping(name):
             continue
         attributes[name] = new = original(value)
-        known = _RUNS.stack[-1].known if _RUNS.stack else new_params.held(before)
+        known = _RUNS.stack[-1].known if _RUNS.stack else _held(before)
         if isinstance(old, nnx.Param) and isinstance(new, nnx.Param) and len(graph_nodes.dtypes(old)) == 1:
             graph_nodes.store_in(new, *graph_nodes.dtypes(old))  # As the one whose place it takes.
             known[id(new)] = new
-        new_params.store(new, known, precision)
+        _store_new(new, known, precision)
+
+
+def _store_new(attributes: Any, known: dict[int, Any], precision: ModulePrecision) -> None:
+    """Stores Params that were made during a call in param dtype, those of new modules too.
+
+    A layer that makes its parameters on the first call takes their dtype from its input, or from parameters
+    that it reads: compute dtype in both cases. Only Params are cast. Losses, counters, statistics and caches
+    in other Variables stay as their module made them.
+
+    Args:
+      attributes: a pytree of nodes and anything else, such as the attributes of a module.
+      known: what was there before, as `_held` gives it; what is new is added to it.
+      precision: of the module that holds the Params.
+    """
+    for key, value in _held(attributes).items():
+        if key in known:
+            continue
+        known[key] = value
+        if isinstance(value, nnx.Param):
+            graph_nodes.store_in(value, precision.param_dtype)
+        elif not graph_nodes.is_governed(value):
+            island = ModulePrecision(precision.policy, layers.is_island(value))
+            _store_new(vars(value), known, island)
+
+
+def _held(attributes: Any) -> dict[int, Any]:
+    """The Params and modules in a pytree by identity, in objects and NNX's containers too.
+
+    Of what those modules hold, nothing.
+    """
+    if isinstance(attributes, dict):
+        attributes = [value for value in attributes.values() if type(value) not in graph_nodes.PLAIN]
+    found: dict[int, Any] = {}
+    for leaf in jax.tree.leaves(attributes, is_leaf=graph_nodes.is_node):
+        if isinstance(leaf, nnx.Param) or graph_nodes.is_called(leaf):
+            found[id(leaf)] = leaf
+        elif isinstance(leaf, nnx.Pytree):
+            found |= _held(vars(leaf))
+    return found
 
 
 def subclass(bare: Any, namespace: dict[str, Any], metaclass: type | None = None) -> type:
-    """Returns a subclass of an NNX class, of the same name, which its author's hooks do not see."""
+    """A subclass of an NNX class, of the same name, which its author's hooks do not see."""
     finish = compat.register_node_class
     return make_subclass(bare, namespace, root=nnx.Pytree, metaclass=metaclass, finish=finish)
 
 
 def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
-    """Returns an attribute as the methods of a module see it."""
+    """An attribute as the methods of a module see it."""
+    if graph_nodes.is_called(value):
+        return value
+    run = _RUNS.stack[-1] if _RUNS.stack else Run()
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
-            known = _RUNS.stack[-1].views if _RUNS.stack else {}
-            return view(leaf, precision, known) if _is_read_cast(bare, name, leaf, precision) else leaf
-        if isinstance(leaf, nnx.Pytree) and _is_holder(leaf):
-            spec = getattr(type(leaf), "_jmp_policy_specification", None)
-            inner = getattr(type(leaf), "_jmp_policy_bare", type(leaf))
-            new = _proxy(leaf, inner, precision if spec is None else spec.precision)
-            if _RUNS.stack:
-                _RUNS.stack[-1].proxies.append((new, leaf))
-            return new
-        return leaf
+            return view(leaf, precision, run.views) if _is_read_cast(bare, name, leaf, precision) else leaf
+        if not _is_holder(leaf):
+            return leaf
+        spec = getattr(type(leaf), "_jmp_policy_specification", None)
+        new = _proxy(leaf, precision if spec is None else spec.precision)
+        run.proxies.append((new, leaf))
+        return new
 
-    return _shown(value, one)
-
-
-def _shown(value: Any, one: Callable[[Any], Any]) -> Any:
-    """Maps `one` over the nodes in a value; copies of lists and dicts are noted, at every depth."""
-    if graph_nodes.is_node(value):
-        return one(value)
-    if not isinstance(value, list | dict | tuple):
-        return map_changed(one, value, graph_nodes.is_node)
-    containers = _RUNS.stack[-1].containers if _RUNS.stack else []
-    for before, handed_out, _ in containers:
-        if before is value:
-            return handed_out
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    parts = [_shown(value[key], one) for key in keys]
-    if all(part is value[key] for key, part in zip(keys, parts, strict=True)):
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    new = copy.copy(value)
-    for key, part in zip(keys, parts, strict=True):
-        new[key] = part
-    containers.append((value, new, copy.copy(new)))
-    return new
+    return seen_as(value, one, run.containers)
 
 
 def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:
-    """Returns whether a module reads a Variable of its own in another dtype than it is stored in.
+    """Whether a module reads a Variable of its own in another dtype than it is stored in.
 
     Layers of Flax cast theirs themselves; where gradients are to be float32, the cast must be ours.
     """
@@ -264,23 +281,12 @@ def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: Modu
     return isinstance(variable, nnx.Param) and not by_itself
 
 
-def _is_holder(node: nnx.Pytree) -> bool:
-    """Returns whether a node is no module that is called, but holds Params for the one that holds it."""
-    if isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
+def _is_holder(node: Any) -> bool:
+    """Whether a node is no module that is called, but holds Params for the one that holds it."""
+    if graph_nodes.is_called(node) or not isinstance(node, nnx.Pytree):
         return False
     return any(
-        graph_nodes.is_floating(value) if isinstance(value, nnx.Param) else _is_holder(value)
+        bool(graph_nodes.dtypes(value)) if isinstance(value, nnx.Param) else _is_holder(value)
         for _, value in graph_nodes.children(node)
         if isinstance(value, nnx.Param | nnx.Pytree)
     )
-
-
-def _bring_back(container: Any, handed_out: Any, as_it_was: Any) -> None:
-    """Repeats on a list or dict what was done to the copy that was handed out."""
-    if isinstance(container, list):
-        if [*map(id, handed_out)] != [*map(id, as_it_was)]:
-            container[:] = [original(value) for value in handed_out]
-    elif {key: id(value) for key, value in handed_out.items()} != {k: id(v) for k, v in as_it_was.items()}:
-        new = {key: original(value) for key, value in handed_out.items()}
-        container.clear()
-        container.update(new)

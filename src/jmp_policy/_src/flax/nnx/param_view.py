@@ -11,20 +11,25 @@ casts what is read:
 
 Its class is a subclass of the Variable's own (`compat.view_class`), so that `isinstance(v, nnx.Param)` holds,
 and filters, metadata and methods of a user's Variable work.
+
+Lists and dicts with Params in them come out as copies with views, and what is done to such a copy is repeated
+on the list or dict itself when the call ends.
 """
 
+import copy
 import functools
 import threading
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import cast_floating, is_half
+from jmp_policy._src.core.dtypes import cast_floating, is_half, map_changed
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes, uncast
+from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
@@ -33,7 +38,7 @@ CLASSES = threading.RLock()
 
 
 def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, Any]) -> nnx.Variable:
-    """Returns a Variable that is `variable`, but for reading in another dtype.
+    """A Variable that is `variable`, but for reading in another dtype.
 
     Args:
       variable: the Variable, or a view of it.
@@ -51,14 +56,63 @@ def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, An
     return known[key]
 
 
+#: A list, tuple or dict that was read, the copy that was handed out, and another one, to see what was done.
+Container: TypeAlias = tuple[Any, Any, Any]
+
+
+def seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) -> Any:
+    """Maps a function over the nodes in a value, and copies the lists and dicts around those that change.
+
+    Args:
+      value: what an attribute holds.
+      one: gives what is seen in place of a node: a view, a proxy, or the node itself.
+      containers: those that were handed out before; the same copy is handed out again.
+    """
+    if graph_nodes.is_node(value):
+        return one(value)
+    if not isinstance(value, list | dict | tuple):
+        return map_changed(one, value, graph_nodes.is_node)
+    for before, handed_out, _ in containers:
+        if before is value:
+            return handed_out
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    parts = [seen_as(value[key], one, containers) for key in keys]
+    if all(part is value[key] for key, part in zip(keys, parts, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    new = copy.copy(value)
+    for key, part in zip(keys, parts, strict=True):
+        new[key] = part
+    containers.append((value, new, copy.copy(new)))
+    return new
+
+
+def bring_back(containers: list[Container], original: Callable[[Any], Any]) -> None:
+    """Repeats on lists and dicts what was done to the copies that were handed out.
+
+    Args:
+      containers: as `seen_as` has filled it.
+      original: gives the node itself for a view or proxy of it.
+    """
+    for container, handed_out, as_it_was in containers:
+        if isinstance(container, list):
+            if [*map(id, handed_out)] != [*map(id, as_it_was)]:
+                container[:] = [original(value) for value in handed_out]
+        elif {k: id(v) for k, v in handed_out.items()} != {k: id(v) for k, v in as_it_was.items()}:
+            new = {key: original(value) for key, value in handed_out.items()}
+            container.clear()
+            container.update(new)
+
+
 @functools.cache
 def _view_class(base: Any, precision: ModulePrecision) -> Any:
-    """Returns the class of views of `base`, one per precision, so that caches of jit hit."""
+    """The class of views of `base`, one per precision, so that caches of jit hit."""
     return compat.view_class(base, {**_reading(base, precision), **_writing(base), **_identity(base)})
 
 
 def _reading(base: Any, precision: ModulePrecision) -> dict[str, Any]:
-    """Returns how views read: the value is cast, and so are its attributes (`w.dtype`, `w.T`)."""
+    """How views read: the value is cast, and so are its attributes (`w.dtype`, `w.T`)."""
 
     def get_value(self: Any, **kwargs: Any) -> Any:
         return cast_weight(base.get_value(self, **kwargs), precision.used_param_dtype, precision.policy)
@@ -68,19 +122,11 @@ def _reading(base: Any, precision: ModulePrecision) -> dict[str, Any]:
             return base.__getattr__(self, name)
         return getattr(self.get_value(), name)
 
-    def get_raw_value(self: Any) -> Any:
-        uncast.note_stored(base.__name__)
-        return base.get_raw_value(self)
-
-    return {
-        "get_value": get_value,
-        "get_raw_value": get_raw_value,
-        "__getattr__": getattribute_of_value,
-    }
+    return {"get_value": get_value, "__getattr__": getattribute_of_value}
 
 
 def _writing(base: Any) -> dict[str, Any]:
-    """Returns how views write: what was computed in half is stored in the dtype that the origin has."""
+    """How views write: what was computed in half is stored in the dtype that the origin has."""
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         _warn_if_rounded(compat.origin_of(self), value)
@@ -94,7 +140,7 @@ def _writing(base: Any) -> dict[str, Any]:
 
 
 def _identity(base: Any) -> dict[str, Any]:
-    """Returns what views say they are: Variables of the origin's type; a copy is one of the origin."""
+    """What views say they are: Variables of the origin's type; a copy is one of the origin."""
     return {
         "var_type": property(lambda self: base),
         "type": property(lambda self: base),

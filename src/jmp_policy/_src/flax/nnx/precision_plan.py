@@ -1,4 +1,25 @@
-"""What the rules mean for every module of an NNX model, worked out before anything is changed."""
+"""What the rules mean for every module of an NNX model, worked out before anything is changed.
+
+The idea::
+
+    def visit(node, path, policy, outside):            # paths as in nnx.iter_graph: ("blocks", 0, "attn")
+        if a rule matches path and node:
+            policy = the first such rule's
+        island = node is a norm, and no rule names it  # float32 inside a half-precision model
+        modules[node] = path, policy, island, policy != outside
+        for name, child in children(node):
+            visit(child, (*path, name), policy, outside=policy)
+
+    visit(model, (), rules.default, outside=None)
+
+    for node, planned in modules.items():              # in `wrap_module`
+        if settings suffice:                           # a layer of Flax
+            node.dtype = planned.policy.compute_dtype
+        else:
+            node.__class__ = governed_class(type(node), planned.policy)
+
+A module shared between places is visited at each of them, and its policy must be the same at all.
+"""
 
 import dataclasses
 import functools
@@ -7,34 +28,30 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import cast_floating
-from jmp_policy._src.core.imported import is_instance_of
-from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.flax.nnx import graph_nodes, layers
-from jmp_policy._src.flax.nnx.governed import bare_class, governed_methods, own_methods
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors
+from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_methods, name_of
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.patterns import singles_out, unused_error
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import (
-    PolicyMap,
-    PolicyMapLike,
-    as_policy_map,
-    path_text,
-)
-from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, path_text
 
 #: A model whose modules are met at more paths than this shares them in a way no rules can be resolved for.
 _MOST_PATHS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """One module of the new tree, where it was met first, and what the rules mean for it."""
+class PlannedModule:
+    """One module, the path at which it was met first, and what the rules mean for it.
 
-    path: graph_nodes.Path
+    Args:
+      policy_changes: whether code under another policy calls it, so that its output dtype applies.
+      keeps_dtype: whether the `dtype` that it was made with wins over the policy.
+    """
+
+    path: Path
     module: Any
     precision: ModulePrecision
     policy_changes: bool
@@ -43,60 +60,37 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A copy of the module to be wrapped, over the same Variables and of bare classes."""
+    """What becomes of a model.
 
-    module: Any
+    Args:
+      model: a copy of it, over the same Variables and of bare classes.
+      rules: for its modules.
+      methods: names of the methods that are governed beside `__call__`.
+      modules: its modules, by identity.
+      met: path and module of every visit.
+    """
+
+    model: Any
     rules: PolicyMap
     methods: tuple[str, ...]
-    places: list[Place]
-    seen: list[tuple[graph_nodes.Path, Any]]
-
-    def needs_class(self, place: Place) -> bool:
-        """Returns whether settings alone do not make a module do all that its policy says."""
-        module, policy = place.module, place.precision.policy
-        if type(module) in (nnx.List, nnx.Dict):
-            # Not called, but what it holds is read in the dtype that its own rule says.
-            return next(graph_nodes.own_params(module), None) is not None
-        if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module, type(module)):
-            return True
-        output = policy.output_dtype if place.policy_changes else policy.compute_dtype
-        if layers.passes_on(module):
-            return not self._is_uniform(module, policy) or output != policy.compute_dtype
-        if isinstance(module, nnx.Sequential):
-            return True
-        if layers.is_bridge(module) or not place.policy_changes:
-            return False
-        return output != policy.compute_dtype or "dtype" not in vars(module)
-
-    def _is_uniform(self, module: nnx.Module, policy: Policy) -> bool:
-        """Returns whether a module and all below it are under one policy."""
-        if not self.rules.overrides and not self.rules.keep_module_dtypes:
-            return True
-        policies = {id(place.module): place.precision.policy for place in self.places}
-        return all(policies[id(below)] == policy for below in _modules(module).values())
+    modules: dict[int, PlannedModule]
+    met: list[tuple[Path, Any]]
 
     def check_used(self) -> None:
         """Raises for rules that match nothing."""
-        bridges = [place for place in self.places if layers.linen_modules(place.module)]
-        unused = [p for p in self.rules.unused(self.seen) if not self._may_match_inside(p, bridges)]
+        bridges = [m for m in self.modules.values() if layers.linen_modules(m.module)]
+        unused = [p for p in self.rules.unused(self.met) if not _may_match_inside(p, bridges)]
         if unused:
-            raise unused_error(unused, name_of(self.module), (path_text(path) for path, _ in self.seen))
+            raise unused_error(unused, name_of(self.model), (path_text(path) for path, _ in self.met))
 
-    def _may_match_inside(self, pattern: Any, bridges: list[Place]) -> bool:
-        """Returns whether a pattern may be meant for a module inside a bridged Linen module."""
-        if isinstance(pattern, type) and issubclass(pattern, nnx.Module):
-            return False
-        alone = PolicyMap("float32", {pattern: "float32"})
-        return any(alone.relative_to(place.path, alone.default).overrides for place in bridges)
-
-    def params(self) -> Iterator[tuple[graph_nodes.Path, Any, ModulePrecision]]:
-        """Yields path, Variable and precision of the modules' own floating Params, at every place."""
-        for place in self.places:
-            for path, variable in graph_nodes.own_params(place.module):
-                yield (*place.path, *path), variable, place.precision
+    def params(self) -> Iterator[tuple[Path, Any, ModulePrecision]]:
+        """Path, Variable and precision of each floating Param, for every module that has it as its own."""
+        for planned in self.modules.values():
+            for path, variable in graph_nodes.own_params(planned.module):
+                yield (*planned.path, *path), variable, planned.precision
 
     def cast_params(self) -> None:
-        """Casts the parameters to param dtype, in place."""
+        """Casts the parameters to param dtype, in place: all of them, or none where a cast fails."""
         new = [
             (variable, cast_floating(graph_nodes.read(variable), precision.param_dtype))
             for _, variable, precision in self.params()
@@ -107,18 +101,8 @@ class Plan:
 
     def check_params(self) -> None:
         """Raises for parameters that are not in param dtype."""
-        wrong = [(path, v, t) for path, v, t in self.params() if not _fits(v, t)]
-        if not wrong:
-            return
-        path, variable, precision = wrong[0]
-        stored = ", ".join(sorted(dtype.name for dtype in graph_nodes.dtypes(variable)))
-        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"The parameter {path_text(path)!r}{others} of {name_of(self.module)} is {stored}, but its "
-            f"policy {str(precision.policy)!r} wants parameters in {precision.param_dtype.name}. Make the "
-            f"module with param_dtype={precision.param_dtype.name}, or call jmp_policy.nnx.cast_params("
-            "model, policy), which casts them in place, before wrap and before the optimizer is made."
-        )
+        if wrong := [(path, v, p) for path, v, p in self.params() if not _fits(v, p)]:
+            raise plan_errors.wrong_dtype(self.model, *wrong[0], others=len(wrong) - 1)
 
 
 def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
@@ -127,94 +111,39 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     Raises:
       TypeError, ValueError: for what `wrap` raises them, unused rules and dtypes of parameters excepted.
     """
-    _check_is_module(module)
+    if not isinstance(module, nnx.Module):
+        raise plan_errors.not_a_module(module)
     rules = as_policy_map(policy)
-    new = nnx.clone(module, variables=False, graph=True)
-    unwrap(module, new)
-    walk = _Walk(rules)
-    walk.visit(new, (), rules.default, None, None)
-    places = list(walk.places.values())
-    _check_methods(methods, places)
-    plan = Plan(new, rules, methods, places, walk.seen)
+    model = bare_copy(module, variables=False)
+    plan = Plan(model, rules, methods, *resolve(model, rules))
+    _check_methods(plan)
     _check_tied_params(plan)
     return plan
 
 
-def resolved(module: Any, rules: PolicyMap) -> tuple[dict[int, Place], list[tuple[graph_nodes.Path, Any]]]:
-    """Returns what the rules mean for each module of a model by its identity, and the modules met."""
+def resolve(model: Any, rules: PolicyMap) -> tuple[dict[int, PlannedModule], list[tuple[Path, Any]]]:
+    """What the rules mean for each module of a model by its identity, and path and module of every visit."""
     walk = _Walk(rules)
-    walk.visit(module, (), rules.default, None, None)
-    return walk.places, walk.seen
+    walk.visit(model, (), rules.default, None, None)
+    return walk.modules, walk.met
 
 
-def name_of(module: Any) -> str:
-    """Returns the class name of a module, as its author wrote it."""
-    return bare_class(type(module)).__name__
+def bare_copy(module: nnx.Module, *, variables: bool) -> Any:
+    """A copy of a model without policies; with Variables of its own, or over the same ones.
 
-
-def never_cast(place: Place, methods: tuple[str, ...]) -> str | None:
-    """Returns what to say of a module whose own parameters no governed method reads; or None."""
-    module, bare = place.module, type(place.module)
-    is_holder = isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(bare)
-    if is_holder or governed_methods(bare, methods) or next(graph_nodes.own_params(module), None) is None:
-        return None
-    public = tuple(sorted(name for name in own_methods(bare) if not name.startswith("_")))
-    advice = (
-        f"List the methods that read them: jmp_policy.nnx.wrap(model, policy, methods={public!r})."
-        if public
-        else "Cast them where they are read."
-    )
-    return (
-        f"{name_of(module)} has parameters of its own and no __call__, so that nothing casts them. {advice}"
-    )
-
-
-def _fits(variable: nnx.Variable, precision: ModulePrecision) -> bool:
-    allowed = {precision.param_dtype}
-    if precision.island:
-        allowed.add(precision.policy.param_dtype)
-    return graph_nodes.dtypes(variable) <= allowed
-
-
-def _check_is_module(module: Any) -> None:
-    if isinstance(module, type) and issubclass(module, nnx.Module):
-        raise TypeError(
-            f"wrap takes a module, not its class: wrap({module.__name__}(..., rngs=rngs), policy)."
-        )
-    if is_instance_of(module, "flax.linen", "Module"):
-        raise TypeError(
-            f"{type(module).__name__} is a Linen module, and NNX was expected: use jmp_policy.wrap or "
-            "jmp_policy.linen.wrap, or make it an NNX module with flax.nnx.bridge.ToNNX."
-        )
-    if not isinstance(module, nnx.Module):
-        hints = (
-            (nnx.GraphDef, " Merge it first: nnx.merge(graphdef, state)."),
-            (nnx.Optimizer, " Wrap the model, and make the optimizer from the wrapped one."),
-            (nnx.Variable, " Wrap the module that holds it."),
-        )
-        hint = next((text for cls, text in hints if isinstance(module, cls)), "")
-        raise TypeError(f"nnx.wrap takes a flax.nnx.Module, got {type(module).__name__}.{hint}")
-
-
-def _check_methods(methods: tuple[str, ...], places: list[Place]) -> None:
-    for name in methods:
-        if not any(name in governed_methods(type(place.module), (name,)) for place in places):
-            known = {m for place in places for m in own_methods(type(place.module)) if not m.startswith("_")}
-            hint = did_you_mean(name, sorted(known))
-            raise ValueError(f"methods={methods!r}: no module of this model defines {name!r}.{hint}")
-
-
-def unwrap(original: nnx.Module, copy: nnx.Module) -> None:
-    """Makes bare modules of the copies of wrapped ones, and lets them hold each other."""
-    olds, news = _modules(original), _modules(copy)
-    new_of = {id(old): new for old, new in zip(olds.values(), news.values(), strict=True)}
-    for old, new in zip(olds.values(), news.values(), strict=True):
-        vars(new).update(layers.without_settings(old))
-        if bare_class(type(new)) is not type(new):
-            object.__setattr__(new, "__class__", bare_class(type(new)))
-        for name, value in vars(new).items():
+    Methods and partials that its modules keep as attributes are bound to the modules of the copy.
+    """
+    copy = nnx.clone(module, variables=variables, graph=True)
+    old, new = ([m for _, m in graph_nodes.walk(x) if isinstance(m, nnx.Module)] for x in (module, copy))
+    new_of = {id(before): after for before, after in zip(old, new, strict=True)}
+    for before, after in zip(old, new, strict=True):
+        vars(after).update(layers.without_settings(before))
+        if bare_class(type(after)) is not type(after):
+            object.__setattr__(after, "__class__", bare_class(type(after)))
+        for name, value in vars(after).items():
             if callable(value) and not graph_nodes.is_node(value):
-                vars(new)[name] = _rebound(value, new_of, f"{name_of(new)}.{name}")
+                vars(after)[name] = _rebound(value, new_of, f"{name_of(after)}.{name}")
+    return copy
 
 
 def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
@@ -233,27 +162,8 @@ def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
     cells = getattr(function, "__closure__", None) or ()
     held = [cell.cell_contents for cell in cells if cell != types.CellType()]
     if any(id(x) in new_of for x in held):
-        warnings.warn(
-            f"The function {where} closes over a module of the model. It keeps the module without a policy: "
-            "pass the module as an argument, or make the function a method.",
-            UserWarning,
-            stacklevel=6,
-        )
+        warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=6)
     return function
-
-
-def _modules(root: nnx.Module) -> dict[int, Any]:
-    """Returns the modules of a model by identity, each where it is met first."""
-    found: dict[int, Any] = {id(root): root}
-
-    def visit(node: Any) -> None:
-        for _, value in graph_nodes.children(node):
-            if isinstance(value, nnx.Pytree) and id(value) not in found:
-                found[id(value)] = value
-                visit(value)
-
-    visit(root)
-    return {key: node for key, node in found.items() if isinstance(node, nnx.Module)}
 
 
 class _Walk:
@@ -261,13 +171,11 @@ class _Walk:
 
     def __init__(self, rules: PolicyMap):
         self.rules = rules
-        self.places: dict[int, Place] = {}
-        self.seen: list[tuple[graph_nodes.Path, Any]] = []
-        self._open: set[int] = set()
+        self.modules: dict[int, PlannedModule] = {}
+        self.met: list[tuple[Path, Any]] = []
+        self._above: set[int] = set()
 
-    def visit(
-        self, node: Any, path: graph_nodes.Path, policy: Policy, outside: Policy | None, holder: Any
-    ) -> None:
+    def visit(self, node: Any, path: Path, policy: Policy, outside: Policy | None, holder: Any) -> None:
         """Notes a module met at a path, and what is below it.
 
         Args:
@@ -277,67 +185,76 @@ class _Walk:
           outside: the policy of the code that calls the module; None at the root.
           holder: the module above.
         """
-        if id(node) in self._open:
+        if id(node) in self._above:
             return  # A reference back up.
-        known = id(node) in self.places
+        known = id(node) in self.modules
         if isinstance(node, nnx.Module):
-            place, policy = self._resolve(node, path, policy, outside, holder)
-            self._note(place)
-            outside, holder = place.precision.policy, node
+            planned, policy = self._resolve(node, path, policy, outside, holder)
+            self._note(planned)
+            outside, holder = planned.precision.policy, node
         if known and not self.rules.overrides:
             return
-        self._open.add(id(node))
+        self._above.add(id(node))
         for below, value in graph_nodes.children(node):
             if isinstance(value, nnx.Pytree):
                 self.visit(value, (*path, *below), policy, outside, holder)
-        self._open.discard(id(node))
+        self._above.discard(id(node))
 
     def _resolve(
-        self, module: Any, path: graph_nodes.Path, inherited: Policy, outside: Policy | None, holder: Any
-    ) -> tuple[Place, Policy]:
-        """Returns what the rules mean for a module, and the policy that those below it inherit."""
+        self, module: Any, path: Path, inherited: Policy, outside: Policy | None, holder: Any
+    ) -> tuple[PlannedModule, Policy]:
+        """What the rules mean for a module, and the policy that those below it inherit."""
         if isinstance(module, nnx.bridge.Module):
-            raise TypeError(
-                f"{name_of(module)} at {path_text(path)!r} is a flax.nnx.bridge.Module, which makes its "
-                "submodules when it is called, where wrap cannot reach them. Write it as an nnx.Module."
-            )
+            raise plan_errors.makes_modules_when_called(module, path)
         rules = self.rules
         index = rules.match(path, module)
         policy = governing = inherited if index is None else rules.overrides[index][1]
         named = index is not None and singles_out(rules.overrides[index][0])
         asked_dtype = layers.asked_dtype(module, holder) if rules.keep_module_dtypes else None
         if asked_dtype is not None:
-            # A asked_dtype of its own; those below have theirs.
+            # The module has a dtype of its own. Those below it say for themselves whether they have one.
             policy = governing.with_compute_dtype(asked_dtype)
         precision = rules.precision(policy, layers.is_island(module), index, named)
         is_boundary = policy_changes(outside, policy)
-        return Place(path, module, precision, is_boundary, asked_dtype is not None), governing
+        return PlannedModule(path, module, precision, is_boundary, asked_dtype is not None), governing
 
-    def _note(self, place: Place) -> None:
-        self.seen.append((place.path, place.module))
-        if len(self.seen) > _MOST_PATHS:
-            raise ValueError(
-                f"The modules of this model are shared so often that they are at more than {_MOST_PATHS} "
-                "paths: rules cannot be resolved for all of them. Use one policy, or share less."
-            )
-        first = self.places.setdefault(id(place.module), place)
-        if first.precision != place.precision:
-            raise ValueError(
-                f"{name_of(place.module)} is shared: it is at {path_text(first.path)!r}, where the rules "
-                f"give it {str(first.precision.policy)!r}, and at {path_text(place.path)!r}, where they give "
-                f"it {str(place.precision.policy)!r}. Add a rule that gives both places the same policy."
-            )
-        if place.policy_changes and not first.policy_changes:
-            self.places[id(place.module)] = dataclasses.replace(first, policy_changes=True)
+    def _note(self, planned: PlannedModule) -> None:
+        self.met.append((planned.path, planned.module))
+        if len(self.met) > _MOST_PATHS:
+            raise plan_errors.too_many_paths(_MOST_PATHS)
+        first = self.modules.setdefault(id(planned.module), planned)
+        if first.precision != planned.precision:
+            policies = first.precision.policy, planned.precision.policy
+            raise plan_errors.two_policies(planned.module, (first.path, planned.path), policies)
+        if planned.policy_changes and not first.policy_changes:
+            self.modules[id(planned.module)] = dataclasses.replace(first, policy_changes=True)
+
+
+def _fits(variable: nnx.Variable, precision: ModulePrecision) -> bool:
+    allowed = {precision.param_dtype}
+    if precision.island:
+        allowed.add(precision.policy.param_dtype)
+    return graph_nodes.dtypes(variable) <= allowed
+
+
+def _may_match_inside(pattern: Any, bridges: list[PlannedModule]) -> bool:
+    """Whether a pattern may be meant for a module inside a bridged Linen module."""
+    if isinstance(pattern, type) and issubclass(pattern, nnx.Module):
+        return False
+    alone = PolicyMap("float32", {pattern: "float32"})
+    return any(alone.relative_to(bridge.path, alone.default).overrides for bridge in bridges)
+
+
+def _check_methods(plan: Plan) -> None:
+    classes = {type(planned.module) for planned in plan.modules.values()}
+    for name in plan.methods:
+        if not any(name in governed_methods(cls, (name,)) for cls in classes):
+            raise plan_errors.unknown_method(name, plan.methods, classes)
 
 
 def _check_tied_params(plan: Plan) -> None:
-    first: dict[int, tuple[graph_nodes.Path, np.dtype]] = {}
+    first: dict[int, tuple[Path, Any]] = {}
     for path, variable, precision in plan.params():
         before, dtype = first.setdefault(id(variable), (path, precision.policy.param_dtype))
         if dtype != precision.policy.param_dtype:
-            raise ValueError(
-                f"The parameter {path_text(before)!r} is shared with {path_text(path)!r}, and the rules want "
-                f"it stored in {dtype.name} at the first and in {precision.policy.param_dtype.name} at the "
-                "second place. Give both the same param dtype."
-            )
+            raise plan_errors.two_param_dtypes((before, path), (dtype, precision.policy.param_dtype))

@@ -1,47 +1,63 @@
-"""A function of NNX modules given to a transformation of functions of arrays; updates of state are kept."""
+"""Functions of NNX modules, as functions of arrays: what tracing one takes, and transforming one.
 
+A transformation of functions of arrays (`autocast`, float32 gradients) is given a function of states, and
+what that changes is written to the modules afterwards::
+
+    def of_modules(model, x):
+        graph, state = nnx.split(model)
+        out, changed = transform(of_states)(state, x)   # of_states merges a model, calls it, and splits it
+        nnx.update(model, changed)
+        return out
+
+A trace of an NNX model says nothing of its modules. With `named` every module, for the length of the trace,
+is of a subclass whose methods name a scope, so that path rules find it, and profiles and reports show it.
+"""
+
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.flax.nnx import graph_nodes, param_cast_proxy, precision_plan
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.patterns import unused_error
+from jmp_policy._src.policy.regions import region
+from jmp_policy._src.policy.rules import PolicyMap, path_text
 
 
 class _Gap:
     """Stands for a node."""
 
 
-NODE = _Gap()
+_NODE = _Gap()
 
 
-def filled(structure: Any, leaves: Any, nodes: Any) -> Any:
-    """Returns the tree, with the nodes in the places that were left for them."""
+def _filled(structure: Any, leaves: Any, nodes: Any) -> Any:
+    """The tree, with the nodes where they were left out."""
     given = iter(nodes)
-    return jax.tree.unflatten(structure, [next(given) if leaf is NODE else leaf for leaf in leaves])
+    return jax.tree.unflatten(structure, [next(given) if leaf is _NODE else leaf for leaf in leaves])
 
 
-def taken_apart(tree: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
-    """Returns what `filled` puts together: structure, leaves with `NODE` in place of nodes, the nodes."""
+def _taken_apart(tree: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
+    """What `_filled` puts together: structure, leaves with `_NODE` where there are nodes, the nodes."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
-    return structure, [NODE if is_node(leaf) else leaf for leaf in leaves], nodes
+    return structure, [_NODE if is_node(leaf) else leaf for leaf in leaves], nodes
 
 
-def variables(nodes: Any) -> Iterator[nnx.Variable]:
-    """Returns every Variable of these nodes, once per node."""
-    for node in nodes:
-        if isinstance(node, nnx.Variable):
-            yield node
-        else:
-            yield from (variable for _, variable in graph_nodes.variables(node))
+def _variables(nodes: Any) -> Iterator[nnx.Variable]:
+    """Every Variable of these nodes, once per node."""
+    return (variable for node in nodes for _, variable in graph_nodes.variables(node))
 
 
 def transformed(fn: Callable[..., Any], transform: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function of modules that a transformation makes of a function of modules.
+    """The function of modules that a transformation makes of a function of modules.
 
     Args:
       fn: a function of modules, other nodes and anything else.
@@ -61,21 +77,21 @@ def transformed(fn: Callable[..., Any], transform: Callable[..., Any]) -> Callab
                     _, out_nodes = context.merge(*changed)
         if changed is None:
             _write_changed(nodes, values)
-        return filled(out_structure, out, out_nodes)
+        return _filled(out_structure, out, out_nodes)
 
     return of_modules
 
 
 class Pure:
-    """The function of states that a function of modules is."""
+    """A function of modules, as one of states."""
 
     def __init__(self, fn: Callable[..., Any]):
         self._fn = fn
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def split(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the nodes among the arguments, and the arguments of this function."""
-        structure, others, nodes = taken_apart((args, kwargs))
+        """The nodes among the arguments, and the arguments of this function."""
+        structure, others, nodes = _taken_apart((args, kwargs))
         with nnx.split_context(self) as context:
             graph, state = context.split(nodes)
         return nodes, (structure, graph, state, others)
@@ -84,10 +100,10 @@ class Pure:
         with nnx.merge_context(self, inner=True) as context:
             nodes = context.merge(graph, state)
         before = nnx.graphdef(nodes)
-        args, kwargs = filled(structure, others, nodes)
+        args, kwargs = _filled(structure, others, nodes)
         out = self._fn(*args, **kwargs)
-        out_structure, others, out_nodes = taken_apart(out)
-        values, changed = [graph_nodes.read(variable) for variable in variables(nodes)], None
+        out_structure, others, out_nodes = _taken_apart(out)
+        values, changed = [graph_nodes.read(variable) for variable in _variables(nodes)], None
         if out_nodes or nnx.graphdef(nodes) != before:
             values = []
             with nnx.split_context(self) as context:
@@ -97,7 +113,141 @@ class Pure:
 
 def _write_changed(nodes: Any, values: Any) -> None:
     """Writes what a call has changed, and nothing else: parameters may be of a trace closed to writing."""
-    for variable, value in zip(variables(nodes), values, strict=True):
+    for variable, value in zip(_variables(nodes), values, strict=True):
         old, new = jax.tree.leaves(graph_nodes.read(variable)), jax.tree.leaves(value)
         if len(old) != len(new) or any(x is not y for x, y in zip(old, new, strict=True)):
             graph_nodes.write(variable, value)
+
+
+class Split:
+    """The arguments of a function, with the nodes among them as states.
+
+    Args:
+      args, kwargs: what the function of modules takes.
+
+    Attributes:
+      state: a pytree of the arrays of all nodes; each Variable's once, however often it is shared.
+      others: the other arguments, with gaps for the nodes; structured as `structure` says.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
+        self.structure, self.others, nodes = _taken_apart((tuple(args), kwargs))
+        self._graph, self.state = nnx.split(nodes)
+
+    def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
+        """The function's result with new nodes of a state, and the values of their Variables afterwards."""
+        nodes = nnx.merge(self._graph, state)
+        args, kwargs = _filled(self.structure, others, nodes)
+        with named(nodes, PolicyMap("float32")):
+            out = fn(*args, **kwargs)
+        out = jax.tree.map(_values, out, is_leaf=is_node)
+        return out, [graph_nodes.read(variable) for variable in _variables(nodes)]
+
+    def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
+        """For each array of the state: its path, its argument, and whether it is trainable.
+
+        Args:
+          names: of the positional arguments.
+        """
+        whole = jax.tree.unflatten(self.structure, self.others)
+        gaps = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is _NODE]
+        for path, variable in jax.tree_util.tree_leaves_with_path(self.state, is_leaf=is_node):
+            keys = [_text(key) for key in path]
+            which, argument, *above = gaps[int(keys[0])]
+            position = argument.idx if which.idx == 0 else argument.key
+            start = str(names[position] if which.idx == 0 else position)
+            inside = [_text(key) for key in above]
+            is_param = isinstance(variable, nnx.Param)
+            for below, array in jax.tree_util.tree_leaves_with_path(variable):
+                end = [_text(key) for key in below[1:]]
+                trains = is_param and bool(jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
+                yield "/".join([start, *inside, *keys[1:], *end]), position, trains
+
+
+def _values(leaf: Any) -> Any:
+    if isinstance(leaf, nnx.Variable):
+        return graph_nodes.read(leaf)
+    return jax.tree.map(_values, nnx.state(leaf), is_leaf=is_node) if is_node(leaf) else leaf
+
+
+def _text(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+class _Scope(NamedTuple):
+    """The scope that the methods of a module name.
+
+    Args:
+      names: of the model's class and of the attributes on the way to the module.
+      marked_as: what its operations are marked with; None where no rules are.
+    """
+
+    names: tuple[str, ...] = ()
+    marked_as: str | None = None
+
+
+_HERE: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("running module", default=None)
+
+
+@contextlib.contextmanager
+def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
+    """Lets the modules name scopes, and mark their operations where rules govern them."""
+    classes: list[tuple[Any, type]] = []
+    met: list[Any] = []
+    try:
+        for node in nodes:
+            if not isinstance(node, nnx.Module):
+                continue
+            planned_modules, met_here = precision_plan.resolve(node, rules)
+            met += met_here
+            for planned in planned_modules.values():
+                module = planned.module
+                if any(module is other for other, _ in classes):
+                    continue  # Handed in twice.
+                marked_as = planned.precision.policy.compute_dtype.name if rules.overrides else None
+                scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
+                classes.append((module, type(module)))
+                object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
+        if unused := rules.unused(met):
+            raise unused_error(unused, "the function's models", [path_text(path) for path, _ in met])
+        token = _HERE.set(_Scope((), rules.default.compute_dtype.name if rules.overrides else None))
+        try:
+            yield
+        finally:
+            _HERE.reset(token)
+    finally:
+        for module, cls in reversed(classes):
+            object.__setattr__(module, "__class__", cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scoped_class(bare: type, scope: _Scope) -> type:
+    """A subclass whose methods name a scope; the same one for the same scope, so that caches of jit hit."""
+    namespace: dict[str, Any] = {}
+    for name in graph_nodes.own_methods(bare):
+        method = inspect.getattr_static(bare, name)
+        if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+            namespace[name] = _scoped(method, scope)
+    with param_cast_proxy.CLASSES:
+        return param_cast_proxy.subclass(bare, namespace)
+
+
+def _scoped(method: Callable[..., Any], scope: _Scope) -> Callable[..., Any]:
+    suffix = "" if method.__name__ == "__call__" else f".{method.__name__}"
+
+    @functools.wraps(method)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        here = _HERE.get() or _Scope()
+        inside = scope.names[: len(here.names)] == here.names
+        below = scope.names[len(here.names) :] if inside else scope.names
+        with contextlib.ExitStack() as stack:
+            if below:
+                stack.enter_context(jax.named_scope("/".join(below)))
+            if scope.marked_as != here.marked_as and scope.marked_as is not None:
+                stack.enter_context(region(scope.marked_as))
+            token = _HERE.set(scope)
+            stack.callback(_HERE.reset, token)
+            out = method(*args, **kwargs)
+        return watching.returned("/".join(scope.names) + suffix, args[0], args[1:], kwargs, out)
+
+    return scoped

@@ -1,16 +1,13 @@
-"""The training step with NNX modules: gradients of a scaled loss, and state kept on a skipped step."""
+"""Gradients of a scaled loss of NNX modules."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.nnx as nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes
-from jmp_policy._src.loss_scaling.finiteness import select_tree
-from jmp_policy._src.loss_scaling.metrics import grads_finite
-from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
+from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy.rules import path_text
 
@@ -96,7 +93,7 @@ def scaled_value_and_grad(
 
 
 def _differentiated(args: Sequence[Any], argnums: Any) -> set[str]:
-    """Returns the paths of the Variables that a gradient is taken by."""
+    """Paths of the Variables that a gradient is taken by."""
     found: set[str] = set()
     for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
         number, only = (
@@ -107,67 +104,3 @@ def _differentiated(args: Sequence[Any], argnums: Any) -> set[str]:
             known = graph_nodes.variables(args[number])
             found |= {path_text(path) for path, variable in known if selected(path, variable)}
     return found
-
-
-#: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.
-_NOT_PARAMS = nnx.Not(nnx.Param)
-
-
-@contextlib.contextmanager
-def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PARAMS) -> Iterator[None]:
-    """Leaves a module's other state (batch statistics, caches, random counts) as it was on a skipped step.
-
-    A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
-    loss, its gradient and the update inside the block; usable in `nnx.jit`.
-
-    Args:
-      optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
-      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
-      only: which Variables, as an NNX filter; all but parameters by default.
-
-    Raises:
-      ValueError: when no loss scale, or more than one, is found; without any module.
-      TypeError: for something that is no module.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import flax.nnx as nnx
-      >>> from jmp_policy import DynamicLossScale, loss_scaled
-      >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
-      >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale())
-      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-      >>> def loss_fn(model, x):
-      ...     return model(x).sum()
-      >>> with keep_state_on_skip(optimizer, model):
-      ...     loss, grads = scaled_value_and_grad(loss_fn)(optimizer, model, jnp.full((2, 1), jnp.inf))
-      ...     _ = optimizer.update(model, grads)
-      >>> float(model.mean[0])
-      0.0
-    """
-    get_loss_scale_state(optimizer)  # Raises now, and not after the step.
-    selected = nnx.filterlib.to_predicate(only)
-    found = {
-        id(variable): variable
-        for module in _models(modules)
-        for path, variable in graph_nodes.variables(module)
-        if selected(path, variable)
-    }
-    before = [(variable, graph_nodes.read(variable)) for variable in found.values()]
-    yield
-    finite = grads_finite(optimizer)
-    for variable, old in before:
-        new = graph_nodes.read(variable)
-        if new is not old:
-            graph_nodes.write(variable, select_tree(finite, new, old))
-
-
-def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
-    if not modules:
-        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
-    for module in modules:
-        # The optimizer's own state must move on: a loss scale that is put back never recovers.
-        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
-        if not isinstance(model, nnx.Module):
-            given = type(model).__name__
-            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
-        yield model

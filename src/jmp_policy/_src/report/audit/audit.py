@@ -1,6 +1,7 @@
 """Audits the jaxpr of a function: precision of products, silent upcasts, repeated casts, sums in half."""
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import compat, ir, matrix_products, op_table, source_lines
+from jmp_policy._src.jaxpr import calls, compat, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, size, walk
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
-from jmp_policy._src.report.audit.half_sums import HalfSums, sum_terms
 from jmp_policy._src.report.function import as_function, replaced
 from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 
@@ -75,7 +75,7 @@ def _with_gradients(function: Any) -> Any:
     return function._replace(call=value_and_gradients, has_state=False)
 
 
-class AuditVisitor:
+class AuditVisitor(Visitor):
     """Visitor of a jaxpr that collects products, upcasts, casts and half operations for an audit.
 
     The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32: a
@@ -201,7 +201,7 @@ class AuditVisitor:
         )
 
     def audit(self, function: str) -> Audit:
-        """Returns the audit of everything visited so far."""
+        """The audit of everything visited so far."""
         total = sum(p["flops"] for p in self._products)
         is_float8 = any(p["scales"] for p in self._products)
         products = tuple(
@@ -251,7 +251,7 @@ _KERNELS = having(Trait.KERNEL)
 
 
 def _mixes(eqn: Any) -> bool:
-    """Returns whether an equation is a product of a half value and one of more bits."""
+    """Whether an equation is a product of a half value and one of more bits."""
     if eqn.primitive.name not in _PRODUCTS:
         return False
     dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
@@ -265,3 +265,117 @@ def _is_silent_upcast(eqn: Any, site: Site) -> bool:
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
     is_upcast = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
     return is_upcast and size(eqn.invars[0]) > 1 and source_lines.is_promotion(eqn)
+
+
+#: Shorter sums lose no more than other operations in half do.
+_FEW_TERMS = 16
+
+
+class HalfSums(Visitor):
+    """Finds sums in half precision that add one term after another: scatter-adds, and the carries of loops.
+
+    XLA adds the terms of a `reduce_sum` or `cumsum` in parts, and then the parts: of 8192 equal float16 terms
+    it loses 0.3 %. A scatter-add and a loop add one by one, and the sum stops growing once a term is less
+    than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU.)
+    """
+
+    def __init__(self) -> None:
+        self.found: list[HalfOperation] = []
+        self._distinct: dict[int, int] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Takes note of an operation, as `Visitor.see`."""
+        name = eqn.primitive.name
+        if name in _SCATTERS and is_half(ir.dtype_of(eqn.outvars[0])):
+            terms = scatter_terms(eqn, self._distinct_of(operands[1]))
+            if terms > _FEW_TERMS:
+                repair = "grad=float32 (g=f32) in the policy" if site.backward else "a cast of what is added"
+                self._add(name, site, ir.dtype_of(eqn.outvars[0]), terms, repair)
+        elif name == "iota":
+            self._distinct[results[0].key] = eqn.params["shape"][eqn.params["dimension"]]
+        elif name in _KEEPS_DISTINCT and not is_half(ir.dtype_of(eqn.outvars[0])):
+            counts = [self._distinct_of(info) for info in operands]
+            if name in _ADDS and all(info.constant is None for info in operands):
+                counts = []  # Only a shift keeps numbers apart: the length, for an index from the end.
+            if max(counts, default=1) > 1:
+                self._distinct[results[0].key] = max(counts)
+
+    def loop(self, eqn: Any, site: Site) -> None:
+        """Takes note of a loop, as `Visitor.loop`."""
+        loop = calls.loop(eqn, eqn.invars)
+        if loop.trips is not None and loop.trips <= _FEW_TERMS:
+            return
+        body, first, carries = compat.open_jaxpr(loop.body), len(loop.fixed), len(loop.start)
+        starts = body.invars[first : first + carries]
+        for start, end in zip(starts, body.outvars[:carries], strict=True):
+            dtype = ir.dtype_of(start)
+            if is_half(dtype) and _adds_to(body, start, end):
+                self._add(eqn.primitive.name, site, dtype, loop.trips or 0, "a float32 carry")
+
+    def _distinct_of(self, info: ValueInfo) -> int:
+        """How many different numbers are known to be among the elements of a value."""
+        constant = info.constant
+        if constant is not None and not ir.is_traced(constant) and np.ndim(constant) == 1:
+            return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
+        return self._distinct.get(info.key, 1)
+
+    def _add(self, name: str, site: Site, dtype: Any, terms: int, repair: str) -> None:
+        count = f"up to {terms} terms" if terms else "an unknown number of terms"
+        why = f"adds {count} one after another: {repair} makes it a float32 sum"
+        self.found.append(
+            HalfOperation(name, site.path, site.line, site.backward, str(dtype), site.times, why, terms)
+        )
+
+
+def scatter_terms(eqn: Any, distinct: int = 1) -> int:
+    """How many rows a scatter-add may add to the same one.
+
+    Args:
+      eqn: its equation.
+      distinct: how many different numbers are known to be among its indices.
+    """
+    if eqn.params.get("unique_indices"):
+        return 1
+    shape = ir.shape_of(eqn.invars[1])
+    batch = eqn.params["dimension_numbers"].scatter_indices_batching_dims
+    rows = math.prod(size for axis, size in enumerate(shape[:-1]) if axis not in batch)
+    return rows // max(distinct, 1)
+
+
+def sum_terms(eqn: Any) -> int:
+    """How many terms make one element of a sum over axes or windows; 0 for other operations."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "reduce_sum":
+        shape = ir.shape_of(eqn.invars[0])
+        return math.prod(shape[axis] for axis in params["axes"])
+    if name == "cumsum":
+        return ir.shape_of(eqn.invars[0])[params["axis"]]
+    return math.prod(params["window_dimensions"]) if name == "reduce_window_sum" else 0
+
+
+def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
+    """Whether a value is another one plus terms that do not depend on it."""
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    depends = {start}
+    for eqn in jaxpr.eqns:
+        if any(atom in depends for atom in eqn.invars if not isinstance(atom, compat.Literal)):
+            depends.update(eqn.outvars)
+    has_added = False
+    while end is not start:
+        eqn = None if isinstance(end, compat.Literal) else makers.get(end)
+        if eqn is None:
+            return False
+        following = [a for a in eqn.invars if not isinstance(a, compat.Literal) and a in depends]
+        is_sum = eqn.primitive.name in _ADDS
+        # A residual stream adds what it computes from itself: no sum of many terms.
+        if len(following) != 1 or not (is_sum or eqn.primitive.name in _VIEWS):
+            return False
+        has_added = has_added or (is_sum and is_half(ir.dtype_of(eqn.outvars[0])))
+        end = following[0]
+    return has_added
+
+
+_SCATTERS, _VIEWS, _ADDS = map(having, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
+
+#: Operations between the making of an index and its use.
+_KEEPS_DISTINCT = _VIEWS | _ADDS | {"select_n", "concatenate"}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
+from jmp_policy._src.jaxpr.op_table import Trait, having
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
@@ -59,12 +60,12 @@ class Product(Placed):
 
     @property
     def is_half(self) -> bool:
-        """Returns whether both operands have 16 bits or fewer, as products on Tensor Cores do."""
+        """Whether both operands have 16 bits or fewer, as products on Tensor Cores do."""
         return all(_is_narrow(name) for name in (self.lhs, self.rhs))
 
     @property
     def is_aligned(self) -> bool:
-        """Returns whether rows of all matrices are multiples of 16 bytes."""
+        """Whether rows of all matrices are multiples of 16 bytes."""
         return not self.pad
 
 
@@ -169,33 +170,40 @@ class Audit(Report):
 
     @property
     def half_share(self) -> float:
-        """Returns the share of `flops` in products of half operands; nan without products."""
+        """The share of `flops` in products of half operands; nan without products."""
         return sum(p.flops for p in self.products if p.is_half) / self.flops if self.flops else float("nan")
 
     @property
     def tensor_core_share(self) -> float:
-        """Returns the share of `flops` in products of aligned half operands; nan without products."""
+        """The share of `flops` in products of aligned half operands; nan without products."""
         reached = sum(p.flops for p in self.products if p.is_half and p.is_aligned)
         return reached / self.flops if self.flops else float("nan")
 
     @property
     def wide_products(self) -> tuple[Product, ...]:
-        """Returns the products with an operand of more than 16 bits."""
+        """The products with an operand of more than 16 bits."""
         return tuple(p for p in self.products if not p.is_half)
 
     @property
     def verdict(self) -> str:
-        """Returns one line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
+        """One line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
         sums = [
             f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in self.half_operations if _is_serial(h)
         ]
-        if not self.products:
-            left = f"; {len(self.half_operations)} operations in half precision to look at" * bool(
-                self.half_operations
-            )
-            lost = f"; {lost_constants_text(self.constants)}" * bool(self.constants)
-            added = f"; {joined(sums)}" * bool(sums)
-            return f"{self.function} has no matrix products or convolutions{left}{added}{lost}."
+        parts = self._product_texts() if self.products else self._texts_without_products()
+        if sums:
+            parts.append(joined(sums))
+        if self.constants:
+            parts.append(lost_constants_text(self.constants))
+        return "; ".join(parts) + "."
+
+    def _texts_without_products(self) -> list[str]:
+        parts = [f"{self.function} has no matrix products or convolutions"]
+        if self.half_operations:
+            parts.append(f"{len(self.half_operations)} operations in half precision to look at")
+        return parts
+
+    def _product_texts(self) -> list[str]:
         parts = [self._share_text()]
         unaligned = [p for p in self.products if p.is_half and p.pad]
         if unaligned:
@@ -216,11 +224,7 @@ class Audit(Report):
             parts.append(
                 f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
             )
-        if sums:
-            parts.append(joined(sums))
-        if self.constants:
-            parts.append(lost_constants_text(self.constants))
-        return "; ".join(parts) + "."
+        return parts
 
     def _share_text(self) -> str:
         halves = Counter[str]()
@@ -285,9 +289,12 @@ def _is_narrow(name: str) -> bool:
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
 
+_SERIAL = having(Trait.SCATTER_SUM) | {"scan", "while"}
+
+
 def _is_serial(found: HalfOperation) -> bool:
-    """Returns whether a sum adds one term after another."""
-    return found.operation in ("scatter-add", "scatter_add", "scan", "while")
+    """Whether a sum adds one term after another."""
+    return found.operation in _SERIAL
 
 
 def _widest(product: Product) -> str:

@@ -15,14 +15,15 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
 from jmp_policy._src.report.diagnose.eager_replay import EagerReplay
 from jmp_policy._src.report.diagnose.fault import Fault, of_step
-from jmp_policy._src.report.function import Function, as_function
-from jmp_policy._src.report.loss_program import (
+from jmp_policy._src.report.function import (
+    Function,
+    as_function,
+    as_loss_scale,
     named_results,
     returns_scalar,
     trained_arguments,
     value_and_gradients,
 )
-from jmp_policy._src.report.loss_scale import as_loss_scale
 from jmp_policy._src.report.lost_constants import LostConstant, LostConstants, without_overflow_warnings
 
 

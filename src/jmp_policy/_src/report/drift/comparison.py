@@ -10,8 +10,7 @@ import numpy as np
 
 from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.walk import Site
-from jmp_policy._src.report.drift.errors import LEAST, Errors, squares
-from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder
+from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
 from jmp_policy._src.report.drift.twin import Twin, same
 from jmp_policy._src.report.drift.twin_evaluation import TwinEvaluation
 

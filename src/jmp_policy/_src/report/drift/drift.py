@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent
-from jmp_policy._src.report.compile_once import run_compiled
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift, exceeding_text
 from jmp_policy._src.report.drift.rows import Rows
-from jmp_policy._src.report.function import Function, as_function
-from jmp_policy._src.report.loss_program import (
+from jmp_policy._src.report.function import (
+    Function,
+    as_function,
+    as_loss_scale,
     named_results,
     returns_scalar,
+    run_compiled,
     trained_arguments,
     value_and_gradients,
 )
-from jmp_policy._src.report.loss_scale import as_loss_scale
 
 _DETAILS = ("module", "operation")
 

@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
 
 
 def described(executable: Any) -> Compiled:
-    """Returns what a compiled program says of itself."""
+    """What a compiled program says of itself."""
     memory = executable.memory_analysis()
     return Compiled(
         executable.as_text(),
@@ -48,7 +48,7 @@ def described(executable: Any) -> Compiled:
 
 
 def last_lines(text: str, most: int = 12) -> str:
-    """Returns the last lines of what a compiler wrote."""
+    """The last lines of what a compiler wrote."""
     lines = [line for line in text.splitlines() if line.strip() and "cudart_stub" not in line]
     return "\n".join(lines[-most:])
 
@@ -95,7 +95,7 @@ def _compile(
 
 
 def _mesh(devices: Sequence[Any], axes: Sequence[tuple[str, int, str]]) -> Mesh:
-    """Returns devices as a mesh; those of TPUs so that neighbours on an axis are neighbours in the slice."""
+    """Devices as a mesh; those of TPUs so that neighbours on an axis are neighbours in the slice."""
     names, sizes, kinds = zip(*axes, strict=True)
     types = tuple(AxisType[kind] for kind in kinds)
     if devices[0].platform == "tpu":

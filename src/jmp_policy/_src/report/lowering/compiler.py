@@ -1,10 +1,11 @@
-"""Runs XLA's compiler for GPUs or TPUs in a separate process, on a machine with or without such a device.
+"""Exports programs, and compiles them for GPUs or TPUs in a process of its own, with or without a device.
 
 JAX's CUDA plugin and libtpu compile for any device that is described to them; only running needs one. Loading
 them changes a process for good (a platform can be registered once, and with a device it takes its memory), so
 the caller only exports its program, which needs neither, and `compile_process` compiles it.
 """
 
+import importlib.metadata
 import json
 import os
 import re
@@ -13,15 +14,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering import compile_process
 from jmp_policy._src.report.lowering.compile_process import Compiled, described, last_lines
-from jmp_policy._src.report.lowering.export import Exported
-from jmp_policy._src.report.lowering.installed import check_installed
 
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
@@ -36,6 +36,176 @@ _NO_TPU = {
     # A TPU of this machine is left to the caller.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+
+class LoweringUnavailableError(RuntimeError):
+    """Error for a compiler of JAX's that is not installed, or not in the version of JAX.
+
+    Example:
+      >>> issubclass(LoweringUnavailableError, RuntimeError)
+      True
+    """
+
+
+def is_installed(platform: str = "cuda") -> bool:
+    """Whether programs can be compiled here for a GPU ("cuda"), or for a TPU ("tpu")."""
+    return not _missing(platform)
+
+
+def check_installed(platform: str) -> None:
+    """Raises `LoweringUnavailableError` unless the compiler for a platform is installed."""
+    if missing := _missing(platform):
+        raise unavailable(platform, missing)
+
+
+def unavailable(platform: str, missing: Sequence[str]) -> LoweringUnavailableError:
+    """The error that says which packages are missing."""
+    needed = _needed(platform)
+    what, device, extra = {
+        "cuda": (f"JAX's CUDA plugin of JAX's own version ({jax.__version__}) and ptxas", "GPU", "gpu"),
+        "tpu": (f"libtpu in the version that JAX {jax.__version__} asks for", "TPU", "tpu"),
+    }[platform]
+    return LoweringUnavailableError(
+        f"Compiling for a {device} needs {what}, though no {device}. Missing, or of another version: "
+        f"{', '.join(missing)}. Run: pip install {' '.join(needed[name] for name in missing)}  "
+        f"(all of them: pip install 'jmp_policy[{extra}-lowering]')."
+    )
+
+
+def _needed(platform: str) -> dict[str, str]:
+    version = jax.__version__
+    compilers = {
+        "cuda": {
+            "jax-cuda12-plugin": f"jax-cuda12-plugin=={version}",
+            "jax-cuda12-pjrt": f"jax-cuda12-pjrt=={version}",
+            "nvidia-cuda-nvcc-cu12": "nvidia-cuda-nvcc-cu12",
+        },
+        "tpu": {"libtpu": _libtpu()},
+    }
+    return compilers[platform] | {"flatbuffers": "flatbuffers"}
+
+
+def _libtpu() -> str:
+    """The requirement that JAX's own extra for TPUs has: "libtpu==0.0.42.*"."""
+    try:
+        asked = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        asked = []
+    found = next((line for line in asked if re.match(r"libtpu\b", line)), "libtpu")
+    return found.partition(";")[0].replace(" ", "")
+
+
+def _missing(platform: str) -> list[str]:
+    missing = []
+    for name, requirement in _needed(platform).items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        if not version or not _fits(version, requirement.removeprefix(name)):
+            missing.append(name)
+    return missing
+
+
+def _fits(version: str, asked: str) -> bool:
+    """Whether a version is "==1.2.3", or one of "==1.2.*"; whether no version is asked for."""
+    wanted = asked.removeprefix("==")
+    if wanted.endswith(".*"):
+        return version.startswith(wanted[:-1])
+    return wanted in ("", version)
+
+
+#: Names of custom calls in JAX's message: as StableHLO shows them.
+_CUSTOM_CALL = re.compile(r"custom_call @\"?([^\s\"(]+)")
+_MESH = re.compile(r"sdy\.mesh @\w+ = <\[((?:\"[^\"]+\"=\d+(?:, )?)+)\]")
+
+
+class Exported(NamedTuple):
+    """Program to compile.
+
+    Args:
+      data: the program as `jax.export` serialised it.
+      devices: number of devices that it runs on.
+      mesh: (name, size, type) of each axis of the mesh of its arguments.
+      donated: positions of the arguments that it may overwrite.
+    """
+
+    data: bytes
+    devices: int
+    mesh: tuple[tuple[str, int, str], ...]
+    donated: tuple[int, ...]
+
+
+def exported(
+    function: Callable[[Sequence[Any]], Any],
+    arrays: Sequence[Any],
+    donated: Sequence[int] = (),
+    platform: str = "cuda",
+) -> Exported:
+    """Exports the program of a function of a list of arrays; needs no compiler, and runs nothing.
+
+    Args:
+      function: the function.
+      arrays: its argument; `jax.ShapeDtypeStruct`s will do.
+      donated: positions of the arrays that it may overwrite.
+      platform: "cuda" for any GPU, "tpu" for any TPU.
+
+    Raises:
+      ValueError: when it calls back to the host, or its arguments are on several meshes.
+    """
+    types = [_type(array) for array in arrays]
+    mesh = _mesh_of(types)
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        # jax.export refuses trees with classes that it does not know, such as an optimizer's state.
+        return jax.tree.leaves(function(arrays))
+
+    program = _export(jax.jit(call), types, platform)
+    try:
+        data = bytes(program.serialize())
+    except ImportError as error:
+        raise unavailable(platform, ["flatbuffers"]) from error
+    if program.nr_devices > 1 and not mesh:
+        mesh = _mesh_in(program.mlir_module())
+    return Exported(data, program.nr_devices, mesh, tuple(donated))
+
+
+def _type(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(array, "sharding", None)
+    kept = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=kept)
+
+
+def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str], ...]:
+    meshes = {
+        tuple(
+            (str(name), size, kind.name)
+            for name, size, kind in zip(m.axis_names, m.axis_sizes, m.axis_types, strict=True)
+        )
+        for m in (t.sharding.mesh for t in types if isinstance(t.sharding, NamedSharding))
+    }
+    if len(meshes) > 1:
+        raise ValueError(f"The arguments lie on different meshes: {sorted(meshes)}. Give them one mesh.")
+    return meshes.pop() if meshes else ()
+
+
+def _mesh_in(text: str) -> tuple[tuple[str, int, str], ...]:
+    match = _MESH.search(text)
+    axes = re.findall(r'"([^"]+)"=(\d+)', match.group(1)) if match else []
+    return tuple((name, int(size), "Auto") for name, size in axes)
+
+
+def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -> Any:
+    allowed: list[Any] = []
+    try:
+        return jax.export.export(jitted, platforms=[platform])(list(types))
+    except ValueError as error:
+        # Targets of custom calls that may change with the version of JAX; here both sides are of one version.
+        if "custom calls" not in str(error):
+            raise
+        names = _CUSTOM_CALL.findall(str(error))
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in dict.fromkeys(names)]
+    return jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)(list(types))
 
 
 def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:

@@ -1,13 +1,18 @@
-"""Parses the text of an optimised HLO module: computations, instructions, shapes, source lines.
+"""Parses an optimised HLO module: its instructions, how often they run, and the bytes that they move.
 
-`kernels` turns the instructions into kernels.
+The GPU compiler writes the number of trips of a loop down. The TPU compiler does not: it follows from what
+the loop's counter begins at, is compared with, and grows by.
+
+Where a kernel takes a slice of an array or writes one in place, as in the body of a scan over stacked layers,
+the slice counts and not the array. A TPU's arrays in the memory of the chip itself cost no bandwidth of the
+device's: they do not count.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 #: Instructions of a scheduled computation that launch nothing. Every other one counts as one kernel, except
 #: those that run another computation (while, call, conditional), which count as what is inside.
@@ -39,8 +44,7 @@ _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """Instruction, one line of a computation: name, shape as text, opcode and names of its operands."""
 
     name: str
@@ -52,18 +56,18 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Returns the name that tracing gave it: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
+        """The name that tracing gave it: "jit(step)/jvp(Net)/Dense_0/dot_general"; "" if none."""
         match = _OP_NAME.search(self.line)
         return match.group(1).partition(";")[0] if match else ""
 
     def attribute(self, name: str) -> str:
-        """Returns the text of an attribute, without braces or quotes; "" if it is missing."""
+        """The text of an attribute, without braces or quotes; "" if it is missing."""
         match = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|%?([\w.\-]+))", self.line)
         return next((group for group in match.groups() if group), "") if match else ""
 
     @property
     def called(self) -> list[str]:
-        """Returns the names of the computations that it runs or is made of."""
+        """The names of the computations that it runs or is made of."""
         names = _CALLED.findall(self.line)
         for group in _BRANCHES.findall(self.line):
             names += re.findall(r"[\w.\-]+", group)
@@ -71,6 +75,8 @@ class Instruction:
 
 
 Computations = dict[str, list[Instruction]]
+#: Instructions of a computation by name.
+Scope = Mapping[str, Instruction]
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -91,13 +97,24 @@ def parse(text: str) -> tuple[Computations, str]:
     return computations, entry
 
 
+def inside(instruction: Instruction, computations: Computations) -> dict[str, Instruction]:
+    """The instructions of the computations that an instruction runs or is made of, by name."""
+    return {i.name: i for name in instruction.called for i in computations.get(name, ())}
+
+
+def root_of(scope: Scope) -> Instruction:
+    """The instruction whose result is that of its computation."""
+    (root,) = (i for i in scope.values() if i.is_root)
+    return root
+
+
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Parses a shape into the dtype, as HLO names it, and the dimensions of each of its arrays."""
     return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, dims in _ARRAY.findall(shape)]
 
 
 def shape_bytes(shape: str, on_chip: bool = True) -> int:
-    """Returns the bytes of the shape of an array or tuple, as HLO writes it.
+    """The bytes of the shape of an array or tuple, as HLO writes it.
 
     Args:
       shape: the text.
@@ -112,7 +129,7 @@ def shape_bytes(shape: str, on_chip: bool = True) -> int:
 
 
 def result_bytes(instruction: Instruction) -> int:
-    """Returns the bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
+    """The bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
 
     XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
     """
@@ -133,7 +150,7 @@ class Sources:
         self._frames = _table(head, "StackFrames", _FRAME)
 
     def line(self, instruction: Instruction) -> str:
-        """Returns the user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
+        """The user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
         frame = instruction.attribute("stack_frame_id")
         places = list(self._places(frame))
         users = [place for place in places if not _LIBRARY.search(place[0])]
@@ -175,3 +192,213 @@ def _split_shape(text: str) -> tuple[str, str]:
         if depth == 0:
             return text[: at + 1], text[at + 2 :]
     raise ValueError(f"unbalanced shape in {text!r}")
+
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"constant\((-?\d+)\)")
+#: What a loop's counter passes through unchanged.
+_COPYING = frozenset(["copy", "bitcast", "copy-start", "copy-done"])
+
+
+class Runs(NamedTuple):
+    """Number of runs of a computation.
+
+    Args:
+      times: runs in one run of the program; loops with an unknown number of trips count as one trip.
+      counted: whether no such loop is around it.
+    """
+
+    times: int
+    counted: bool
+
+
+def executed(computations: Computations, entry: str) -> dict[str, Runs]:
+    """How often the entry runs each computation, through `while`, `call` and `conditional`."""
+    runs = {entry: Runs(1, True)}
+    for name, called, trips in _calls(computations, entry):
+        outer = runs[name]
+        times, counted = outer.times * (trips or 1), outer.counted and trips is not None
+        before = runs.get(called, Runs(0, True))
+        runs[called] = Runs(before.times + times, before.counted and counted)
+    return runs
+
+
+def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
+    """Yields (caller, called, trips) for every call, outer ones first."""
+    waiting = [entry]
+    for name in waiting:
+        for instruction in computations[name]:
+            if instruction.opcode not in CONTAINERS:
+                continue
+            trips = _trips(instruction, name, computations) if instruction.opcode == "while" else 1
+            for called in instruction.called:
+                if called in computations:
+                    yield name, called, trips
+                    if called not in waiting:
+                        waiting.append(called)
+
+
+def _trips(loop: Instruction, where: str, computations: Computations) -> int | None:
+    """The number of trips of a loop, where the program says it; else None."""
+    if known := _KNOWN.search(loop.line):
+        return int(known.group(1))
+    names = where, loop.attribute("condition"), loop.attribute("body")
+    try:
+        return _counted_trips(loop, *({i.name: i for i in computations[name]} for name in names))
+    except (LookupError, ValueError):
+        return None
+
+
+def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Scope) -> int:
+    """The trips of a loop whose counter grows from one constant to another by a constant.
+
+    Args:
+      loop: the instruction.
+      outside, condition, body: the computations that it is in, and that it runs.
+
+    Raises:
+      LookupError, ValueError: for any other loop.
+    """
+    start, test, end = outside[loop.operands[0]], root_of(condition), root_of(body)
+    counter = _element(test.operands[0], condition)
+    added = body[end.operands[counter]]
+    first = _number(start.operands[counter], outside)
+    last = _number(test.operands[1], condition, start.operands, outside)
+    step = _number(added.operands[1], body, start.operands, outside)
+    opcodes = (start.opcode, test.opcode, test.attribute("direction"), end.opcode, added.opcode)
+    is_counted = opcodes == ("tuple", "compare", "LT", "tuple", "add")
+    if not is_counted or step <= 0 or _element(added.operands[0], body) != counter:
+        raise ValueError("a loop that ends in another way")
+    return max(-(-(last - first) // step), 0)
+
+
+def _source(name: str, scope: Scope) -> Instruction:
+    """What makes a value, copies aside."""
+    while scope[name].opcode in _COPYING:
+        name = scope[name].operands[0]
+    return scope[name]
+
+
+def _element(name: str, scope: Scope) -> int:
+    """Which element of the loop's state a value is; ValueError if it is none."""
+    return int(_source(name, scope).attribute("index"))
+
+
+def _number(name: str, scope: Scope, given: tuple[str, ...] = (), outside: Scope | None = None) -> int:
+    """The value of a constant, also of one that the loop is given and hands on."""
+    source = _source(name, scope)
+    if source.opcode == "constant" and (match := _CONSTANT.search(source.line)):
+        return int(match.group(1))
+    return _number(given[_element(name, scope)], outside or {})
+
+
+_SLICING = frozenset(["dynamic-slice", "slice", "gather"])
+RESHAPING = frozenset(["bitcast", "reshape"])
+_FUSIONS = frozenset(["fusion", "fusion-start"])
+#: Copies beside the computation. Their results are a tuple, which has the source in it too.
+_COPIES = frozenset(["copy-start", "slice-start"])
+
+
+class Traffic:
+    """Bytes read and written by the instructions of a module.
+
+    Args:
+      computations: those of the module.
+      on_chip: whether arrays in the memory of the chip itself count: `S(1)` means another thing on GPUs.
+    """
+
+    def __init__(self, computations: Computations, on_chip: bool):
+        self._computations, self._on_chip = computations, on_chip
+
+    def read(self, instruction: Instruction, scope: Scope) -> int:
+        """The bytes that an instruction reads.
+
+        Args:
+          instruction: a kernel.
+          scope: instructions of its computation by name.
+        """
+        if instruction.opcode in _COPIES and not self._on_chip:
+            source = self._bytes(scope[instruction.operands[0]].shape)
+            return shape_bytes(_destination(instruction)) if source else 0
+        inner = self._fused(instruction)
+        total = 0
+        for position, name in enumerate(instruction.operands):
+            whole = self._bytes(scope[name].shape) if name in scope else 0
+            users = _users(inner, position) if inner else [(instruction, position)]
+            total += min(whole, sum(self._used(user, place, whole) for user, place in users))
+        return total
+
+    def written(self, instruction: Instruction) -> int:
+        """The bytes that an instruction writes."""
+        if instruction.opcode in _COPIES and not self._on_chip:
+            return self._bytes(_destination(instruction))
+        inner = self._fused(instruction)
+        if not inner:
+            return result_bytes(instruction) if self._on_chip else self._bytes(instruction.shape)
+        root = root_of(inner)
+        outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        # The root of a fusion of the TPU compiler does not say where the result lies; the fusion does.
+        shapes = [output.shape for output in outputs] if self._on_chip else _parts(instruction.shape)
+        if len(outputs) != len(shapes):
+            # The root is itself a fusion of several results.
+            return sum(map(self._bytes, shapes))
+        return sum(self._output(o, s, inner) for o, s in zip(outputs, shapes, strict=True))
+
+    def _bytes(self, shape: str) -> int:
+        return shape_bytes(shape, self._on_chip)
+
+    def _used(self, user: Instruction, place: int, whole: int) -> int:
+        """The bytes that an instruction reads of the operand in that place."""
+        if user.opcode in _SLICING and place == 0:
+            return shape_bytes(user.shape)
+        if user.opcode == "dynamic-update-slice" and place == 0:
+            # Written in place.
+            return 0
+        return whole
+
+    def _output(self, output: Instruction, shape: str, scope: Scope) -> int:
+        source = output
+        while source.opcode in RESHAPING and source.operands[0] in scope:
+            source = scope[source.operands[0]]
+        if source.opcode == "dynamic-update-slice" and source.operands[1] in scope:
+            return shape_bytes(scope[source.operands[1]].shape) if self._bytes(shape) else 0
+        return self._bytes(shape)
+
+    def _fused(self, instruction: Instruction) -> dict[str, Instruction]:
+        return inside(instruction, self._computations) if instruction.opcode in _FUSIONS else {}
+
+
+def _destination(copy: Instruction) -> str:
+    """The shape that `(destination, source, flag)` or `((source), destination, flag)` copies to."""
+    parts = _parts(copy.shape)
+    return parts[1] if copy.opcode == "slice-start" else parts[0]
+
+
+def _parts(shape: str) -> list[str]:
+    """Splits the shape of a tuple into those of its elements; of an array, into itself."""
+    if not shape.startswith("("):
+        return [shape]
+    parts, depth, begin = [], 0, 1
+    for at, letter in enumerate(shape):
+        depth += letter in "([{"
+        depth -= letter in ")]}"
+        if (letter == "," and depth == 1) or depth == 0:
+            parts.append(shape[begin:at].strip())
+            begin = at + 1
+    return parts
+
+
+def _users(inner: Scope, position: int) -> Iterator[tuple[Instruction, int]]:
+    """Yields the instructions of a fusion that use an operand of it, and their operand's place."""
+    waiting = [
+        i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line
+    ]
+    for name in waiting:
+        for user in inner.values():
+            for place, operand in enumerate(user.operands):
+                if operand != name:
+                    continue
+                if user.opcode in RESHAPING:
+                    waiting.append(user.name)
+                else:
+                    yield user, place

@@ -3,23 +3,25 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 
 from jmp_policy._src.core.targets import Target
+from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
-    Computations,
     Instruction,
+    Runs,
+    Scope,
     Sources,
+    Traffic,
     arrays,
+    executed,
+    inside,
     parse,
     shape_bytes,
 )
-from jmp_policy._src.report.lowering.products import Product, backend_config, dtype_name, products_of
-from jmp_policy._src.report.lowering.runs import Runs, executed
-from jmp_policy._src.report.lowering.traffic import Traffic
+from jmp_policy._src.report.lowering.products import Products, backend_config, dtype_name
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -27,13 +29,9 @@ _COLLECTIVES = (
 )  # fmt: skip
 _TRANSFORM = re.compile(r"(\w+)\(([^()]*)\)")
 #: Parts of an operation's name that JAX adds, and not the user.
-_MACHINERY = frozenset(
-    [
-        "call_exported", "while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation",
-        "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "pjit", "shard_map",
-        "eval_jaxpr",
-    ]
-)  # fmt: skip
+_MACHINERY = frozenset(KINDS) | {
+    *("call_exported", "body", "remat", "rematted_computation", "pjit", "eval_jaxpr"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Kernel:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes read and written by one run."""
+        """The bytes read and written by one run."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -97,32 +95,55 @@ class Kernel:
 
 
 def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
-    """Returns the kernels of an optimised HLO module, in the order of their computations.
+    """The kernels of an optimised HLO module, in the order of their computations.
 
     Args:
       text: text of the module.
       target: the device that it was compiled for.
     """
     computations, entry = parse(text)
-    sources = Sources(text)
+    sources, products = Sources(text), Products(computations, target)
     traffic = Traffic(computations, on_chip=target.platform != "tpu")
+
+    def kernel_of(instruction: Instruction, scope: Scope, runs: Runs) -> Kernel:
+        inner = inside(instruction, computations)
+        collective = _collective(instruction, inner)
+        made = [] if collective else products.of(instruction, scope)
+        largest = max(made, key=lambda p: p.flops, default=None)
+        path, backward = module_path((largest and largest.op_name) or instruction.op_name)
+        kernel = Kernel(
+            name=instruction.name,
+            kind="collective" if collective else _kind(instruction),
+            path=path,
+            backward=backward,
+            line=sources.line(instruction),
+            times=runs.times,
+            counted=runs.counted,
+            bytes_read=traffic.read(instruction, scope),
+            bytes_written=traffic.written(instruction),
+        )
+        if collective:
+            return _as_collective(kernel, collective, scope if collective is instruction else inner)
+        if largest:
+            return dataclasses.replace(kernel, **largest.shown, flops=sum(p.flops for p in made))
+        return kernel
+
     found = []
     for name, runs in executed(computations, entry).items():
         scope = {i.name: i for i in computations[name]}
-        for instruction in computations[name]:
-            if instruction.opcode not in NO_KERNEL and instruction.opcode not in CONTAINERS:
-                found.append(_kernel(instruction, runs, computations, scope, sources, traffic, target))
+        launched = [i for i in computations[name] if i.opcode not in NO_KERNEL | CONTAINERS]
+        found += [kernel_of(instruction, scope, runs) for instruction in launched]
     return tuple(found)
 
 
 def partitions(text: str) -> int:
-    """Returns the number of devices that an HLO module is for."""
+    """The number of devices that an HLO module is for."""
     match = re.search(r"\bnum_partitions=(\d+)", text.partition("\n")[0])
     return int(match.group(1)) if match else 1
 
 
 def module_path(op_name: str) -> tuple[str, bool]:
-    """Returns the module path in an operation's name, and whether it belongs to a backward pass.
+    """The module path in an operation's name, and whether it belongs to a backward pass.
 
     "jit(step)/transpose(jvp(Net))/Dense_0/dot_general" belongs to "Net/Dense_0", and is backward.
     """
@@ -142,52 +163,7 @@ def module_path(op_name: str) -> tuple[str, bool]:
     return "/".join(parts), backward
 
 
-def _kernel(
-    instruction: Instruction,
-    runs: Runs,
-    computations: Computations,
-    scope: Mapping[str, Instruction],
-    sources: Sources,
-    traffic: Traffic,
-    target: Target,
-) -> Kernel:
-    inner = {i.name: i for name in instruction.called for i in computations.get(name, ())}
-    collective = _collective(instruction, inner)
-    products = [] if collective else products_of(instruction, computations, scope, target)
-    largest = max(products, key=lambda p: p.flops, default=None)
-    path, backward = module_path((largest and largest.op_name) or instruction.op_name)
-    kernel = Kernel(
-        name=instruction.name,
-        kind="collective" if collective else _kind(instruction),
-        path=path,
-        backward=backward,
-        line=sources.line(instruction),
-        times=runs.times,
-        counted=runs.counted,
-        bytes_read=traffic.read(instruction, scope),
-        bytes_written=traffic.written(instruction),
-    )
-    if collective:
-        return _as_collective(kernel, collective, scope if collective is instruction else inner)
-    return kernel if largest is None else _as_product(kernel, largest, sum(p.flops for p in products))
-
-
-def _as_product(kernel: Kernel, product: Product, flops: int) -> Kernel:
-    sizes = f"{product.m}x{product.n}x{product.k}"
-    return dataclasses.replace(
-        kernel,
-        flops=flops,
-        operands=" x ".join(product.operands),
-        result=product.result,
-        accumulation=product.accumulation,
-        arithmetic=product.arithmetic,
-        tensor_cores=product.tensor_cores,
-        size=sizes if product.batch == 1 else f"{product.batch}*{sizes}",
-        alignment=product.alignment,
-    )
-
-
-def _as_collective(kernel: Kernel, collective: Instruction, scope: Mapping[str, Instruction]) -> Kernel:
+def _as_collective(kernel: Kernel, collective: Instruction, scope: Scope) -> Kernel:
     sent = [scope[name].shape for name in collective.operands if name in scope]
     dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in arrays(shape))
     size = sum(map(shape_bytes, sent))
@@ -217,8 +193,8 @@ def _kind(instruction: Instruction) -> str:
     )
 
 
-def _collective(instruction: Instruction, inner: Mapping[str, Instruction]) -> Instruction | None:
-    """Returns the collective that an instruction is or begins, if any.
+def _collective(instruction: Instruction, inner: Scope) -> Instruction | None:
+    """The collective that an instruction is or begins, if any.
 
     A TPU begins one in a fusion, goes on with it in fusions that compute something else, and ends it in one.
 
@@ -236,7 +212,7 @@ def _collective(instruction: Instruction, inner: Mapping[str, Instruction]) -> I
         return None
     if found is not None and found.opcode == "all-reduce" and "all-reduce-scatter" in instruction.line:
         # A sum of which each device keeps its part.
-        return dataclasses.replace(found, opcode="reduce-scatter")
+        return found._replace(opcode="reduce-scatter")
     return found
 
 
@@ -245,7 +221,7 @@ def _without_start(opcode: str) -> str:
 
 
 def _group(instruction: Instruction) -> int:
-    """Returns the size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
+    """The size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     text = instruction.line.partition("replica_groups=")[2]
     if text.startswith("mesh["):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", text[: text.find("]")]))

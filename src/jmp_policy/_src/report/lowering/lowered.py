@@ -9,8 +9,13 @@ from typing import Any
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.profit import LayerProfit, RecipeProfit
-from jmp_policy._src.report.lowering.roofline import Estimate, kernel_seconds, plot_roofline
+from jmp_policy._src.report.lowering.roofline import (
+    Estimate,
+    LayerProfit,
+    RecipeProfit,
+    kernel_seconds,
+    plot_roofline,
+)
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.
@@ -20,6 +25,7 @@ RUNS = 10
 #: Up to this many modules the table has rows for each; where there are more, modules whose names differ only
 #: in numbers share rows.
 _MOST_MODULES = 16
+_BY_MODULE = "Estimated time by module"
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 
@@ -71,27 +77,27 @@ class LoweringReport(Report):
 
     @property
     def matrix_kernels(self) -> tuple[Kernel, ...]:
-        """Returns the kernels of matrix products and convolutions."""
+        """The kernels of matrix products and convolutions."""
         return tuple(kernel for kernel in self.kernels if kernel.flops)
 
     @property
     def collectives(self) -> tuple[Kernel, ...]:
-        """Returns the collectives: `operands` are the dtypes that they send, `bytes_read` the size."""
+        """The collectives: `operands` are the dtypes that they send, `bytes_read` the size."""
         return tuple(kernel for kernel in self.kernels if kernel.collective)
 
     @property
     def kernel_count(self) -> int:
-        """Returns the number of kernels that one run launches; on a TPU, of fusions, copies and the like."""
+        """The number of kernels that one run launches; on a TPU, of fusions, copies and the like."""
         return sum(kernel.times for kernel in self.kernels)
 
     @property
     def bytes_read(self) -> int:
-        """Returns the bytes that all kernels of one run read."""
+        """The bytes that all kernels of one run read."""
         return sum(kernel.times * kernel.bytes_read for kernel in self.kernels)
 
     @property
     def bytes_written(self) -> int:
-        """Returns the bytes that all kernels of one run write."""
+        """The bytes that all kernels of one run write."""
         return sum(kernel.times * kernel.bytes_written for kernel in self.kernels)
 
     def plot(self) -> Any:
@@ -113,13 +119,29 @@ class LoweringReport(Report):
     def _tables(self) -> list[Table]:
         tables = [_products_table(self)]
         if self.collectives:
-            tables.append(_collectives_table(self.collectives))
+            rows = [
+                [k.collective, k.operands, bytes_text(k.bytes_read), k.group, k.times, k.place]
+                for k in self.collectives
+            ]
+            columns = ["collective", "dtypes", "size ", "devices ", "runs ", "where"]
+            tables.append(Table(columns, rows, "Collectives"))
         if self.estimates:
-            tables.append(_estimates_table(self.estimates))
+            rows = [
+                [e.precision, e.program, _seconds_text(e.seconds), f"{e.speedup:.2f}x", e.bound_by]
+                for e in self.estimates
+            ]
+            columns = ["products in", "program", "time ", "over float32 ", "bound by"]
+            title = "Estimated time of one run (roofline, not measured; a lower bound)"
+            tables.append(Table(columns, rows, title))
         if self.layers:
-            tables.append(_layers_table(self.layers))
+            title = f"{_BY_MODULE}, forward and backward (roofline; float32 at JAX's default precision)"
+            columns = ["module", "float32 ", f"{self.layers[0].precision} "]
+            tables.append(_gains_table(self.layers, title, columns, [], ["float32_seconds", "seconds"]))
         if self.recipes:
-            tables.append(_recipes_table(self.recipes))
+            title = f"{_BY_MODULE} with float8 products, forward and backward (roofline)"
+            columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds "]
+            times = ["half_seconds", "seconds", "saved_seconds", "added_seconds"]
+            tables.append(_gains_table(self.recipes, title, columns, ["recipe"], times))
         return tables
 
     def _lines(self) -> list[str]:
@@ -151,39 +173,27 @@ def _memory_line(report: LoweringReport) -> str:
     return f"Memory: {', '.join(parts)}."
 
 
-def _layers_table(layers: Sequence[LayerProfit]) -> Table:
-    """Makes the table of modules; where there are many, those whose names differ in numbers share a row."""
-    shared = len(layers) > _MOST_MODULES
-    before: Counter[str] = Counter()
-    after: Counter[str] = Counter()
-    for layer in layers:
-        name = _NUMBER.sub("*", layer.path) if shared else layer.path
-        before[name] += layer.float32_seconds  # type: ignore[assignment]
-        after[name] += layer.seconds  # type: ignore[assignment]
-    rows = [
-        [name, _seconds_text(before[name]), _seconds_text(after[name]), f"{before[name] / after[name]:.2f}x"]
-        for name, _ in before.most_common(_MOST_MODULES)
-    ]
-    title = "Estimated time by module, forward and backward (roofline; float32 at JAX's default precision)"
-    return Table(["module", "float32 ", f"{layers[0].precision} ", "gain "], rows, title)
+def _gains_table(
+    gains: Sequence[Any], title: str, columns: Sequence[str], labels: Sequence[str], times: Sequence[str]
+) -> Table:
+    """Makes a table of gains by module; where there are many, names that differ in numbers share a row.
 
-
-def _recipes_table(recipes: Sequence[RecipeProfit]) -> Table:
-    """Makes the table of modules with recipes; where there are many, like names share a row."""
-    shared = len(recipes) > _MOST_MODULES
-    sums: dict[tuple[str, str], list[float]] = {}
-    for found in recipes:
-        name = _NUMBER.sub("*", found.path) if shared else found.path
-        before = sums.get((name, found.recipe), [0.0] * 4)
-        parts = found.half_seconds, found.seconds, found.saved_seconds, found.added_seconds
-        sums[name, found.recipe] = list(map(sum, zip(before, parts, strict=True)))
-    rows = [
-        [*name, *map(_seconds_text, total), f"{total[0] / total[1]:.2f}x"]
-        for name, total in sorted(sums.items(), key=lambda item: -item[1][0])[:_MOST_MODULES]
-    ]
-    title = "Estimated time by module with float8 products, forward and backward (roofline)"
-    columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds ", "gain "]
-    return Table(columns, rows, title)
+    Args:
+      gains: rows of `layers` or `recipes`.
+      title, columns: those of the table, but for the last column.
+      labels: attributes that stand beside the path.
+      times: attributes that are added up: the time before, the time after, others.
+    """
+    shared = len(gains) > _MOST_MODULES
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for gain in gains:
+        name = _NUMBER.sub("*", gain.path) if shared else gain.path
+        row = (name, *(getattr(gain, label) for label in labels))
+        before = sums.get(row, [0.0] * len(times))
+        sums[row] = [total + getattr(gain, time) for total, time in zip(before, times, strict=True)]
+    longest = sorted(sums.items(), key=lambda item: -item[1][0])[:_MOST_MODULES]
+    rows = [[*row, *map(_seconds_text, total), f"{total[0] / total[1]:.2f}x"] for row, total in longest]
+    return Table([*columns, "gain "], rows, title)
 
 
 def _products_table(report: LoweringReport) -> Table:
@@ -228,21 +238,6 @@ def _products_table(report: LoweringReport) -> Table:
     )
 
 
-def _collectives_table(collectives: Sequence[Kernel]) -> Table:
-    rows = [
-        [k.collective, k.operands, bytes_text(k.bytes_read), k.group, k.times, k.place] for k in collectives
-    ]
-    return Table(["collective", "dtypes", "size ", "devices ", "runs ", "where"], rows, "Collectives")
-
-
-def _estimates_table(found: Sequence[Estimate]) -> Table:
-    rows = [
-        [e.precision, e.program, _seconds_text(e.seconds), f"{e.speedup:.2f}x", e.bound_by] for e in found
-    ]
-    title = "Estimated time of one run (roofline, not measured; a lower bound)"
-    return Table(["products in", "program", "time ", "over float32 ", "bound by"], rows, title)
-
-
 def _seconds_text(seconds: float) -> str:
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 1:
@@ -256,7 +251,7 @@ def verdict_of(
     target: Target | None = None,
     recipes: Sequence[RecipeProfit] = (),
 ) -> str:
-    """Returns the report in one line: modules whose products are not fast, and the estimated speed.
+    """The report in one line: modules whose products are not fast, and the estimated speed.
 
     Args:
       kernels: those of the program.
@@ -295,7 +290,7 @@ def verdict_of(
 
 
 def _is_float32(kernel: Kernel) -> bool:
-    """Returns whether a product of float32 operands goes through matrix units, with whatever precision."""
+    """Whether a product of float32 operands goes through matrix units, with whatever precision."""
     return kernel.arithmetic == "tf32" or (
         kernel.arithmetic in ("bfloat16", "bfloat16_x3", "float32") and kernel.operands == "float32 x float32"
     )

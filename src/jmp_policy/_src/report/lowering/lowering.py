@@ -1,7 +1,6 @@
 """Compiles a program for a GPU or TPU and reports its kernels, their precision and estimated time."""
 
 import dataclasses
-import functools
 import statistics
 import time
 import warnings
@@ -11,21 +10,20 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having
-from jmp_policy._src.products.fp8.eligibility import operand_dtypes
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
+from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
 from jmp_policy._src.products.fp8.in_half import products_in_half
-from jmp_policy._src.report.function import Function, as_function
+from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.compiler import compile_here, compiled
-from jmp_policy._src.report.lowering.export import Exported, exported
-from jmp_policy._src.report.lowering.float8_kernels import check_float8, float8_halves, recipes_by_path
+from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
-from jmp_policy._src.report.lowering.profit import LayerProfit, layer_profits, recipe_profits
-from jmp_policy._src.report.lowering.roofline import estimates
+from jmp_policy._src.report.lowering.roofline import LayerProfit, estimates, layer_profits, recipe_profits
 
 Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
@@ -92,7 +90,9 @@ def lowering_report(
         devices = partitions(answers[""].text)
     else:
         _check_exportable(jaxpr, function.name)
-        answers, devices = _compile_elsewhere(programs, function, card, _donated(fn, args, kwargs, function))
+        is_jitted = hasattr(fn, "trace") and not function.has_state
+        donated = donated_arguments(jaxpr) if is_jitted else ()
+        answers, devices = _compile_elsewhere(programs, function, card, donated)
         measured = None
     recipes = recipes_by_path(jaxpr)
     report = _report(function.name, card, devices, programs, answers, measured, recipes)
@@ -145,7 +145,7 @@ def _report(
 
 
 def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[LayerProfit, ...]:
-    """Returns the gains of the half type that is given, or else of one that the device has."""
+    """The gains of the half type that is given, or else of one that the device has."""
     halves = [half for half in HALVES if half in known]
     given = [half for half in halves if known[half][0] in ("as given", WITHOUT_RECIPE)]
     chosen = given or [half for half in halves if half in card.on_tensor_cores]
@@ -155,7 +155,7 @@ def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> 
 
 
 def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
-    """Returns what a report for a TPU cannot know."""
+    """What a report for a TPU cannot know."""
     if card.platform != "tpu":
         return []
     notes = [
@@ -168,8 +168,9 @@ def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
 
 
 def _programs(function: Function, jaxpr: Any) -> Programs:
-    """Returns the programs to compile by precision, the given function under ""."""
-    dtypes = _product_dtypes(jaxpr)
+    """The programs to compile by precision, the given function under ""."""
+    products = [eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS]
+    dtypes = {dtype for eqn in products for dtype in operand_dtypes(eqn)}
     halves = [half for half in HALVES if half in dtypes]
     is_float8 = any(dtype.startswith("float8") for dtype in dtypes)
     is_float32 = not halves and not is_float8
@@ -178,7 +179,8 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
         "": ("as given", function.call),
         "float32": ("as given" if is_float32 else "in float32", float32),
     }
-    recipe_halves = float8_halves(jaxpr)
+    # What operands of float8 products by recipes had before they were rounded.
+    recipe_halves = {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
     for half in HALVES:
         if half in halves and not is_float8:
             programs[half] = ("as given", function.call)
@@ -189,12 +191,6 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
     if is_float8:
         programs["float8"] = ("as given", function.call)
     return programs
-
-
-def _product_dtypes(jaxpr: Any) -> set[str]:
-    """Returns the dtypes of the operands of all products in a jaxpr."""
-    products = (eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS)
-    return {dtype for eqn in products for dtype in operand_dtypes(eqn)}
 
 
 _PRODUCTS = having(Trait.PRODUCT)
@@ -209,48 +205,43 @@ def _check_exportable(jaxpr: Any, name: str) -> None:
         )
 
 
-def _variants(programs: Programs) -> dict[str, Callable[[Sequence[Any]], Any]]:
-    """Returns the functions to compile besides the given one, by precision."""
-    return {p: call for p, (program, call) in programs.items() if program != "as given"}
-
-
-def _make_or_error(make: Callable[[], Any]) -> Any:
-    """Calls `make`; if it raises, returns a `Compiled` with the error, which the report shows as a note."""
-    try:
-        with warnings.catch_warnings():
-            # Autocast's advice is on a program that the caller did not ask for.
-            warnings.simplefilter("ignore")
-            return make()
-    except Exception as error:
-        return Compiled(error=f"{type(error).__name__}: {error}")
+def _variants(programs: Programs, make: Callable[[Callable[..., Any]], Any]) -> dict[str, Any]:
+    """Makes something of each function but the given one; a `Compiled` with the error where that raises."""
+    made: dict[str, Any] = {}
+    for precision, (program, call) in programs.items():
+        if program != "as given":
+            try:
+                with warnings.catch_warnings():
+                    # Autocast's advice is on a program that the caller did not ask for.
+                    warnings.simplefilter("ignore")
+                    made[precision] = make(call)
+            except Exception as error:  # The report shows it as a note.
+                made[precision] = Compiled(error=f"{type(error).__name__}: {error}")
+    return made
 
 
 def _compile_elsewhere(
     programs: Programs, function: Function, card: Target, donated: Sequence[int]
 ) -> tuple[dict[str, Compiled], int]:
-    written: dict[str, Exported] = {"": exported(function.call, function.arrays, donated, card.platform)}
-    answers: dict[str, Compiled] = {}
-    for precision, call in _variants(programs).items():
-        made = _make_or_error(functools.partial(exported, call, function.arrays, donated, card.platform))
-        (answers if isinstance(made, Compiled) else written)[precision] = made
-    answers.update(zip(written, compiled(list(written.values()), card), strict=True))
-    return _answers_by_precision(programs, answers), written[""].devices
+    def export(call: Callable[..., Any]) -> Exported:
+        return exported(call, function.arrays, donated, card.platform)
+
+    made = {"": export(function.call), **_variants(programs, export)}
+    written = {precision: one for precision, one in made.items() if isinstance(one, Exported)}
+    answers = zip(written, compiled(list(written.values()), card), strict=True)
+    return _answers_by_precision(programs, {**made, **dict(answers)}), made[""].devices
 
 
 def _compile_here(programs: Programs, function: Function) -> tuple[dict[str, Compiled], float | None]:
     executable, given = compile_here(function.call, function.arrays)
-    answers = {"": given}
-    for precision, call in _variants(programs).items():
-        made = _make_or_error(functools.partial(compile_here, call, function.arrays))
-        answers[precision] = made if isinstance(made, Compiled) else made[1]
+    others = _variants(programs, lambda call: compile_here(call, function.arrays)[1])
     concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays)
-    return _answers_by_precision(programs, answers), _measured(
-        executable, function.arrays
-    ) if concrete else None
+    measured = _measured(executable, function.arrays) if concrete else None
+    return _answers_by_precision(programs, {"": given, **others}), measured
 
 
 def _answers_by_precision(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
-    """Returns the answers by precision, where the given program answers for every precision that it has."""
+    """The answers by precision, where the given program answers for every precision that it has."""
     return {p: answers[""] if program == "as given" else answers[p] for p, (program, _) in programs.items()}
 
 
@@ -266,7 +257,7 @@ def _measured(executable: Any, arrays: Sequence[Any]) -> float:
 
 
 def _device() -> Target:
-    """Returns the GPU or TPU of this machine as a target; one that is not in the table has no rates."""
+    """The GPU or TPU of this machine as a target; one that is not in the table has no rates."""
     backend = jax.default_backend()
     if backend not in ("gpu", "tpu"):
         raise ValueError(
@@ -284,13 +275,57 @@ def _device() -> Target:
     return dataclasses.replace(like, name=device.device_kind, capability=(major, minor), rates={})
 
 
-def _donated(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], function: Function
-) -> tuple[int, ...]:
-    """Returns the positions of the arrays that a jitted function may overwrite."""
-    if function.has_state or not hasattr(fn, "trace"):
-        return ()
-    infos = jax.tree.leaves(fn.trace(*args, **kwargs).args_info)  # type: ignore[attr-defined]
-    if len(infos) != len(function.arrays):
-        return ()
-    return tuple(i for i, info in enumerate(infos) if info.donated)
+class _Paths(Visitor):
+    """Visitor of a jaxpr that collects the paths of float8 products, with their recipe, and of all others."""
+
+    def __init__(self) -> None:
+        self.float8: dict[str, str] = {}
+        self.others: dict[str, None] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        if eqn.primitive.name in _PRODUCTS and ir.dtype_of(eqn.outvars[0]) is not None:
+            if all(dtype.startswith("float8") for dtype in operand_dtypes(eqn)):
+                self.float8.setdefault(site.path, recipe_of(eqn))
+            else:
+                self.others[site.path] = None
+
+
+def recipes_by_path(jaxpr: Any) -> dict[str, str]:
+    """The recipe of the float8 products of each module that has such products by a recipe."""
+    paths = _Paths()
+    walk(jaxpr, paths)
+    return {path: recipe for path, recipe in paths.float8.items() if recipe}
+
+
+def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
+    """Raises AssertionError where a product that is to be in float8 has a kernel of other operands.
+
+    Kernels are told by the scopes they come from. Where a scope has products of both kinds they cannot be
+    told apart, and one float8 kernel there is enough.
+
+    Args:
+      jaxpr: the program as it was traced.
+      kernels: as it was compiled.
+      program: what it is, for the message.
+    """
+    paths = _Paths()
+    walk(jaxpr, paths)
+    if not paths.float8:
+        raise AssertionError(
+            f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "
+            "('mixed_bfloat16, r=fp8_current'); jmp_policy.audit says why products stay in 16 bits."
+        )
+    products = [kernel for kernel in kernels if kernel.flops]
+    in_float8 = {kernel.path for kernel in products if kernel.arithmetic == "float8"}
+    fell_back = [
+        kernel
+        for kernel in products
+        if kernel.path in paths.float8 and kernel.arithmetic != "float8"
+        if kernel.path not in paths.others or kernel.path not in in_float8
+    ]
+    if fell_back or not in_float8:
+        found = dict.fromkeys(f"{kernel.place}: {kernel.operands}" for kernel in fell_back or products)
+        raise AssertionError(
+            f"The compiler gave up float8 in {program}: {joined(list(found))}. Cards from compute capability "
+            "8.9 on (L4, H100, B200) multiply float8. With a scale per block one B200 alone does."
+        )

@@ -1,14 +1,26 @@
-"""Finds matrix products and convolutions in the HLO of a program: size, precision, matrix units."""
+"""Finds matrix products and convolutions in the HLO of a program: size, precision, matrix units.
 
-import dataclasses
+XLA's TPU compiler writes every product as a convolution: `dim_labels=bf_io->bf` is one of two matrices. A
+batch of products is a convolution over a dilated axis, in which each position meets one element of the
+kernel.
+"""
+
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jmp_policy._src.core.targets import Target
-from jmp_policy._src.report.lowering.convolutions import product_sizes
-from jmp_policy._src.report.lowering.hlo import Computations, Instruction, arrays
+from jmp_policy._src.report.lowering.hlo import (
+    RESHAPING,
+    Computations,
+    Instruction,
+    Scope,
+    arrays,
+    inside,
+    root_of,
+)
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
@@ -22,40 +34,21 @@ _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16
 _LANES = 128
 
 #: Instructions that a value may pass through between a pad and the product that it was padded for.
-_FORWARDING = frozenset(["bitcast", "copy", "convert", "transpose", "reshape"])
+_FORWARDING = RESHAPING | {"copy", "convert", "transpose"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """Product of matrices, or of a batch of them; a convolution is described as the equivalent product.
 
     Args:
-      operands: dtypes of both operands.
-      result, accumulation: dtypes of the result and of the sums.
-      arithmetic: kind of arithmetic, which decides the rate: "float16", "tf32", "float32", ...
-      tensor_cores: whether Tensor Cores do it.
-      batch, m, n, k: sizes; split-K makes k smaller and the batch larger.
-      alignment: "aligned" when m, n and k are multiples of 16 bytes; "padded" when the compiler made them so;
-        or "unaligned".
+      flops: number of multiplications and additions.
       op_name: name that tracing gave it.
+      shown: the fields of a `Kernel` that describe it.
     """
 
-    operands: tuple[str, str]
-    result: str
-    accumulation: str
-    arithmetic: str
-    tensor_cores: bool
-    batch: int
-    m: int
-    n: int
-    k: int
-    alignment: str
+    flops: int
     op_name: str
-
-    @property
-    def flops(self) -> int:
-        """Returns the number of multiplications and additions."""
-        return 2 * self.batch * self.m * self.n * self.k
+    shown: dict[str, Any]
 
 
 def dtype_name(hlo: str) -> str:
@@ -74,157 +67,169 @@ def backend_config(instruction: Instruction) -> Mapping[str, Any]:
         return {}
 
 
-def products_of(
-    instruction: Instruction, computations: Computations, scope: Mapping[str, Instruction], target: Target
-) -> list[Product]:
-    """Returns the products that a kernel computes; hardly ever more than one.
+class Products:
+    """Finds the products that the kernels of a module compute.
 
     Args:
-      instruction: the kernel.
-      computations: computations of the module.
-      scope: instructions of the kernel's computation by name.
+      computations: those of the module.
       target: the device.
     """
-    library = instruction.attribute("custom_call_target")
-    if "conv" in library and "cudnn" in library:
-        return [_convolution(instruction, scope, target)]
-    if library == "__cudnn$blockScaledDot":
-        return [_block_scaled_product(instruction, scope, target)]
-    if "matmul" in library or library.startswith("__cublas$"):
-        return [_library_product(instruction, computations, scope, target)]
-    if instruction.opcode == "convolution":
-        return [_window_product(instruction, scope, target)]
-    if instruction.opcode in ("dot", "scaled-dot"):
-        return [_dot(instruction, computations, scope, None, target, on_cores=target.platform == "tpu")]
-    if instruction.opcode != "fusion":
-        return []
-    kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
-    # The other fusions compute a product element by element, on the ordinary units.
-    on_cores = target.platform == "tpu" or any(w in kind for w in ("triton", "cudnn", "cutlass", "gemm"))
-    found = []
-    for name in instruction.called:
-        inner = {i.name: i for i in computations.get(name, ())}
+
+    def __init__(self, computations: Computations, target: Target):
+        self._computations, self._target = computations, target
+        self._is_tpu = target.platform == "tpu"
+
+    def of(self, instruction: Instruction, scope: Scope) -> list[Product]:
+        """The products that a kernel computes; hardly ever more than one.
+
+        Args:
+          instruction: the kernel.
+          scope: instructions of its computation by name.
+        """
+        library = instruction.attribute("custom_call_target")
+        if "conv" in library and "cudnn" in library:
+            return [self._convolution(instruction, scope)]
+        if library == "__cudnn$blockScaledDot":
+            # Operands with a scale per block: always rows with rows.
+            shapes = _shapes(instruction, scope)
+            *batch, _, k = range(len(shapes[0][1]))
+            return [self._product(instruction, scope, _sizes(shapes, [k], [k], batch, batch))]
+        if "matmul" in library or library.startswith("__cublas$"):
+            return [self._library_product(instruction, scope)]
+        if instruction.opcode == "convolution":
+            (_, first), (_, second) = _shapes(instruction, scope)
+            sizes = product_sizes(instruction, (first, second), arrays(instruction.shape)[0][1])
+            precision = instruction.attribute("operand_precision").lower()
+            return [self._product(instruction, scope, sizes, precision=precision, on_cores=self._is_tpu)]
+        if instruction.opcode in ("dot", "scaled-dot"):
+            return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
+        if instruction.opcode != "fusion":
+            return []
+        kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
+        # The other fusions compute a product element by element, on the ordinary units.
+        on_cores = self._is_tpu or any(word in kind for word in ("triton", "cudnn", "cutlass", "gemm"))
+        found, inner = [], inside(instruction, self._computations)
         for part in inner.values():
-            outside = (instruction, scope)
             if part.opcode in ("dot", "scaled-dot"):
-                found.append(_dot(part, computations, inner, outside, target, on_cores))
+                found.append(self._dot(part, inner, (instruction, scope), on_cores))
             elif part.opcode in ("fusion", "convolution"):
-                found += products_of(part, computations, inner, target)
-    return found
+                found += self.of(part, inner)
+        return found
+
+    def _dot(
+        self, dot: Instruction, scope: Scope, outside: tuple[Instruction, Scope] | None, on_cores: bool
+    ) -> Product:
+        axes = [
+            [int(d) for d in dot.attribute(name).split(",") if d.strip()]
+            for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
+        ]
+        return self._product(
+            dot,
+            scope,
+            _sizes(_shapes(dot, scope), *axes),
+            algorithm=dot.attribute("algorithm").lower(),
+            precision=dot.attribute("operand_precision").lower(),
+            padded=any(self._was_padded(name, scope, outside) for name in dot.operands[:2]),
+            on_cores=on_cores,
+        )
+
+    def _library_product(self, call: Instruction, scope: Scope) -> Product:
+        config = backend_config(call).get("gemm_backend_config", {})
+        numbers = config.get("dot_dimension_numbers", {})
+        axes = [
+            [int(d) for d in numbers.get(f"{side}_{kind}_dimensions", ())]
+            for kind in ("contracting", "batch")
+            for side in ("lhs", "rhs")
+        ]
+        precision = config.get("precision_config", {})
+        return self._product(
+            call,
+            scope,
+            _sizes(_shapes(call, scope), *axes),
+            algorithm=precision.get("algorithm", "").lower(),
+            # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
+            precision="highest" if "HIGHEST" in precision.get("operand_precision", ()) else "",
+            padded=any(self._was_padded(name, scope, None) for name in call.operands[:2]),
+        )
+
+    def _convolution(self, call: Instruction, scope: Scope) -> Product:
+        library = call.attribute("custom_call_target")
+        (dtype, first), (_, second) = _shapes(call, scope)
+        kernel, output = second, arrays(call.shape)[0][1]
+        if "BackwardInput" in library:
+            output = first
+        elif "BackwardFilter" in library:
+            kernel, output = output, second
+        labels = call.attribute("dim_labels").partition("_")[2].partition("-")[0]
+        channels = kernel[labels.index("o")] if "o" in labels else 1
+        # As the product of patches, one row per position, with the kernel, one column per channel.
+        positions, patch = math.prod(output) // channels, math.prod(kernel) // channels
+        sizes = (1, positions, channels, patch)
+        if "BackwardInput" in library:
+            sizes = (1, positions, patch, channels)
+        elif "BackwardFilter" in library:
+            sizes = (1, patch, channels, positions)
+        window = [size for size, label in zip(kernel, labels, strict=True) if label not in "oi"]
+        aligned = _is_aligned(dtype_name(dtype), (channels, patch // math.prod(window)))
+        return self._product(call, scope, sizes, aligned=aligned)
+
+    def _product(
+        self,
+        instruction: Instruction,
+        scope: Scope,
+        sizes: tuple[int, int, int, int],
+        algorithm: str = "",
+        precision: str = "",
+        padded: bool = False,
+        on_cores: bool = True,
+        aligned: bool | None = None,
+    ) -> Product:
+        target, (batch, m, n, k) = self._target, sizes
+        first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
+        if self._is_tpu:
+            arithmetic = _tpu_arithmetic(first, second, precision, target)
+            fits = n % _LANES == k % _LANES == 0
+        else:
+            exact = any(word.strip() not in ("", "default") for word in precision.split(","))
+            arithmetic = _arithmetic(first, second, algorithm, exact, target)
+            if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
+                arithmetic = "bfloat16"
+            fits = _is_aligned(first, sizes[1:])
+        aligned = fits if aligned is None else aligned
+        shown = {
+            "operands": f"{first} x {second}",
+            "result": dtype_name(arrays(instruction.shape)[0][0]),
+            "accumulation": _accumulation(arithmetic, algorithm),
+            "arithmetic": arithmetic,
+            "tensor_cores": on_cores and arithmetic in target.on_tensor_cores,
+            # Where the compiler splits the sum, k is smaller and the batch larger.
+            "size": f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}",
+            "alignment": "padded" if padded else "aligned" if aligned else "unaligned",
+        }
+        return Product(2 * batch * m * n * k, instruction.op_name, shown)
+
+    def _was_padded(self, name: str, scope: Scope, outside: tuple[Instruction, Scope] | None) -> bool:
+        """Whether the compiler padded a value: with a `pad` that is no operation of the program."""
+        while name in scope:
+            source = scope[name]
+            if source.opcode == "fusion" and len(source.called) == 1:
+                return _is_the_compilers_pad(root_of(inside(source, self._computations)))
+            if source.opcode == "parameter" and outside is not None:
+                fusion, scope = outside
+                index = int(source.line.partition("parameter(")[2].partition(")")[0])
+                name, outside = fusion.operands[index], None
+            elif source.opcode in _FORWARDING and source.operands:
+                name = source.operands[0]
+            else:
+                return _is_the_compilers_pad(source)
+        return False
 
 
-def _dot(
-    dot: Instruction,
-    computations: Computations,
-    scope: Mapping[str, Instruction],
-    outside: tuple[Instruction, Mapping[str, Instruction]] | None,
-    target: Target,
-    on_cores: bool,
-) -> Product:
-    axes = {
-        name: [int(d) for d in dot.attribute(name).split(",") if d.strip()]
-        for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
-    }
-    sizes = _sizes(_shapes(dot, scope), *axes.values())
-    precision = dot.attribute("operand_precision").lower()
-    padded = any(_was_padded(name, computations, scope, outside) for name in dot.operands[:2])
-    return _product(dot, scope, sizes, dot.attribute("algorithm"), precision, padded, target, on_cores)
+def _is_the_compilers_pad(instruction: Instruction) -> bool:
+    return instruction.opcode == "pad" and not instruction.op_name.endswith("/pad")
 
 
-def _library_product(
-    call: Instruction, computations: Computations, scope: Mapping[str, Instruction], target: Target
-) -> Product:
-    config = backend_config(call).get("gemm_backend_config", {})
-    numbers = config.get("dot_dimension_numbers", {})
-    axes = [
-        [int(d) for d in numbers.get(f"{side}_{kind}_dimensions", ())]
-        for kind in ("contracting", "batch")
-        for side in ("lhs", "rhs")
-    ]
-    precision = config.get("precision_config", {})
-    padded = any(_was_padded(name, computations, scope, None) for name in call.operands[:2])
-    # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
-    exact = "highest" if "HIGHEST" in precision.get("operand_precision", ()) else ""
-    sizes = _sizes(_shapes(call, scope), *axes)
-    return _product(call, scope, sizes, precision.get("algorithm", ""), exact, padded, target, True)
-
-
-def _block_scaled_product(call: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
-    """Returns a product of operands with a scale per block, which is always of rows with rows."""
-    shapes = _shapes(call, scope)
-    *batch, _, k = range(len(shapes[0][1]))
-    return _product(call, scope, _sizes(shapes, [k], [k], batch, batch), "", "", False, target, True)
-
-
-def _convolution(call: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
-    library = call.attribute("custom_call_target")
-    (_, first), (_, second) = _shapes(call, scope)
-    result = arrays(call.shape)[0][1]
-    kernel, output = second, result
-    if "BackwardInput" in library:
-        output = first
-    elif "BackwardFilter" in library:
-        kernel, output = result, second
-    labels = call.attribute("dim_labels").partition("_")[2].partition("-")[0]
-    channels = kernel[labels.index("o")] if "o" in labels else 1
-    # As the product of patches, one row per position, with the kernel, one column per channel.
-    positions, patch = math.prod(output) // channels, math.prod(kernel) // channels
-    m, n, k = positions, channels, patch
-    if "BackwardInput" in library:
-        m, n, k = positions, patch, channels
-    elif "BackwardFilter" in library:
-        m, n, k = patch, channels, positions
-    made = _product(call, scope, (1, m, n, k), "", "", False, target, True)
-    inputs = (
-        math.prod(kernel)
-        // channels
-        // math.prod(size for size, label in zip(kernel, labels, strict=True) if label not in "oi")
-    )
-    aligned = _is_aligned(made.operands[0], (channels, inputs))
-    return dataclasses.replace(made, alignment="aligned" if aligned else "unaligned")
-
-
-def _window_product(convolution: Instruction, scope: Mapping[str, Instruction], target: Target) -> Product:
-    (_, first), (_, second) = _shapes(convolution, scope)
-    sizes = product_sizes(convolution, (first, second), arrays(convolution.shape)[0][1])
-    precision = convolution.attribute("operand_precision").lower()
-    on_cores = target.platform == "tpu"
-    return _product(convolution, scope, sizes, "", precision, False, target, on_cores)
-
-
-def _product(
-    instruction: Instruction,
-    scope: Mapping[str, Instruction],
-    sizes: tuple[int, int, int, int],
-    algorithm: str,
-    precision: str,
-    padded: bool,
-    target: Target,
-    on_cores: bool,
-) -> Product:
-    first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
-    if target.platform == "tpu":
-        arithmetic = _tpu_arithmetic(first, second, precision, target)
-        aligned = all(size % _LANES == 0 for size in sizes[2:])
-    else:
-        exact = any(word.strip() not in ("", "default") for word in precision.split(","))
-        arithmetic = _arithmetic(first, second, algorithm.lower(), exact, target)
-        if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
-            arithmetic = "bfloat16"
-        aligned = _is_aligned(first, sizes[1:])
-    return Product(
-        operands=(first, second),
-        result=dtype_name(arrays(instruction.shape)[0][0]),
-        accumulation=_accumulation(arithmetic, algorithm.lower()),
-        arithmetic=arithmetic,
-        tensor_cores=on_cores and arithmetic in target.on_tensor_cores,
-        batch=sizes[0], m=sizes[1], n=sizes[2], k=sizes[3],
-        alignment="padded" if padded else "aligned" if aligned else "unaligned",
-        op_name=instruction.op_name,
-    )  # fmt: skip
-
-
-def _shapes(instruction: Instruction, scope: Mapping[str, Instruction]) -> list[tuple[str, tuple[int, ...]]]:
+def _shapes(instruction: Instruction, scope: Scope) -> list[tuple[str, tuple[int, ...]]]:
     return [arrays(scope[name].shape)[0] for name in instruction.operands[:2]]
 
 
@@ -244,7 +249,7 @@ def _sizes(
 
 
 def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Target) -> str:
-    """Returns the kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
+    """The kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
     for word in ("tf32", "bf16_bf16", "f32_f32"):
         if word in algorithm:
             return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
@@ -257,7 +262,7 @@ def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Ta
 
 
 def _tpu_arithmetic(first: str, second: str, precision: str, target: Target) -> str:
-    """Returns the kind of arithmetic of a TPU: passes over bfloat16 operands, as the precision asks."""
+    """The kind of arithmetic of a TPU: passes over bfloat16 operands, as the precision asks."""
     kinds = {"float8" if dtype.startswith("float8") else dtype for dtype in (first, second)}
     if len(kinds) == 1 and (kind := next(iter(kinds))) in ("int8", "float8") and kind in target.rates:
         return kind
@@ -283,27 +288,73 @@ def _is_aligned(dtype: str, sizes: Sequence[int]) -> bool:
     return all(count * size % 128 == 0 for count in sizes)
 
 
-def _was_padded(
-    name: str,
-    computations: Computations,
-    scope: Mapping[str, Instruction],
-    outside: tuple[Instruction, Mapping[str, Instruction]] | None,
-) -> bool:
-    """Returns whether the compiler padded a value: with a `pad` that is no operation of the program."""
-    while name in scope:
-        source = scope[name]
-        if source.opcode == "pad":
-            return not source.op_name.endswith("/pad")
-        if source.opcode == "parameter" and outside is not None:
-            fusion, scope = outside
-            index = int(source.line.partition("parameter(")[2].partition(")")[0])
-            name, outside = fusion.operands[index], None
-        elif source.opcode == "fusion" and len(source.called) == 1:
-            inner = computations.get(source.called[0], [])
-            root = next((i for i in inner if i.is_root), None)
-            return root is not None and root.opcode == "pad" and not root.op_name.endswith("/pad")
-        elif source.opcode in _FORWARDING and source.operands:
-            name = source.operands[0]
+_LABELS = re.compile(r"\bdim_labels=(\w+?)_(\w+)->(\w+)")
+
+
+class _Axis(NamedTuple):
+    """One spatial axis of a convolution."""
+
+    size: int = 1
+    stride: int = 1
+    low: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+
+def product_sizes(
+    convolution: Instruction, shapes: Sequence[tuple[int, ...]], result: Sequence[int]
+) -> tuple[int, int, int, int]:
+    """The sizes batch, m, n and k of the product that a convolution amounts to.
+
+    Positions of the window that lie in padding or between elements of a dilated input are not counted.
+
+    Args:
+      convolution: an instruction `convolution`.
+      shapes: those of its operands.
+      result: shape of its result.
+    """
+    match = _LABELS.search(convolution.line)
+    inputs, kernels, outputs = match.groups() if match else ("bf", "io", "bf")
+    features = shapes[1][kernels.index("i")]
+    batch = positions = 1
+    met = 1
+    for i, axis in enumerate(_axes(convolution, len(inputs) - 2)):
+        sizes = (shapes[0][inputs.index(str(i))], result[outputs.index(str(i))])
+        pairs = _pairs(axis, *sizes)
+        if pairs == axis.size == sizes[0] == sizes[1]:
+            batch *= pairs
         else:
-            return False
-    return False
+            positions *= sizes[1]
+            met *= pairs
+    m = result[outputs.index("b")] * positions
+    return batch, m, result[outputs.index("f")], features * met // max(positions, 1) or 1
+
+
+def _axes(convolution: Instruction, count: int) -> list[_Axis]:
+    window = convolution.attribute("window")
+    values = {key: text.split("x") for key, text in re.findall(r"(\w+)=([\dx_\-]+)", window)}
+    axes = []
+    for i in range(count):
+        fields = {key: int(values[key][i]) for key in _Axis._fields if key in values}
+        low = values["pad"][i].partition("_")[0] if "pad" in values else "0"
+        axes.append(_Axis(**fields)._replace(low=int(low)))
+    return axes
+
+
+def _pairs(axis: _Axis, size: int, result: int) -> int:
+    """How many elements of the input all positions of the window on one axis meet."""
+    last = (size - 1) * axis.lhs_dilate
+    found = 0
+    for position in range(axis.size):
+        # Result o meets place o * stride + start, which is an element at multiples of lhs_dilate.
+        start = position * axis.rhs_dilate - axis.low
+        divisor = math.gcd(axis.stride, axis.lhs_dilate)
+        if start % divisor:
+            continue
+        period = axis.lhs_dilate // divisor
+        first = next(o for o in range(period) if (o * axis.stride + start) % axis.lhs_dilate == 0)
+        low = max(math.ceil(-start / axis.stride), 0)
+        low += (first - low) % period
+        high = min((last - start) // axis.stride, result - 1)
+        found += max((high - low) // period + 1, 0)
+    return found

@@ -29,7 +29,7 @@ from jmp_policy._src.products.fp8.eligibility import formats_of
 def analytic_memory_model(
     jaxpr: Any, roles: Sequence[str], donated: Sequence[int], parts: Sequence[int]
 ) -> Counter[str]:
-    """Returns bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
+    """Bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
 
     Args:
       jaxpr: a closed jaxpr.
@@ -41,7 +41,7 @@ def analytic_memory_model(
 
 
 def axes(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns a shape whose axes may have been put in another order."""
+    """A shape whose axes may have been put in another order."""
     return tuple(sorted(size for size in shape if size != 1))
 
 
@@ -102,7 +102,7 @@ class _Accounting:
         self.bytes = found
 
     def _results(self, opened: Any, results: Sequence[_Value], donated: Sequence[int]) -> int:
-        """Returns the bytes of the results that are no gradients and take no argument's place."""
+        """The bytes of the results that are no gradients and take no argument's place."""
         types = [(_shape(var), ir.dtype_of(var)) for var in opened.invars]
         weights = {axes(shape) for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
         places = Counter(types[i] for i in donated)
@@ -155,7 +155,7 @@ class _Accounting:
                 self._kept[made] = max(self._kept.get(made, 0), width)
 
     def _forward(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-        """Returns what is known of the results of an operation of the forward pass.
+        """What is known of the results of an operation of the forward pass.
 
         A view is its operand. What is computed element by element is computed again where it is read, from
         what its operands are computed from. The rest is kept.
@@ -169,10 +169,9 @@ class _Accounting:
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
-        consts, carries = compat.scan_sizes(eqn.params)
-        values = [value._replace(made=frozenset()) for value in operands]
-        values[consts : consts + carries] = [_Value()] * carries
-        results = self._inside(eqn.params["jaxpr"], values, backward=False)
+        loop = calls.loop(eqn, [value._replace(made=frozenset()) for value in operands])
+        arguments = [*loop.fixed, *[_Value()] * len(loop.start), *loop.xs]
+        results = self._inside(loop.body, arguments, backward=False)
         return [
             result if result.argument is not None else self._made(var)
             for result, var in zip(results, eqn.outvars, strict=True)
@@ -200,7 +199,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _width(atom: Any) -> int:
-    """Returns the bytes of an element; 0 for tokens and keys of random numbers."""
+    """The bytes of an element; 0 for tokens and keys of random numbers."""
     return getattr(ir.dtype_of(atom), "itemsize", 0) if hasattr(atom.aval, "shape") else 0
 
 

@@ -41,7 +41,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(compiled: Any) -> list[Allocation]:
-    """Returns the memory of a compiled program, constants left out; [] where its backend doesn't say.
+    """The memory of a compiled program, constants left out; [] where its backend doesn't say.
 
     Args:
       compiled: a `jax.stages.Compiled`.
@@ -92,7 +92,7 @@ class _Module:
                 self._users.setdefault(operand, []).append(number)
 
     def name(self, number: int) -> str:
-        """Returns the name of an operation; of those that XLA put there, that of a neighbour."""
+        """The name of an operation; of those that XLA put there, that of a neighbour."""
         return self._nearest(number, self._before) or self._nearest(number, self._after)
 
     def _nearest(self, number: int, near: Callable[[int], list[int]]) -> str:
@@ -180,7 +180,7 @@ class _Lives:
     def _passed(
         self, instruction: _Instruction, operands: list[_Sources], arguments: Sequence[_Sources]
     ) -> _Sources:
-        """Returns what an instruction passes on without making it."""
+        """What an instruction passes on without making it."""
         match instruction.opcode:
             case "parameter" if arguments:
                 return arguments[instruction.number]
@@ -202,7 +202,7 @@ class _Lives:
         return {}
 
     def at_peak(self, slots: dict[_Slot, list[int]]) -> set[int]:
-        """Returns the arrays needed when those needed take most memory: one for each slot, the first in it.
+        """The arrays needed when those needed take most memory: one for each slot, the first in it.
 
         Several arrays share a slot when one is changed in place, as the carries of loops are.
         """
@@ -252,7 +252,7 @@ def _read(assignment: bytes, module: _Module) -> list[Allocation]:
 
 
 def _apart(allocation: bytes, kept: AbstractSet[int]) -> list[int]:
-    """Returns those of an allocation's arrays that are kept, without those that overlap an earlier one.
+    """Those of an allocation's arrays that are kept, without those that overlap an earlier one.
 
     A loop's carry may be overwritten by another array before its next value is there.
     """
@@ -289,7 +289,7 @@ def _text(data: bytes, field: int) -> str:
 
 
 def _integers(data: bytes, field: int) -> list[int]:
-    """Returns a repeated field of integers, packed or not."""
+    """A repeated field of integers, packed or not."""
     found: list[int] = []
     for value in _all(data, field):
         if isinstance(value, int):

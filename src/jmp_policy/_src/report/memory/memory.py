@@ -7,6 +7,7 @@ activation.
 
 import dataclasses
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +16,18 @@ import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
+from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
-from jmp_policy._src.core.targets import find_target
+from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.products.fp8.eligibility import formats_of
-from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.function import Argument, Function, as_function, donated_arguments
+from jmp_policy._src.report.lowering.compile_process import Compiled, described
+from jmp_policy._src.report.lowering.compiler import compiled, exported
 from jmp_policy._src.report.memory import buffers
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
-from jmp_policy._src.report.memory.programs import Traced, compiled_elsewhere, compiled_here, traced
-from jmp_policy._src.report.memory.roles import argument_roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class MemoryReport(Report):
     _rows = "rows"
 
     def row(self, category: str) -> MemoryRow:
-        """Returns the row of one kind of memory.
+        """The row of one kind of memory.
 
         Raises:
           KeyError: for a word that is none of them.
@@ -91,13 +93,13 @@ class MemoryReport(Report):
 
     @property
     def accounted(self) -> tuple[float, float]:
-        """Returns the estimated total over XLA's, in float32 and under the policy."""
+        """The estimated total over XLA's, in float32 and under the policy."""
         expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
         return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
 
     @property
     def verdict(self) -> str:
-        """Returns what half precision does to the memory, in one sentence."""
+        """What half precision does to the memory, in one sentence."""
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
         share = percent(self.policy / max(self.float32, 1))
@@ -230,7 +232,7 @@ def memory_report(
       (8192, 4096)
     """
     function = as_function(fn, args, kwargs, "memory_report")
-    roles = argument_roles(function, function.args, kwargs)
+    roles = argument_roles(function, kwargs)
     types = [_type(array) for array in function.arrays]
 
     def as_given(*arrays: Any) -> Any:
@@ -270,17 +272,25 @@ def _type(array: Any) -> Any:
 
 
 def _half_types(jaxpr: Any) -> set[str]:
-    """Returns the names of the half and float8 types in a jaxpr and in those inside it."""
+    """The names of the half and float8 types in a jaxpr and in those inside it."""
     atoms = [atom for eqn in ir.equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars)]
     atoms += compat.open_jaxpr(jaxpr).invars
     eights = {name for eqn in ir.equations(jaxpr) for name in formats_of(eqn) or ()}
     return eights | {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
+class Traced(NamedTuple):
+    """A program: a function of arrays, their types, and which of them it may overwrite."""
+
+    call: Callable[..., Any]
+    types: Sequence[Any]
+    jaxpr: Any
+    donated: tuple[int, ...]
+
+
 class _Measured(NamedTuple):
     """A program's memory by category: found in its compiled form, expected of its traced one."""
 
-    jaxpr: Any
     found: Counter[str]
     expected: Counter[str]
     total: int
@@ -299,7 +309,7 @@ def _measured(
     differentiated = expected["gradients"] > 0
     found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
     total = stats.argument_bytes + stats.output_bytes + stats.temp_bytes - stats.alias_bytes
-    return _Measured(program.jaxpr, found, expected, total, bool(held))
+    return _Measured(found, expected, total, bool(held))
 
 
 def _shapes(array: Any) -> list[Any]:
@@ -340,7 +350,7 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
 
 
 def _found_of_types(stats: Compiled, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
-    """Returns the categories where only totals are known."""
+    """The categories where only totals are known."""
     found: Counter[str] = Counter()
     for array, role in zip(types, roles, strict=True):
         found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize
@@ -348,3 +358,111 @@ def _found_of_types(stats: Compiled, types: Sequence[Any], roles: Sequence[str])
     found["results"] = stats.output_bytes - stats.alias_bytes
     found["temporaries"] = stats.temp_bytes
     return found
+
+
+def traced(call: Callable[..., Any], types: Sequence[Any]) -> Traced:
+    """Traces a function, and finds out which of its arguments it may overwrite."""
+    jaxpr = jax.make_jaxpr(call)(*types)
+    return Traced(call, types, jaxpr, donated_arguments(jaxpr))
+
+
+def compiled_here(programs: Sequence[Traced]) -> list[tuple[Compiled, list[buffers.Allocation]]]:
+    """Compiles programs for the default backend; returns their sizes, and what lies where if it says so."""
+    found = []
+    for program in programs:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            jitted = jax.jit(program.call, donate_argnums=program.donated, keep_unused=True)
+            executable = jitted.lower(*program.types).compile()
+        found.append((described(executable), buffers.allocations(executable)))
+    return found
+
+
+def compiled_elsewhere(
+    programs: Sequence[Traced], card: Target, name: str
+) -> list[tuple[Compiled, list[buffers.Allocation]]]:
+    """Compiles programs for a target; returns their sizes, temporary memory being what the peak leaves."""
+    written = [
+        exported(lambda arrays, call=p.call: call(*arrays), p.types, p.donated, card.platform)
+        for p in programs
+    ]
+    found = compiled(written, card)
+    for made, which in zip(found, ("", " in float32"), strict=False):
+        if made.error:
+            raise RuntimeError(f"{name}{which} does not compile for {card.name}:\n{made.error}")
+    kept = [made.argument_bytes + made.output_bytes - made.alias_bytes for made in found]
+    return [
+        (made._replace(temp_bytes=max(made.temp_bytes, made.peak_bytes - rest)), [])
+        for made, rest in zip(found, kept, strict=True)
+    ]
+
+
+def argument_roles(function: Function, kwargs: dict[str, Any]) -> list[str]:
+    """The category of each array among the arguments: parameters, optimizer state or inputs."""
+    if function.has_state:
+        state = [_is_named(argument, "opt_state") for argument in function.arguments]
+        trains = _of_modules(function, kwargs)
+    else:
+        state = _optimizer_state(function, kwargs)
+        trains = _trained(function, state)
+    return [
+        "optimizer state" if is_state else "parameters" if is_trained else "inputs"
+        for is_state, is_trained in zip(state, trains, strict=True)
+    ]
+
+
+def _is_named(argument: Argument, name: str) -> bool:
+    """Whether a name is on the path of an array."""
+    return name in argument.path.split("/")
+
+
+def _of_modules(function: Function, kwargs: dict[str, Any]) -> list[bool]:
+    """Which arrays are Params of NNX modules."""
+    holders = {
+        place: _holds_nodes(function.args[place] if isinstance(place, int) else kwargs[place])
+        for place in {argument.position for argument in function.arguments}
+    }
+    return [argument.trainable and holders[argument.position] for argument in function.arguments]
+
+
+def _optimizer_state(function: Function, kwargs: dict[str, Any]) -> list[bool]:
+    """Which arrays are optimizer state: by their name, or since a state of optax holds them."""
+    tree = (function.args, kwargs)
+    marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
+    marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
+    below = [mark for leaf, mark in marks if is_array(leaf)]
+    return [
+        _is_named(argument, "opt_state") or mark
+        for argument, mark in zip(function.arguments, below, strict=True)
+    ]
+
+
+def _trained(function: Function, state: Sequence[bool]) -> list[bool]:
+    """Which arrays are parameters: below the name `params`, or by what comes out again."""
+    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
+    named = [fit and _is_named(a, "params") for fit, a in zip(fits, function.arguments, strict=True)]
+    return named if any(named) else _first_trained(function, fits)
+
+
+def _holds_nodes(argument: Any) -> bool:
+    """Whether an argument is a module of NNX or has one inside."""
+    kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
+    leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
+    return any(isinstance(leaf, kinds) for leaf in leaves)
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node of the arguments is a state of an optax transformation, ours included."""
+    return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
+
+
+def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
+    """Which arrays are those of the first argument that comes out again; else of the first."""
+    results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
+    made = Counter((tuple(t.shape), t.dtype) for t in results)
+    groups: dict[int | str, Counter[Any]] = {}
+    for argument, array, fit in zip(function.arguments, function.arrays, fits, strict=True):
+        if fit:
+            groups.setdefault(argument.position, Counter())[tuple(array.shape), array.dtype] += 1
+    chosen = next((place for place, types in groups.items() if types <= made), next(iter(groups), None))
+    return [fit and a.position == chosen for a, fit in zip(function.arguments, fits, strict=True)]

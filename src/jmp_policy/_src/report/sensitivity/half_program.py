@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import Function, as_function, replaced
-from jmp_policy._src.report.loss_program import trained_arguments
+from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
 
@@ -55,7 +55,7 @@ class Loss(NamedTuple):
         with contextlib.ExitStack() as stack:
             for framework in imported_frameworks():
                 stack.enter_context(framework.tapped())
-            stack.enter_context(tapping.looking(watcher))
+            stack.enter_context(watching.looking(watcher))
             jax.eval_shape(function.call, function.arrays)
         # Some modules are only containers of those that run.
         found: dict[tuple[str, ...], Any] = {}

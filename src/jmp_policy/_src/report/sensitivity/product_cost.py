@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
+from jmp_policy._src.report.memory.analytic_model import analytic_memory_model
 from jmp_policy._src.report.sensitivity.half_program import Loss
 
 
@@ -52,3 +54,15 @@ def _seconds(products: Sequence[Product], card: Target) -> float:
         arithmetic = "float8" if p.scales else p.lhs if p.is_half else "float32"
         total += max(p.flops / card.rate(arithmetic), moved / card.bandwidth)
     return total
+
+
+def memory_of(loss: Loss) -> int:
+    """Returns bytes of parameters, half copies, gradients and activations; nothing is run or compiled."""
+    gradient, params, arrays = loss.gradient()
+
+    def of_params(params: Any) -> Any:
+        return gradient(params, arrays)
+
+    jaxpr = jax.make_jaxpr(of_params)(params)
+    alone = [1] * len(params)
+    return analytic_memory_model(jaxpr, ["parameters"] * len(params), (), alone).total()

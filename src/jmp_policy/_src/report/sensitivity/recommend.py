@@ -12,15 +12,16 @@ import numpy as np
 
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, NoOpLossScale
+from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.sensitivity import float8_modules, float32_modules, product_cost, rounding_taps
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.half_program import Loss
-from jmp_policy._src.report.sensitivity.memory_cost import memory_of
 from jmp_policy._src.report.sensitivity.probes import effects
+from jmp_policy._src.report.sensitivity.product_cost import memory_of
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation
 from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
 

@@ -64,7 +64,7 @@ class Counts(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Returns how many values were counted."""
+        """How many values were counted."""
         return self.zeros + float(self.exponents.sum()) + self.infinite + self.nan
 
 
@@ -161,7 +161,7 @@ def take_apart(vector: np.ndarray) -> Counts:
 
 
 def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns the indices in a vector of counts, for non-negative float32 numbers times a normal one.
+    """The indices in a vector of counts, for non-negative float32 numbers times a normal one.
 
     Their exponents are added and their mantissas multiplied, since backends flush subnormal operands and
     products to zero. Values beyond float32's exponents are counted with the nearest of them.

@@ -2,16 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined, percent, plotting
-from jmp_policy._src.report.spectrum import spectrum_plot
 from jmp_policy._src.report.spectrum.histogram import LOWEST, Counts
-from jmp_policy._src.report.spectrum.spectrum_plot import KINDS
 
 #: Powers of two whose effect a report shows; 3 and 15 are those of NVIDIA's figure.
 _SHIFTS = (3, 7, 11, 15, 20, 24)
@@ -22,6 +21,10 @@ _FLOAT16 = {"zero": -25, "subnormal": -14, "infinite": 16}
 
 #: The float8 dtypes of operands of products under a recipe.
 _FLOAT8 = {"activation": "float8_e4m3fn", "activation gradient": "float8_e5m2"}
+
+#: Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
+_COLOURS = {"weight gradient": "#0072B2", "activation gradient": "#D55E00", "activation": "#009E73"}
+KINDS = tuple(_COLOURS)
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -68,13 +71,13 @@ class Magnitudes:
     bfloat16: Share
 
     def recovered(self, shift: int) -> float:
-        """Returns the share that 2**shift saves of the values that are zero in float16; nan if none."""
+        """The share that 2**shift saves of the values that are zero in float16; nan if none."""
         lost = sum(n for e, n in self.exponents.items() if e < _FLOAT16["zero"])
         still = sum(n for e, n in self.exponents.items() if e + shift < _FLOAT16["zero"])
         return 1 - still / lost if lost else math.nan
 
     def in_float8(self, dtype: str, scale: float | None = None) -> Share:
-        """Returns the shares of the values that a float8 dtype cannot represent, divided by a scale.
+        """The shares of the values that a float8 dtype cannot represent, divided by a scale.
 
         Args:
           dtype: "float8_e4m3fn", in which recipes have values, or "float8_e5m2", theirs for gradients.
@@ -144,10 +147,6 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
     """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
     size = sum(row.size for row in rows)
-    exponents: dict[int, int] = {}
-    for row in rows:
-        for e, n in row.exponents.items():
-            exponents[e] = exponents.get(e, 0) + n
 
     def share(name: str) -> Share:
         parts = [(row.size, getattr(row, name)) for row in rows]
@@ -162,7 +161,7 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
         zeros=sum(row.zeros for row in rows),
         infinite=sum(row.infinite for row in rows),
         nan=sum(row.nan for row in rows),
-        exponents=dict(sorted(exponents.items())),
+        exponents=_added(rows),
         largest=max((row.largest for row in rows), default=0.0),
         float16=share("float16"),
         bfloat16=share("bfloat16"),
@@ -197,11 +196,11 @@ class GradientSpectrum(Report):
     _rows = "tensors"
 
     def overall(self, kind: str = "weight gradient") -> Magnitudes:
-        """Returns the magnitudes of all tensors of a kind together."""
+        """The magnitudes of all tensors of a kind together."""
         return add_up(self.tensors, kind)
 
     def of(self, path: str, kind: str = "weight gradient") -> Magnitudes:
-        """Returns the row of one tensor by its path, or the end of it.
+        """The row of one tensor by its path, or the end of it.
 
         Raises:
           KeyError: when there is none; the message lists the paths that there are.
@@ -214,7 +213,7 @@ class GradientSpectrum(Report):
 
     @property
     def largest(self) -> Magnitudes:
-        """Returns the gradient that overflows first: the tensor with the largest magnitude.
+        """The gradient that overflows first: the tensor with the largest magnitude.
 
         Raises:
           ValueError: when no gradient was counted.
@@ -223,7 +222,7 @@ class GradientSpectrum(Report):
 
     @property
     def recommended_scale(self) -> float:
-        """Returns the largest power of two S <= 2**126 with max|g| * S < 65504; nan if all are zero.
+        """The largest power of two S <= 2**126 with max|g| * S < 65504; nan if all are zero.
 
         It may be half of that where an activation gradient is the largest: only a bound of it is known.
         """
@@ -245,12 +244,12 @@ class GradientSpectrum(Report):
     def recovered(self) -> dict[int, float]:
         """Returns, by k, the share that a scale of 2**k saves of the gradients that are zero in float16."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
-        every = dataclasses.replace(rows[0], exponents=_added(row.exponents for row in rows))
+        every = dataclasses.replace(rows[0], exponents=_added(rows))
         return {shift: every.recovered(shift) for shift in _SHIFTS}
 
     @property
     def verdict(self) -> str:
-        """Returns what float16 would lose at this scale, and the constant scale by NVIDIA's guide."""
+        """What float16 would lose at this scale, and the constant scale by NVIDIA's guide."""
         rows = [self.overall(kind) for kind in KINDS[:2]]
         parts = [
             f"{percent(row.float16.zero)} of {row.kind}s become zero in float16, "
@@ -308,15 +307,14 @@ class GradientSpectrum(Report):
 
     def plot(self) -> Any:
         """Plots the histogram of log2|x| with float16's ranges, and per tensor; a matplotlib figure."""
-        return spectrum_plot.plot(self, plotting("plot"))
+        return _plot(self, plotting("plot"))
 
 
-def _added(histograms: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for histogram in histograms:
-        for e, n in histogram.items():
-            total[e] = total.get(e, 0) + n
-    return total
+def _added(rows: Sequence[Magnitudes]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for row in rows:
+        total.update(row.exponents)
+    return dict(sorted(total.items()))
 
 
 def _cells(row: Magnitudes) -> tuple[Any, ...]:
@@ -326,3 +324,85 @@ def _cells(row: Magnitudes) -> tuple[Any, ...]:
         *(row.path, count_text(row.size), percent(row.zeros / size), f"{row.largest:.3g}"),
         *(percent(lost.zero), percent(lost.subnormal), percent(lost.infinite), row.bars()),
     )
+
+
+#: The least share that is drawn, in per cent.
+_LEAST = 0.005
+_ZERO, _SUBNORMAL, _NORMAL, _INFINITE = "#999999", "#F0E442", "#56B4E9", "#CC79A7"
+
+
+def _plot(spectrum: Any, pyplot: Any) -> Any:
+    """Draws histograms of log2|x| over float16's ranges at the loss scale, and one line per tensor below."""
+    rows = [row for row in spectrum.tensors if row.kind != "activation" and row.exponents]
+    shift = math.log2(spectrum.loss_scale)
+    # The loss scale does not move activations.
+    kinds = [kind for kind in (KINDS[:2] if shift else KINDS) if spectrum.overall(kind).size]
+    low, high = _limits(spectrum, shift)
+    height = 3.6 + 0.22 * max(len(rows), 2)
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(9, height), height_ratios=[3.2, 0.22 * max(len(rows), 2) + 0.6], layout="constrained"
+    )
+    _shade(top, low, high, shift)
+    for kind in kinds:
+        _histogram(top, spectrum.overall(kind), low, high)
+    scale = f", times 2^{shift:g}" if shift else ""
+    top.set_title(f"{spectrum.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
+    top.set_xlabel("log2 |x|, divided by the loss scale")
+    top.set_ylabel("share of values (%)")
+    # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
+    top.set(yscale="log", ylim=(_LEAST, 130))
+    top.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
+    top.set_xlim(low - 3.5, high)
+    ticks = [tick for tick in range(-80, 140, 10) if low <= tick < high]
+    top.set_xticks([low - 2.2, *ticks], ["zero", *map(str, ticks)])
+    figure.legend(*top.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=4)
+    _tensors(figure, bottom, rows, low, high, shift)
+    return figure
+
+
+def _limits(spectrum: Any, shift: float) -> tuple[int, int]:
+    found = [e for row in spectrum.tensors for e in row.exponents] or [0]
+    return max(min(*found, -28 - round(shift)), -70), max(*found, 17) + 1
+
+
+def _shade(axes: Any, low: int, high: int, shift: float) -> None:
+    edges = [low, -25 - shift, -14 - shift, 16 - shift, high]
+    names = ("becomes zero", "subnormal", "normal", "infinite")
+    colours = (_ZERO, _SUBNORMAL, _NORMAL, _INFINITE)
+    for name, colour, start, end in zip(names, colours, edges, edges[1:], strict=False):
+        start, end = max(start, low), min(end, high)
+        if start < end:
+            axes.axvspan(start, end, color=colour, alpha=0.18, label=f"float16: {name}", linewidth=0)
+
+
+def _histogram(axes: Any, row: Any, low: int, high: int) -> None:
+    exponents = np.arange(low, high)
+    shares = np.array([100 * row.exponents.get(int(e), 0) / row.size for e in exponents])
+    shares[0] += sum(100 * n / row.size for e, n in row.exponents.items() if e < low)
+    colour = _COLOURS[row.kind]
+    zeros = 100 * row.zeros / row.size
+    # A logarithmic axis needs something positive, also where every share is 0.
+    axes.stairs(
+        np.maximum(shares, _LEAST), [*exponents, high], baseline=_LEAST, color=colour, linewidth=1.6,
+        label=f"{row.kind}s ({zeros:.3g} % are 0)",
+    )  # fmt: skip
+    offset = KINDS.index(row.kind)
+    axes.bar(low - 3 + 0.8 * offset, zeros, width=0.7, color=colour)
+
+
+def _tensors(figure: Any, axes: Any, rows: list[Any], low: int, high: int, shift: float) -> None:
+    exponents = range(low, high)
+    picture = np.array([[row.exponents.get(e, 0) / row.size for e in exponents] for row in rows] or [[0.0]])
+    most = picture.max(axis=1, keepdims=True)
+    shown = np.ma.masked_equal(picture / np.where(most == 0, 1, most), 0)
+    extent = (low, high, len(rows) or 1, 0)
+    image = axes.imshow(shown, aspect="auto", cmap="cividis", extent=extent, vmin=0, vmax=1)
+    for edge in (-25 - shift, -14 - shift, 16 - shift):
+        if low < edge < high:
+            axes.axvline(edge, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks([i + 0.5 for i in range(len(rows))])
+    names = [f"{row.path}{' (activation)' if row.kind == 'activation gradient' else ''}" for row in rows]
+    axes.set_yticklabels(names, fontsize=7)
+    axes.set_xlim(low - 3.5, high)
+    axes.set_xlabel("log2 |gradient| per tensor; dashed: limits of float16")
+    figure.colorbar(image, ax=axes, label="share of the fullest bin", pad=0.01)

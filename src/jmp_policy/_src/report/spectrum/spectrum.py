@@ -10,17 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array
-from jmp_policy._src.loss_scaling.overwritten import next_histories
-from jmp_policy._src.loss_scaling.value_and_grad import first_cotangent, restore_scale, scale_loss, split_loss
+from jmp_policy._src.loss_scaling.float8_state import next_histories
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
+from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import imported_frameworks
-from jmp_policy._src.report.compile_once import run_compiled
-from jmp_policy._src.report.function import Function, as_function, is_floating, replaced
-from jmp_policy._src.report.loss_program import trained_arguments
-from jmp_policy._src.report.loss_scale import as_loss_scale
+from jmp_policy._src.report.function import (
+    Function,
+    as_function,
+    as_loss_scale,
+    replaced,
+    run_compiled,
+    trained_arguments,
+)
 from jmp_policy._src.report.spectrum import histogram, tapping
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
 
@@ -269,16 +276,15 @@ class SpectrumState:
             magnitudes(path, "weight gradient", histogram.take_apart(counts), float(largest))
             for path, counts, largest in zip(state.names, state.gradients, state.largest, strict=True)
         ]
-        for path, counts in state.activations.items():
-            rows.append(magnitudes(path, "activation gradient", histogram.take_apart(counts[1]), None))
-        for path, counts in state.activations.items():
-            rows.append(magnitudes(path, "activation", histogram.take_apart(counts[0]), None))
+        for kind, place in (("activation gradient", 1), ("activation", 0)):
+            for path, counts in state.activations.items():
+                rows.append(magnitudes(path, kind, histogram.take_apart(counts[place]), None))
         return GradientSpectrum(name, float(state.loss_scale), tuple(rows), int(state.steps), margin)
 
 
 def _floating(tree: PyTree) -> list[tuple[Any, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x)]
+    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x.dtype)]
 
 
 def _increment(count: jax.Array) -> jax.Array:
@@ -289,12 +295,13 @@ def _increment(count: jax.Array) -> jax.Array:
 def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
     """Makes taps count inside a with-block: those of `tap`, and those on the outputs of Flax modules.
 
-    Linen modules get taps here; NNX modules have them wherever `flax.nnx.named` gave them names.
+    Linen modules get taps here; NNX modules have them wherever `flax.nnx.states.named` gave them names.
     """
     with contextlib.ExitStack() as stack:
         for framework in imported_frameworks():
             stack.enter_context(framework.tapped())
-        yield stack.enter_context(tapping.looking(taps))
+        yield stack.enter_context(watching.looking(taps))
+    taps.done()
 
 
 def _tap_names(function: Function) -> list[str]:
@@ -305,7 +312,7 @@ def _tap_names(function: Function) -> list[str]:
 
 
 def _trained_paths(function: Function) -> list[str]:
-    """Returns the paths of the parameters, without the argument's name."""
+    """The paths of the parameters, without the argument's name."""
     paths = [function.arguments[i].path for i in function.trained()]
     return [path.partition("/")[2] or path for path in paths]
 

@@ -11,20 +11,20 @@ So it works under jit, in scans and under remat, and counts add up over the trip
 a tap returns the very value it was given.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.policy.watching import Watcher
 
 T = TypeVar("T")
-W = TypeVar("W")
 
 
-class Taps:
+class Taps(Watcher):
     """Watcher that counts the values of all taps. Compared by identity, so that each use traces anew.
 
     Args:
@@ -43,16 +43,29 @@ class Taps:
 
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
         """Taps the outputs of a module, and returns them."""
-        return tap(out, name)
+        return self.tapped(out, name)
 
-    def pass_through(self, x: Any, name: str) -> Any:
-        """Taps one array, and returns it."""
+    def tapped(self, x: T, name: str) -> T:
+        """Taps the floating arrays of a value; where there are several, the path of each is in its name."""
+
+        def watch(path: Sequence[Any], leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array) or not is_floating(leaf.dtype):
+                return leaf
+            return self._array(leaf, name + jax.tree_util.keystr(tuple(path)))
+
+        return jax.tree_util.tree_map_with_path(watch, x)
+
+    def _array(self, x: Any, name: str) -> Any:
         self.met.setdefault(name, jax.typeof(x))
         if self.sinks is None or name not in self.sinks:
             return x
         sink = _varying_like(self.sinks[name], x)
         inverse = _varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
         return _watched(self.count, x, sink, inverse)
+
+    def done(self) -> None:
+        """Forgets the arrays of a trace: the cache of jit keeps the watcher, and is not to keep them."""
+        self.sinks, self.inverse_scale = None, 1.0
 
 
 class Call(NamedTuple):
@@ -70,7 +83,7 @@ class Call(NamedTuple):
     returns: tuple[str, ...]
 
 
-class Calls:
+class Calls(Watcher):
     """Watcher that records every call of a module.
 
     Args:
@@ -91,60 +104,6 @@ class Calls:
 def _dtypes(tree: Any) -> tuple[str, ...]:
     leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "shape")]
     return tuple(dict.fromkeys(str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)))
-
-
-_CONTEXT = jax.make_user_context(default_value=None)
-
-
-def current() -> Any:
-    """Returns the active watcher of this thread: `Taps`, `Calls` or None."""
-    return _CONTEXT.value
-
-
-def returned(name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
-    """Shows the outputs of a module's method to the active watcher, and returns them."""
-    watcher = current()
-    return out if watcher is None else watcher.returned(name, module, args, kwargs, out)
-
-
-@contextlib.contextmanager
-def looking(watcher: W) -> Iterator[W]:
-    """Makes a watcher the active one for the length of a with-block."""
-    with _CONTEXT(watcher):
-        yield watcher
-    if isinstance(watcher, Taps):
-        # The cache of jit keeps the watcher; tracers must not live on in it.
-        watcher.sinks, watcher.inverse_scale = None, 1.0
-
-
-def tap(x: T, name: str) -> T:
-    """Names a value for `gradient_spectrum`, in functions without Flax modules.
-
-    Args:
-      x: an array, or a pytree whose floating arrays are counted.
-      name: name in the report; where there are several arrays, the path of each is added. Counts of equal
-        names add up.
-
-    Returns:
-      The same value; the very same object outside of `gradient_spectrum`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> x = jnp.ones(3)
-      >>> tap(x, "hidden") is x
-      True
-    """
-    taps = current()
-    if not isinstance(taps, Taps):
-        return x
-
-    def watch(path: Sequence[Any], leaf: Any) -> Any:
-        is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_floating or not isinstance(leaf, jax.Array):
-            return leaf
-        return taps.pass_through(leaf, name + jax.tree_util.keystr(tuple(path)))
-
-    return jax.tree_util.tree_map_with_path(watch, x)
 
 
 def _varying_like(value: Any, x: Any) -> Any:

@@ -1,0 +1,180 @@
+"""What a training step does to the state of NNX modules that is not trained: statistics, counts, caches.
+
+On a skipped step it is kept as it was; with gradient accumulation it goes from micro-batch to micro-batch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
+from jmp_policy._src.loss_scaling.accumulate import (
+    OnNonfinite,
+    as_arrays,
+    make_window,
+    run_window,
+)
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
+from jmp_policy._src.loss_scaling.selection import select_tree
+from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
+
+#: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.
+_NOT_PARAMS = nnx.Not(nnx.Param)
+
+
+@contextlib.contextmanager
+def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PARAMS) -> Iterator[None]:
+    """Leaves a module's other state (batch statistics, caches, random counts) as it was on a skipped step.
+
+    A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
+    loss, its gradient and the update inside the block; usable in `nnx.jit`.
+
+    Args:
+      optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
+      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
+      only: which Variables, as an NNX filter; all but parameters by default.
+
+    Raises:
+      ValueError: when no loss scale, or more than one, is found; without any module.
+      TypeError: for something that is no module.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import flax.nnx as nnx
+      >>> from jmp_policy import DynamicLossScale, loss_scaled
+      >>> model = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+      >>> tx = loss_scaled(optax.sgd(0.1), DynamicLossScale())
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> def loss_fn(model, x):
+      ...     return model(x).sum()
+      >>> with keep_state_on_skip(optimizer, model):
+      ...     loss, grads = scaled_value_and_grad(loss_fn)(optimizer, model, jnp.full((2, 1), jnp.inf))
+      ...     _ = optimizer.update(model, grads)
+      >>> float(model.mean[0])
+      0.0
+    """
+    get_loss_scale_state(optimizer)  # Raises now, and not after the step.
+    selected = nnx.filterlib.to_predicate(only)
+    found = {
+        id(variable): variable
+        for module in _models(modules)
+        for path, variable in graph_nodes.variables(module)
+        if selected(path, variable)
+    }
+    before = [(variable, graph_nodes.read(variable)) for variable in found.values()]
+    yield
+    finite = grads_finite(optimizer)
+    for variable, old in before:
+        new = graph_nodes.read(variable)
+        if new is not old:
+            graph_nodes.write(variable, select_tree(finite, new, old))
+
+
+def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
+    if not modules:
+        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
+    for module in modules:
+        # The optimizer's own state must move on: a loss scale that is put back never recovers.
+        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
+        if not isinstance(model, nnx.Module):
+            given = type(model).__name__
+            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
+        yield model
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    n: int,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    allow_int: bool = False,
+    loss: str | None = None,
+    accumulator_dtype: DTypeLike = jnp.float32,
+    on_nonfinite: OnNonfinite = "drop_window",
+    axis_name: Any = None,
+    mesh: Any = None,
+    batch_axis: int = 0,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Accumulates gradients of a loss function that takes an NNX module first.
+
+    Args:
+      loss_fn: the loss function `(model, *batch, **kwargs)`, returning a real scalar, or `(loss, aux)` with
+        `has_aux`.
+      n: micro-batches per window.
+      wrt: which Variables to differentiate by, as an NNX filter; the same as the optimizer's.
+      has_aux, allow_int, loss, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis: as for
+        `jmp_policy.accumulate_gradients`.
+
+    Returns:
+      A function `(scale_or_optimizer, model, *batch, **kwargs) -> (value, grads)`, to be used as that of
+      `jmp_policy.nnx.scaled_value_and_grad`; with "drop_microbatch" `((value, grads), dropped)`.
+
+      The module's other state (batch statistics, random counts) goes from one micro-batch to the next, and
+      is in the module afterwards; what a dropped micro-batch did to it is undone. For a skipped window,
+      use `keep_state_on_skip`. With `axis_name`, floating state is averaged over the devices at the end,
+      and each device draws random numbers of its own.
+
+    Raises:
+      TypeError, ValueError: as `jmp_policy.accumulate_gradients`; where `loss_fn` adds Variables to the
+        module or removes some.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmp_policy import StaticLossScale
+      >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     return model(x).mean()
+      >>> loss, grads = accumulate_gradients(loss_fn, 2)(StaticLossScale(8.0), model, jnp.ones((4, 1)))
+      >>> float(grads.kernel[0, 0])
+      8.0
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
+    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis)
+    gradient = scaled_value_and_grad(
+        loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux, allow_int=allow_int
+    )
+
+    def value_and_scaled_grad(scale_or_optimizer: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        scale = find_loss_scale(scale_or_optimizer, loss)
+        graph, params, state = nnx.split(model, wrt, ...)
+
+        def step(scale: LossScale, params: PyTree, state: PyTree, args: Any, kwargs: Any) -> MicrobatchResult:
+            # New Variables of this trace, which may be written to.
+            merged = nnx.merge(graph, *jax.tree.map(lambda x: x, (params, state)))
+            value, grads = gradient(scale, merged, *args, **kwargs)
+            unscaled, aux = value if has_aux else (value, None)
+            params_after, after = nnx.state(merged, wrt, ...)
+            _check_same_variables((params, state), (params_after, after))
+            return MicrobatchResult(unscaled, as_arrays(aux), grads, after)
+
+        mean, dropped = run_window(window, step, scale, params, state, (args, kwargs))
+        nnx.update(model, mean.state)
+        result = ((mean.loss, mean.aux) if has_aux else mean.loss, mean.grads)
+        return (result, dropped) if window.drops else result
+
+    return value_and_scaled_grad
+
+
+def _check_same_variables(before: Any, after: Any) -> None:
+    if different := sorted(_paths(before) ^ _paths(after)):
+        raise ValueError(
+            f"The loss function added Variables to the module or removed some ({', '.join(different)}), and "
+            "a loop over micro-batches needs the same ones in each. Create them before (call the model once "
+            "before the optimizer is made), or take what was sown out of the module (nnx.pop) and return it "
+            "with has_aux."
+        )
+
+
+def _paths(state: Any) -> set[str]:
+    return {jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(state)}

@@ -1,0 +1,172 @@
+"""An NNX module under a policy: a copy of the tree of modules, over the same Variables.
+
+NNX has no interceptor. Layers of Flax follow a policy through their own `dtype` setting, everything else by
+a subclass that casts (see `governed`). Where settings suffice, the graph definition equals that of a layer
+written by hand, and so do its programs.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan
+from jmp_policy._src.flax.nnx.governed import Specification, governed_class
+from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
+from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
+    """Makes an NNX module that computes under a policy and shares every Variable with the original.
+
+    Args:
+      module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
+        place of its old one. (With `keep_module_dtypes`, wrap the bare module again, and not a copy of the
+        wrapped one: copies do not remember what their layers asked for.) Its parameters must be in param
+        dtype already.
+      policy: a `PolicyMap`, a `Policy` or its text. Paths are those of `nnx.iter_graph` ("blocks/0/attn").
+      methods: names of further methods that are called from outside their module, as `__call__` is, and
+        read parameters of its own: inputs, parameters and results are cast in them too. A method that
+        `__call__` itself uses needs no mention.
+
+    Returns:
+      A module of the same structure over the same Variables: training one trains the other. Layers of Flax
+      follow by their settings; other modules are instances of a subclass of their class.
+
+    Raises:
+      TypeError: for something that is no NNX module instance.
+      ValueError: for rules that match nothing, for rules that disagree on a module or parameter shared
+        between places, for parameters that are not in param dtype, for unknown methods.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import flax.nnx as nnx
+      >>> bare = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> model = wrap(bare, "p=f32, c=bf16, o=bf16")
+      >>> model(jnp.ones((1, 3))).dtype, model.kernel is bare.kernel
+      (dtype(bfloat16), True)
+    """
+    plan = precision_plan.make(module, policy, _checked(methods))
+    plan.check_used()
+    plan.check_params()
+    for planned in plan.modules.values():
+        if _is_never_cast(planned.module, plan.methods):
+            warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
+    return _carried_out(plan)
+
+
+def cast_params(module: M, policy: PolicyMapLike) -> M:
+    """Casts the parameters of an NNX model to the param dtype of a policy, in place.
+
+    Args:
+      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers keep at
+        least float32 where they are float32 islands.
+      policy: as for `wrap`.
+
+    Returns:
+      The module itself.
+
+    Raises:
+      TypeError, ValueError: as `wrap` does, before anything is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = cast_params(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "bfloat16")
+      >>> model.kernel.dtype
+      dtype(bfloat16)
+    """
+    plan = precision_plan.make(module, policy, ())
+    plan.check_used()
+    plan.cast_params()
+    return module
+
+
+def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, nnx.Module]]]:
+    """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
+
+    Its parameters are cast to param dtype. The second result tells what the rules were asked about.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jmp_policy import PolicyMap
+      >>> part, met = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
+      >>> [type(module).__name__ for _, module in met]
+      ['Linear']
+    """
+    plan = precision_plan.make(module, rules, ())
+    plan.cast_params()
+    return _carried_out(plan), plan.met
+
+
+def _checked(methods: Any) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        raise TypeError(f"methods is a sequence of names, got the text {methods!r}: methods=[{methods!r}].")
+    special = [name for name in methods if name.startswith("__") and name != "__call__"]
+    if special:
+        raise ValueError(f"methods: {special[0]!r} is a method that Python calls, and cannot be governed.")
+    return tuple(methods)
+
+
+def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
+    """Whether a module has parameters of its own that no governed method reads."""
+    if isinstance(module, nnx.List | nnx.Dict) or layers.is_flax(type(module)):
+        return False
+    has_method = bool(graph_nodes.governed_methods(type(module), methods))
+    return not has_method and next(graph_nodes.own_params(module), None) is not None
+
+
+def _carried_out(plan: Plan) -> Any:
+    """Makes every module of the copied model follow its policy; gives the model."""
+    for planned in plan.modules.values():
+        _set(planned, plan.rules)
+        if _needs_class(planned, plan):
+            spec = Specification(planned.precision, planned.policy_changes, plan.methods)
+            cls = governed_class(type(planned.module), spec)
+            object.__setattr__(planned.module, "__class__", cls)
+    return plan.model
+
+
+def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
+    """Whether settings alone do not make a module do all that its policy says."""
+    module, policy = planned.module, planned.precision.policy
+    if type(module) in (nnx.List, nnx.Dict):
+        # Not called, but what it holds is read in the dtype that its own rule says.
+        return next(graph_nodes.own_params(module), None) is not None
+    if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module):
+        return True
+    casts_output = planned.policy_changes and policy.output_dtype != policy.compute_dtype
+    if layers.passes_on(module):
+        below = (value for _, value in graph_nodes.walk(module) if isinstance(value, nnx.Module))
+        return casts_output or any(plan.modules[id(m)].precision.policy != policy for m in below)
+    if isinstance(module, nnx.Sequential):
+        return True
+    if isinstance(module, nnx.bridge.ToNNX):
+        return False
+    return casts_output or (planned.policy_changes and "dtype" not in vars(module))
+
+
+def _set(planned: PlannedModule, rules: PolicyMap) -> None:
+    """Sets what settings of a module of the copied model can say."""
+    module, precision = planned.module, planned.precision
+    new = layers.settings(
+        module,
+        precision,
+        path=path_text(planned.path),
+        float32_islands=rules.float32_islands,
+        keeps_dtype=planned.keeps_dtype,
+    )
+    if "dtype" in new:
+        layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
+    vars(module).update(new)
+    for name, linen_module in layers.linen_modules(module).items():
+        inside = rules.relative_to(planned.path, precision.policy)
+        if not planned.policy_changes:
+            inside = inside.without_output_cast(precision.policy)
+        framework = framework_of(linen_module)
+        assert framework is not None
+        vars(module)[name] = framework.wrap_part(linen_module, inside)[0]

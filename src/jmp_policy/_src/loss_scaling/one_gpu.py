@@ -1,0 +1,83 @@
+"""What programs for one GPU compute in another way, so that XLA starts fewer kernels and copies less.
+
+`by_devices` takes these functions as its `one_gpu`. The results are those of the plain ways, bit for bit.
+Each says what XLA does without it, as jax 0.12.0.1 compiles for an H100. To measure it again, leave the
+function out where it is given to `by_devices`, and run the command.
+"""
+
+import collections
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_policy._src.core.dtypes import is_half
+
+#: Arrays of at most this many elements are small: starting a kernel takes longer than their arithmetic.
+SMALL = 2**13
+
+#: From this many elements per row on, the results of the rows are small beside the array.
+LONG_ROW = 32
+
+#: Axes of the kernels whose gradients XLA transposes badly (heads of attention).
+AXES = 3
+
+
+def flag_in_array(flag: jax.Array) -> list[jax.Array]:
+    """A boolean as an element of an array of two, behind a barrier.
+
+    XLA merges operations of one shape that read the same array, and counts no scalar as one. Without this
+    each counter, mean and variance is selected in a kernel of its own: 348 kernels instead of 328 in
+    `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    Remove when XLA merges what reads the same scalar.
+    """
+    return [lax.optimization_barrier(lax.broadcast(flag, (2,)))[0]]
+
+
+def jointly(
+    quotients: Callable[..., list[jax.Array]], divisor: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
+    """Divides small arrays as one vector per dtype, and gives their readers slices of it.
+
+    Without this, and without the barrier, each kernel that reads a small array divides it again, that of the
+    finite test and those of the optimizer: 334 kernels instead of 328 in
+    `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    Remove when XLA divides each small array once.
+    """
+    by_dtype = collections.defaultdict(list)
+    for i, x in enumerate(arrays):
+        if 0 < x.size <= SMALL:
+            by_dtype[x.dtype].append(i)
+    parts = {}
+    for group in by_dtype.values():
+        (vector,) = quotients(divisor, lax.concatenate([arrays[i].ravel() for i in group], 0))
+        slices = lax.split(lax.optimization_barrier(vector), [arrays[i].size for i in group])
+        parts |= {i: part.reshape(arrays[i].shape) for i, part in zip(group, slices, strict=True)}
+    return [
+        parts[i] if i in parts else quotients(divisor, transposed_once(x))[0] for i, x in enumerate(arrays)
+    ]
+
+
+def transposed_once(x: jax.Array) -> jax.Array:
+    """Puts a barrier before the half gradient of a kernel with three axes, which is made as a matrix.
+
+    Without this XLA transposes it in the kernel of each reader, and then cannot write the optimizer's results
+    in place: it copies them. That is 67.9 GB instead of 65.6 in
+    `python -m benchmarks.loss_scaling_zoo BERT-Large H100`. The encoder of `benchmarks.loss_scaling_cost`
+    pays for the barrier with 0.3 % of bytes.
+    Remove when XLA transposes it once, or in place.
+    """
+    return lax.optimization_barrier(x) if x.ndim == AXES and is_half(x.dtype) else x
+
+
+def rows(plain_rows: Callable[[jax.Array], jax.Array], finite: jax.Array) -> jax.Array:
+    """Reduces a boolean array to rows as `plain_rows`, but a convolution's kernel to one per output channel.
+
+    cuDNN gives its gradient with the output channel as the slowest axis. Along any other axis XLA takes more
+    kernels: 335 instead of 328 in `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    Remove when XLA reduces along any axis in as few.
+    """
+    if finite.size > SMALL and finite.ndim >= 4 and finite.shape[-1] >= LONG_ROW:
+        return jnp.all(finite, axis=tuple(range(finite.ndim - 1)))
+    return plain_rows(finite)

@@ -1,0 +1,1 @@
+"""Summarises models: which rule governs each module, and the dtypes of its values."""

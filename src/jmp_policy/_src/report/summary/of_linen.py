@@ -1,0 +1,99 @@
+"""The rows of a summary, for Linen modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.governing import governed
+from jmp_policy._src.flax.linen.intercept import intercept
+from jmp_policy._src.flax.linen.layers import is_from_parent
+from jmp_policy._src.flax.linen.taps import tapped
+from jmp_policy._src.flax.linen.unused_rules import check_used
+from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
+from jmp_policy._src.policy.scope import ACTIVE
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.spectrum import tapping
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
+
+
+def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
+    """The `Summary` of a Linen module, from traces of its `init` and `apply`."""
+    rules = policy_of(model) if policy is None else as_policy_map(policy)
+    if rules is None:
+        raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
+    model = bare(model)
+    key = jax.random.key(0)
+    under_rules = intercept(rules)
+
+    def init(*inputs: Any, **kwargs: Any) -> Any:
+        with under_rules:
+            return model.init({"params": key, "dropout": key}, *inputs, **kwargs)
+
+    start = as_function(init, inputs, kwargs, "summary")
+    variables = jax.eval_shape(start.call, start.arrays)
+    mutable = [collection for collection in variables if collection != "params"]
+
+    def note(module: nn.Module) -> Any:
+        scope = ACTIVE.value
+        precision, location = governed(scope, module)
+        path = scope.relative(location.path)
+        recipe = precision.recipe_note(path) if isinstance(module, nn.Dense | nn.DenseGeneral) else ""
+        return precision, location, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
+
+    calls = tapping.Calls(note)
+
+    def apply(variables: Any, *inputs: Any, **kwargs: Any) -> Any:
+        # What comes first is outermost: it sees what callers give and get.
+        with tapped(), watching.looking(calls), under_rules as scope:
+            out = model.apply(
+                variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
+            )
+        check_used(model, rules, scope, check_all=True, variables=variables)
+        return out
+
+    jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
+    return make_summary(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
+
+
+def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
+    """What to say of a module that has a dtype of its own."""
+    own = getattr(module, "dtype", None)
+    if own is None or not is_dtype_or_none(own) or is_from_parent(module, "dtype"):
+        return ""
+    if not rules.keep_module_dtypes and own == precision.policy.compute_dtype:
+        return ""
+    return f"its dtype={jax.numpy.dtype(own).name} is {'kept' if rules.keep_module_dtypes else 'overruled'}"
+
+
+def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
+    by_path: dict[tuple[str, ...], list[Any]] = {}
+    for call, note in calls:
+        by_path.setdefault(note[1].path, []).append((call, note))
+    # A module returns after those inside it; it is to stand before them.
+    first: dict[tuple[str, ...], int] = {}
+    for i, path in enumerate(by_path):
+        for depth in range(len(path) + 1):
+            first.setdefault(path[:depth], i)
+    rows, own = [], _own_parameters(variables.get("params", {}), by_path)
+    for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
+        (call, (precision, location, note)), *_ = by_path[path]
+        made = [c for c, _ in by_path[path]]
+        params, cls = own.get(path, ()), bare_class(call.module)
+        rows.append(make_row("/".join(path), cls, rules, location.rule, precision, params, made, note))
+    return rows
+
+
+def _own_parameters(params: Any, paths: Any) -> dict[tuple[str, ...], list[Any]]:
+    """The parameters of each module: those of which no module further down is the owner."""
+    own: dict[tuple[str, ...], list[Any]] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = tuple(str(getattr(key, "key", key)) for key in key_path)
+        owner = next(names[:depth] for depth in range(len(names), -1, -1) if names[:depth] in paths)
+        own.setdefault(owner, []).append(leaf)
+    return own

@@ -1,0 +1,81 @@
+"""The rows of a summary, for NNX modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap_module
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.spectrum import tapping
+from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
+
+
+def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
+    """The `Summary` of an NNX module, from a trace of a call of it."""
+    if policy is None:
+        raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
+    rules = as_policy_map(policy)
+    # Of its own Variables: the model's parameters may be of another dtype than the policy's.
+    copy = precision_plan.bare_copy(model, variables=True)
+    half = wrap_module.wrap(wrap_module.cast_params(copy, rules), rules)
+    plan = precision_plan.make(copy, rules, ())
+    calls = tapping.Calls()
+    function = as_function(half, inputs, kwargs, "summary")
+
+    def call(arrays: Any) -> Any:
+        with watching.looking(calls):
+            return function.call(arrays)
+
+    jaxpr = jax.make_jaxpr(call)(function.arrays)
+    by_path: dict[str, list[Any]] = {}
+    for made, _ in calls.calls:
+        by_path.setdefault(made.name.partition("/")[2], []).append(made)
+    modules = {place.path: place.module for place in plan.modules.values()}
+    rows = [
+        _row(rules, place, modules, by_path.get(path_text(place.path), ()))
+        for place in plan.modules.values()
+        if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
+    ]
+    return make_summary(graph_nodes.name_of(model), rules, rows, jaxpr)
+
+
+def _row(
+    rules: PolicyMap, place: precision_plan.PlannedModule, modules: dict[Any, Any], calls: Sequence[Any]
+) -> Any:
+    module = place.module
+    above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
+    matches = (rules.match(path, modules[path]) for path in above)
+    index = next((i for i in matches if i is not None), None)
+    holder = modules[above[1]] if len(above) > 1 else None
+    has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
+    recipe = place.precision.recipe_note(path_text(place.path)) if has_recipe else ""
+    notes = _overruled(place, holder), recipe, _uncalled(place, calls)
+    note = ", ".join(filter(None, notes))
+    return make_row(
+        path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
+    )
+
+
+def _overruled(place: precision_plan.PlannedModule, holder: Any) -> str:
+    """What to say of a module that has a dtype of its own."""
+    asked_dtype = layers.asked_dtype(place.module, holder)
+    if asked_dtype is None or (not place.keeps_dtype and asked_dtype == place.precision.policy.compute_dtype):
+        return ""
+    return f"its dtype={jax.numpy.dtype(asked_dtype).name} is {'kept' if place.keeps_dtype else 'overruled'}"
+
+
+def _uncalled(place: precision_plan.PlannedModule, calls: Sequence[Any]) -> str:
+    return "" if calls or isinstance(place.module, nnx.List | nnx.Dict) else "not called"
+
+
+def _own(module: Any) -> list[Any]:
+    """The arrays of a module's own parameters."""
+    return [
+        leaf
+        for _, param in graph_nodes.own_params(module)
+        for leaf in jax.tree.leaves(graph_nodes.read(param))
+    ]

@@ -1,0 +1,253 @@
+"""Defines a summary, its rows, and what of it the jaxpr of a model shows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.patterns import show_pattern
+from jmp_policy._src.policy.recipes import is_recipe
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.products.fp8.eligibility import stays_in_half
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """Row of a summary: one module under a policy.
+
+    Args:
+      path: the path that rules match: "decoder/layer_0"; "" for the model itself.
+      type: name of its class.
+      rule: the pattern of the rule that governs it, "default", or "float32 island" for a normalisation layer,
+        which computes in float32 inside a half-precision model.
+      param_dtype, compute_dtype, output_dtype: dtypes of its policy; the first is that of its parameters
+        where it has some. "-" for the scopes of functions, whose arguments and results are not cast.
+      parameters: number of its parameters, without those of modules below it.
+      bytes: bytes of these parameters, as they are stored.
+      receives, returns: dtypes of the floating arrays among its inputs and outputs; for a function's scope,
+        those of its first and last operation.
+      calls: how often it is called.
+      note: a remark, or "".
+      grad_dtype: dtype in which half-precision products return its weight gradients; None for the products'
+        default.
+    """
+
+    path: str
+    type: str
+    rule: str
+    param_dtype: str
+    compute_dtype: str
+    output_dtype: str
+    parameters: int
+    bytes: int
+    receives: tuple[str, ...]
+    returns: tuple[str, ...]
+    calls: int
+    note: str = ""
+    grad_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary(Report):
+    """Summary of a model under a policy; `str` is a table of its modules, with totals.
+
+    Args:
+      model: name of its class.
+      policy: the policy as text.
+      modules: one row per module, in the order of their first calls; for NNX in the order of attributes.
+      parameters: number of all parameters.
+      bytes: their bytes as they are stored.
+      compute_bytes: their bytes in the dtypes in which they are used.
+      no_rule: paths of modules that are under the default although there are rules.
+      pointless_casts: places of casts to a dtype and back, where nothing reads the value in between.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp, jmp_policy
+      >>> found = jmp_policy.summary(nn.Dense(2), "mixed_float16", jnp.ones((1, 3)))
+      >>> found.parameters, found.bytes, found.compute_bytes
+      (8, 32, 16)
+    """
+
+    model: str
+    policy: str
+    modules: tuple[ModuleRow, ...]
+    parameters: int
+    bytes: int
+    compute_bytes: int
+    no_rule: tuple[str, ...] = ()
+    pointless_casts: tuple[str, ...] = ()
+
+    _rows = "modules"
+
+    def __getitem__(self, path: str) -> ModuleRow:
+        """The row of a module by its path."""
+        return row_of(self.modules, path, "module")
+
+    @property
+    def verdict(self) -> str:
+        """Returns totals, modules without a rule and pointless casts, in a sentence or two."""
+        count = f"{len(self.modules)} module{'s' * (len(self.modules) != 1)}"
+        text = (
+            f"{count}, {count_text(self.parameters)} parameters: "
+            f"{bytes_text(self.bytes)} stored, {bytes_text(self.compute_bytes)} as used."
+        )
+        if all(row.param_dtype == "-" for row in self.modules):
+            text = f"{count}: named scopes of a function, which has no parameters of its own."
+        if self.no_rule:
+            text += f" No rule reaches {joined(self.no_rule, 5, repr)}: the default governs."
+        if self.pointless_casts:
+            text += f" Casts that buy nothing: {joined(self.pointless_casts)}."
+        return text
+
+    def _tables(self) -> Sequence[Table]:
+        columns = ("module", "type", "rule", "p/c/o", "parameters ", "bytes ", "receives")
+        rows = [
+            (
+                *(row.path or "(model)", row.type, row.rule, _policy_text(row), count_text(row.parameters)),
+                *(bytes_text(row.bytes), _short(row.receives), _short(row.returns), row.note),
+            )
+            for row in self.modules
+        ]
+        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {self._short_policy()}")]
+
+    def _short_policy(self) -> str:
+        return self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+
+    def _lines(self) -> Sequence[str]:
+        return [self.verdict]
+
+
+def make_row(
+    path: str,
+    module: Any,
+    rules: PolicyMap,
+    index: int | None,
+    precision: ModulePrecision,
+    params: Sequence[Any],
+    calls: Sequence[Any],
+    note: str = "",
+) -> ModuleRow:
+    """Makes the row of a module.
+
+    Args:
+      path, note: as in the row.
+      module: the class that the row shows.
+      rules: those of the model.
+      index: which of them governs the module; None for the default.
+      precision: the module's precision under the policy.
+      params: its parameters, without those of modules below it; arrays or their types.
+      calls: its calls, as `spectrum.tapping.Calls` recorded them.
+    """
+    policy = precision.policy
+    rule = "default" if index is None else show_pattern(rules.overrides[index][0])
+    stored = {leaf.dtype.name for leaf in params}
+    return ModuleRow(
+        path=path,
+        type=module.__name__,
+        rule="float32 island" if precision.island else rule,
+        param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
+        compute_dtype="float32" if precision.island else policy.compute_dtype.name,
+        output_dtype=policy.output_dtype.name,
+        parameters=sum(leaf.size for leaf in params),
+        bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in params),
+        receives=tuple(dict.fromkeys(dtype for call in calls for dtype in call.receives)),
+        returns=tuple(dict.fromkeys(dtype for call in calls for dtype in call.returns)),
+        calls=len(calls),
+        note=note,
+        grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
+    )
+
+
+def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
+    """Makes the summary of a model from its rows, and from its jaxpr.
+
+    The jaxpr shows pointless casts, and the layers whose size keeps them from following a recipe.
+    """
+    staying = _Staying()
+    list(walk(jaxpr, staying))
+    rows = [staying.noted(row) for row in rows]
+    return Summary(
+        model=name,
+        policy=str(rules.default) if not rules.overrides else repr(rules),
+        modules=tuple(rows),
+        parameters=sum(r.parameters for r in rows),
+        bytes=sum(r.bytes for r in rows),
+        compute_bytes=sum(r.parameters * jnp.dtype(r.compute_dtype).itemsize for r in rows),
+        no_rule=tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else (),
+        pointless_casts=tuple(pointless_casts(jaxpr)),
+    )
+
+
+class _Staying(Visitor):
+    """Visitor of a jaxpr that finds why products of layers with a recipe are not in float8."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, list[str]] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        if eqn.primitive.name == "dot_general":
+            # The first name is that of the model.
+            self._reasons.setdefault(site.path.partition("/")[2], []).append(stays_in_half(eqn))
+
+    def noted(self, row: ModuleRow) -> ModuleRow:
+        """A row with the reason in place of the recipe, if none of its products follows that."""
+        reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
+        if not all(reasons):
+            return row
+        words = [f"not in float8: {reasons[0]}" if is_recipe(word) else word for word in words]
+        return dataclasses.replace(row, note=", ".join(words))
+
+
+def pointless_casts(jaxpr: Any) -> list[str]:
+    """Finds casts to a dtype and back where nothing reads the value in between, by place."""
+    visitor = _RoundTrips()
+    for value in walk(jaxpr, visitor):
+        visitor.read(value)
+    return visitor.found()
+
+
+class _RoundTrips(Visitor):
+    """Visitor of a jaxpr that finds casts whose result is cast back."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[Any, Any, Site]] = {}
+        self._reads: dict[int, int] = {}
+        self._undone: list[tuple[int, str]] = []
+
+    def read(self, value: ValueInfo) -> None:
+        self._reads[value.key] = self._reads.get(value.key, 0) + 1
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        for operand in operands:
+            self.read(operand)
+        if eqn.primitive.name != "convert_element_type" or size(eqn.invars[0]) < 2:
+            return
+        before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
+        if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+            return
+        made_from = self._casts.get(operands[0].key)
+        if made_from is not None and made_from[0] == after:
+            start, end = made_from[2].place, site.place
+            where = start if start == end else f"{start} and back in {end}"
+            self._undone.append((operands[0].key, f"{after} to {before} in {where}"))
+        self._casts[results[0].key] = (before, after, site)
+
+    def found(self) -> list[str]:
+        return list(dict.fromkeys(text for key, text in self._undone if self._reads[key] == 1))
+
+
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(_SHORT.get(name, name) for name in names)
+
+
+def _policy_text(row: ModuleRow) -> str:
+    text = "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
+    return text if row.grad_dtype is None else f"{text} g={_SHORT.get(row.grad_dtype, row.grad_dtype)}"
