@@ -1,80 +1,79 @@
-"""Runs the benchmarks: `python -m benchmarks`; with `gpu` those that want a GPU, or an hour to compile."""
+"""Measures tables, and writes what pages say of them.
 
+python -m benchmarks                           # all that a CPU measures, or compiles soon
+python -m benchmarks gpu                       # those that want a GPU, or an hour to compile
+python -m benchmarks zoo_gpu ResNet-50 GPT-2   # these rows of one table
+python -m benchmarks pages                     # the tables of README and documentation, from results/*.json
+python -m benchmarks plots                     # their figures
+"""
+
+import importlib
 import importlib.util
+import os
+import subprocess
 import sys
 
-from benchmarks import (
-    accumulation_cost,
-    accuracy,
-    autocast_cost,
-    autocast_gpu_cost,
-    autocast_zoo,
-    checkpoint_pause,
-    communication,
-    drift_cost,
-    faults,
-    fp8_device,
-    grad_dtype_cost,
-    half_moments,
-    long_run,
-    loss_scaling_cost,
-    loss_scaling_zoo,
-    nnx_cost,
-    nnx_gpu_cost,
-    overhead,
-    peers,
-    recommended_policy,
-    report_cost,
-    rounding_cost,
-    sensitivity,
-    stack_depth,
-    statistic_scale,
-    zoo_cards,
-    zoo_cost,
-    zoo_device,
-    zoo_gpu,
-    zoo_peers,
-    zoo_tpu,
-)
+import jax
 
-BENCHMARKS = (
-    loss_scaling_cost,
-    overhead,
-    nnx_cost,
-    nnx_gpu_cost,
-    autocast_cost,
-    autocast_gpu_cost,
-    peers,
-    report_cost,
-    drift_cost,
-    grad_dtype_cost,
-    communication,
-    accumulation_cost,
-    rounding_cost,
-    half_moments,
-    checkpoint_pause,
-    faults,
-    long_run,
-    accuracy,
-    zoo_cost,
-    stack_depth,
-    statistic_scale,
-    sensitivity,
-    recommended_policy,
-)
-GPU_BENCHMARKS = [
-    zoo_device,
-    fp8_device,
-    zoo_gpu,
-    loss_scaling_zoo,
-    zoo_cards,
-    zoo_peers,
-    autocast_zoo,
-    zoo_tpu,
-]
-if importlib.util.find_spec("torch"):
-    GPU_BENCHMARKS.insert(1, importlib.import_module("benchmarks.zoo_torch"))
+#: Module -> the tables that it declares, in the order in which they are measured.
+ON_CPU = {
+    "counts.encoder": ("loss_scaling_cost", "autocast_gpu_cost", "nnx_gpu_cost", "grad_dtype_gpu_cost"),
+    "counts.communication": ("communication", "grad_dtype_collectives"),
+    "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost", "stack_depth"),
+    "times.nnx": ("nnx_cost",),
+    "times.autocast": ("autocast_cost",),
+    "times.reports": ("report_cost", "drift_cost"),
+    "times.accumulation": ("accumulation_cost",),
+    "times.optimizers": ("rounding_cost", "checkpoint_pause"),
+    "reliability.faults": ("faults",),
+    "reliability.long_run": ("long_run",),
+    "accuracy.half_moments": ("half_moments",),
+    "accuracy.tasks": ("accuracy",),
+    "accuracy.statistic_scale": ("statistic_scale",),
+    "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),
+    "accuracy.recommended_policy": ("recommended_policy",),
+}
+#: What the device of this machine runs.
+ON_DEVICE = {"times.device": ("zoo_device", "fp8_device")}
+ON_GPU = {
+    **ON_DEVICE,
+    **({"times.zoo_torch": ("zoo_torch",)} if importlib.util.find_spec("torch") else {}),
+    "counts.zoo_gpu": ("zoo_gpu", "loss_scaling_zoo", "autocast_zoo"),
+    "counts.zoo_cards": ("zoo_cards", "zoo_tpu"),
+    "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_profit"),
+    "times.peers": ("zoo_peers",),
+}
+#: Only when they are named: one takes hours, and one wants PyTorch.
+BY_NAME = {"accuracy.fp8_training": ("fp8_training",), "times.zoo_torch": ("zoo_torch",)}
+#: Table -> its module.
+MODULES = {
+    name: module for some in (ON_CPU, ON_GPU, BY_NAME) for module, names in some.items() for name in names
+}
+#: What writes pages and figures.
+WRITERS = {"pages": "benchmarks.pages.files", "plots": "benchmarks.pages.plots"}
+
+
+def measure(name: str, *words: str) -> None:
+    """Measures one table in this process."""
+    if name not in MODULES:
+        raise SystemExit(f"There is no table {name!r}; there are {', '.join(MODULES)}.")
+    if name in ON_DEVICE["times.device"]:  # Before anything runs on the CPU.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)
+    tables = importlib.import_module(f"benchmarks.{MODULES[name]}").TABLES
+    next(table for table in tables if table.name == name).main(words)
+
+
+def main(words: list[str]) -> None:
+    if words and words[0] in WRITERS:
+        importlib.import_module(WRITERS[words[0]]).main()
+    elif words and words != ["gpu"]:
+        measure(*words)
+    else:
+        # A process each: what one sets up, or leaves in caches and memory, is nothing to the next.
+        for names in (ON_GPU if words else ON_CPU).values():
+            for name in names:
+                subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)
+
 
 if __name__ == "__main__":
-    for benchmark in GPU_BENCHMARKS if sys.argv[1:] == ["gpu"] else BENCHMARKS:
-        benchmark.main()
+    main(sys.argv[1:])

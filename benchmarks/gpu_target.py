@@ -26,6 +26,8 @@ from jmp_policy._src.report.lowering.hlo import (
 )
 
 H100 = GPUS["H100"].config()
+#: What results say of programs for it.
+TARGET = "NVIDIA H100 80GB, compiled only"
 
 
 class PluginMissingError(RuntimeError):
@@ -36,10 +38,8 @@ class PluginMissingError(RuntimeError):
 class Report:
     """What one step is after compilation.
 
-    Args:
-      kernels: in the program.
-      bytes: operands plus results, summed over kernels; scratch memory of cuBLAS and cuDNN left out.
-      launches: kernels that one step starts: those in loops as often as the loop runs.
+    Bytes are operands plus results, summed over kernels; scratch memory of cuBLAS and cuDNN is left out.
+    Launches are the kernels that one step starts: those in loops as often as the loop runs.
     """
 
     kernels: int
@@ -51,19 +51,20 @@ class Report:
     launches: int = 0
 
 
-def compile_for_gpu(jitted: Any, args: tuple[Any, ...], devices: int = 1, target: str = H100) -> Report:
-    """Compiles `jitted(*args)` for `target` and counts; `args` are trees of ShapeDtypeStructs.
-
-    With more than one device the arguments' shardings are kept where they have one (made with `gpu_devices`).
-    """
-    placed = NamedSharding(Mesh(gpu_devices(devices, target), "d"), PartitionSpec())
-
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or placed)
-
-    lowered = jitted.trace(*jax.tree.map(place, args)).lower(lowering_platforms=("cuda",))
-    compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+def compile_for_gpu(jitted: Any, args: tuple[Any, ...], target: str = H100) -> Report:
+    """Compiles `jitted(*args)` for `target` and counts; `args` are trees of ShapeDtypeStructs."""
+    compiled = compiled_for_gpu(jitted, args, target)
     return count(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+
+
+def compiled_for_gpu(jitted: Any, args: tuple[Any, ...], target: str = H100) -> Any:
+    """The compiled program of `jitted(*args)` for one device."""
+    _check_plugin()
+    topology = topologies.get_topology_desc("", "cuda", target_config=target, topology="1x1x1")
+    placed = NamedSharding(Mesh(np.array(topology.devices), "d"), PartitionSpec())
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
+    lowered = jitted.trace(*types).lower(lowering_platforms=("cuda",))
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[str, Any]]:
@@ -91,21 +92,10 @@ def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[s
     return rows
 
 
-def gpu_devices(devices: int = 1, target: str = H100) -> np.ndarray:
-    """Devices that only compile."""
-    _check_plugin()
-    topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x{devices}x1")
-    return np.array(topology.devices)
-
-
 def _check_plugin() -> None:
     installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
-    version = jax.__version__
-    needed = {
-        "jax-cuda12-plugin": f"jax-cuda12-plugin=={version}",
-        "jax-cuda12-pjrt": f"jax-cuda12-pjrt=={version}",
-        "nvidia-cuda-nvcc-cu12": "nvidia-cuda-nvcc-cu12",
-    }
+    needed = {name: f"{name}=={jax.__version__}" for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt")}
+    needed["nvidia-cuda-nvcc-cu12"] = "nvidia-cuda-nvcc-cu12"
     if missing := [requirement for name, requirement in needed.items() if name not in installed]:
         raise PluginMissingError(
             "Compiling for a GPU needs JAX's CUDA plugin and ptxas, though no GPU: "

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.recommended_policy import Fourier, LogOfSoftmax
+from benchmarks.accuracy.recommended_policy import Fourier, LogOfSoftmax
 
 
 class NoiseConditioned(nn.Module):

@@ -1,4 +1,4 @@
-"""The comparison in `benchmarks/accuracy.py`: that it tells ways of training apart, and what it found."""
+"""The comparison in `benchmarks/accuracy/tasks.py`: it tells ways of training apart; and what it found."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 try:
-    accuracy = importlib.import_module("benchmarks.accuracy")
+    accuracy = importlib.import_module("benchmarks.accuracy.tasks")
 finally:
     sys.path.remove(str(ROOT))
 

@@ -204,7 +204,7 @@ def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
 
 def test_readme_numbers_are_the_measured_ones(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    readme = importlib.import_module("benchmarks.readme")
+    readme = importlib.import_module("benchmarks.pages.files")
     for name, numbers in readme.FILES.items():
         text = (ROOT / name).read_text()
         assert readme.written(text, numbers) == text

@@ -1,4 +1,4 @@
-"""Faults planted on purpose, at a smaller scale than `benchmarks/faults.py` does."""
+"""Faults planted on purpose, at a smaller scale than `benchmarks/reliability/faults.py` does."""
 
 import importlib
 import json
@@ -16,11 +16,12 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 try:
-    faults = importlib.import_module("benchmarks.faults")
-    long_run = importlib.import_module("benchmarks.long_run")
+    faults = importlib.import_module("benchmarks.reliability.faults")
+    long_run = importlib.import_module("benchmarks.reliability.long_run")
+    pages = importlib.import_module("benchmarks.pages.files")
 finally:
     sys.path.remove(str(ROOT))
-steps, sequences = faults.steps, faults._scale_sequences
+steps, sequences = faults.steps, faults.scale_sequences
 MODELS = list(steps.MODELS)
 
 
@@ -163,9 +164,9 @@ def test_counters_saturate():
 
 
 def test_the_tables_numbers_are_the_counted_ones():
-    text = faults.PAGE.read_text()
+    text = (ROOT / "docs" / "reliability.md").read_text()
     result = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
-    assert faults.written(text, result) == text
+    assert pages.written(text, pages.FILES["docs/reliability.md"]) == text
     assert all(row["unexpected"] == [] and row["as_expected"] == row["runs"] for row in result["rows"])
     table = text.partition("## Which faults were tested")[2].partition("\n## ")[0].splitlines()
     assert len(result["rows"]) == sum(line.startswith("| ") for line in table) - 1

@@ -185,7 +185,7 @@ def test_gradients_beyond_float32_send_the_statistic_scale_to_its_floor():
 @pytest.mark.parametrize("size", [1e-2, 1e-3])
 def test_the_statistic_scale_skips_few_steps_where_inputs_are_small(size, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    statistic_scale = importlib.import_module("benchmarks.statistic_scale")
+    statistic_scale = importlib.import_module("benchmarks.accuracy.statistic_scale")
     assert statistic_scale.skipped("linear", size, 1e-2, jmpp.StatisticLossScale()) <= 2
 
 

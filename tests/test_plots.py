@@ -22,7 +22,7 @@ def _benchmarks(monkeypatch):
 
 
 def plots():
-    return importlib.import_module("benchmarks.plots")
+    return importlib.import_module("benchmarks.pages.plots")
 
 
 def result(name):
@@ -215,7 +215,7 @@ def test_models_that_lack_a_number_have_no_bar(tmp_path):
 
 
 def _page(rows):
-    page = importlib.import_module("benchmarks.zoo_cards_page")
+    page = importlib.import_module("benchmarks.pages.zoo")
     return page.cards(result("zoo_cards") | {"cards": ["V100", "A100"], "rows": rows})
 
 
@@ -230,7 +230,7 @@ def test_the_table_of_cards_has_dashes_and_failures():
 
 
 def test_the_tables_of_tpus_name_what_is_missing_and_what_fails_once():
-    page = importlib.import_module("benchmarks.zoo_tpus_page")
+    page = importlib.import_module("benchmarks.pages.zoo")
     done = {"gigabytes": 2.0, "peak_gigabytes": 1.0, "products": {"bfloat16": 3, "float32": 1}}
     failed = {
         v: f"INTERNAL: `check` {'x' * 140} of Instruction{{this=0x{v}}}" for v in ("by hand", "wrapped")
@@ -251,12 +251,12 @@ def test_the_tables_of_tpus_name_what_is_missing_and_what_fails_once():
 
 
 def test_the_table_of_loss_scaling_has_differences_and_dashes():
-    zoo = importlib.import_module("benchmarks.loss_scaling_zoo")
+    zoo = importlib.import_module("benchmarks.counts.zoo_gpu")
     report = importlib.import_module("benchmarks.gpu_target").Report
     counts = {"no scaling": (100, 2 * 10**9), "loss_scaled": (103, 203 * 10**7)}
     found = {name: report(n, moved, 0, 0, {}, {}, n) for name, (n, moved) in counts.items()}
     rows = [zoo.row("Net", "A100", found)]
-    page = importlib.import_module("benchmarks.loss_scaling_page")
+    page = importlib.import_module("benchmarks.pages.zoo")
     text = page.loss_scaling(page.load("loss_scaling_zoo") | {"cards": ["V100", "A100"], "rows": rows})
     lines = [line for line in text.splitlines() if line.startswith("| Net")]
     assert lines == ["| Net | - | +3.0% |", "| Net | - | +1.5% |"]
@@ -264,7 +264,7 @@ def test_the_table_of_loss_scaling_has_differences_and_dashes():
 
 def test_the_table_of_cards_has_all_models():
     rows = result("zoo_cards")["rows"]
-    page = importlib.import_module("benchmarks.zoo_cards_page").cards()
+    page = importlib.import_module("benchmarks.pages.zoo").cards()
     models = [f"| {model}" for model in dict.fromkeys(row["model"] for row in rows)]
     assert [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")] == 7 * [
         "|",
@@ -277,7 +277,7 @@ def test_the_table_of_cards_has_all_models():
     [("V100", ["float32", "float16"]), ("A100", ["float32", "float16", "bfloat16"])],
 )
 def test_cards_are_asked_for_what_they_have(card, expected, monkeypatch):
-    cards = importlib.import_module("benchmarks.zoo_cards")
+    cards = importlib.import_module("benchmarks.counts.zoo_cards")
     made = {precision: precision for precision in ("float32", "float16", "bfloat16")}
     asked = []
 
@@ -292,7 +292,7 @@ def test_cards_are_asked_for_what_they_have(card, expected, monkeypatch):
 
 
 def test_a_compiler_that_dies_is_a_row_for_each_program(monkeypatch):
-    cards = importlib.import_module("benchmarks.zoo_cards")
+    cards = importlib.import_module("benchmarks.counts.zoo_cards")
 
     def compiled(programs, config):
         raise RuntimeError("killed")

@@ -63,7 +63,7 @@ def zoo():
 
 
 def steps():
-    return importlib.import_module("benchmarks._steps")
+    return importlib.import_module("benchmarks.steps")
 
 
 def random_table(i):
@@ -218,7 +218,7 @@ def operation_dtypes(function, *args):
 
 @pytest.mark.parametrize("name", ["MLP", "CNN + BatchNorm", "Transformer", "LSTM"])
 def test_by_hand_is_dtype_in_every_layer(name):
-    models, hand = (importlib.import_module(f"benchmarks.{module}") for module in ("_models", "by_hand"))
+    models, hand = (importlib.import_module(f"benchmarks.{module}") for module in ("models.small", "steps"))
     cls, make_batch = models.TABLE[name]
     x = jmpp.get_policy("float16").cast_to_compute(jax.eval_shape(make_batch)[0])
     variables = jax.eval_shape(cls().init, jax.random.key(0), x)
@@ -237,7 +237,7 @@ def test_raw_parameters_by_hand_are_half_where_they_are_read():
         def __call__(self, x):
             return nn.Dense(4)(x) * self.param("scale", nn.initializers.ones, (4,))
 
-    model = importlib.import_module("benchmarks.by_hand").ByHand(Scaled(), jnp.float16)
+    model = importlib.import_module("benchmarks.steps").ByHand(Scaled(), jnp.float16)
     variables = model.init(jax.random.key(0), jnp.ones((2, 3)))
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
     assert model.apply(variables, jnp.ones((2, 3))).dtype == jnp.float16
@@ -259,11 +259,9 @@ def test_the_harness_compares_what_it_says(monkeypatch):
     )
     monkeypatch.setitem(models.MODELS, "two layers", lambda size: two_layers)
     # Other tests of this process need what JAX remembers, and no time is compared here.
-    monkeypatch.setattr(importlib.import_module("benchmarks._measure"), "forget", lambda: None)
-    cost, device, depth = map(
-        importlib.import_module, ("benchmarks.zoo_cost", "benchmarks.zoo_device", "benchmarks.stack_depth")
-    )
-    rows = {row["comparison"]: row for row in cost.rows("two layers", "tiny", repeats=2)}
+    monkeypatch.setattr(importlib.import_module("benchmarks.measure"), "forget", lambda: None)
+    cost, device = map(importlib.import_module, ("benchmarks.times.overhead", "benchmarks.times.device"))
+    rows = {row["comparison"]: row for row in cost.zoo_rows("two layers", "tiny", repeats=2)}
     assert tuple(rows) == tuple(f"{one} / {other}" for one, other in cost.COMPARISONS)
     # More is traced than in float32: the casts.
     assert all(row["equations"] > 1 for name, row in rows.items() if name.endswith("/ float32"))
@@ -272,22 +270,21 @@ def test_the_harness_compares_what_it_says(monkeypatch):
     assert len(rows) == 6
     assert rows["float16"]["over_unscaled"] > 0
     assert all(row["items_per_second"]["median"] > 0 for row in rows.values())
-    rows = depth.rows("two layers", "tiny", stride=100)
+    rows = cost.depth_rows("two layers", "tiny", stride=100)
     assert [(row["frames"], row["variant"]) for row in rows] == [
-        (n, v) for n in (0, 100) for v in depth.VARIANTS
+        (n, v) for n in (0, 100) for v in cost.COMPARISONS[0]
     ]
     assert all(row["seconds"] > 0 for row in rows)
 
 
 def test_a_gpu_that_is_taken_away_leaves_the_models_that_were_done(monkeypatch, tmp_path):
     """The best models come first, each is saved when it is done, and none begins that would be cut off."""
-    names = ("benchmarks.zoo_device", "benchmarks._record", "benchmarks._measure")
-    device, record, measure = map(importlib.import_module, names)
+    device, record = map(importlib.import_module, ("benchmarks.times.device", "benchmarks.table"))
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "show", lambda name, rows: None)
     monkeypatch.setattr(device.jax, "default_backend", lambda: "gpu")
     clock = iter(range(0, 100_000, 70))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(record.time, "perf_counter", lambda: float(next(clock)))
 
     def rows(name, size):
         if name == "ResNet-50":
@@ -295,18 +292,18 @@ def test_a_gpu_that_is_taken_away_leaves_the_models_that_were_done(monkeypatch, 
         return [{"model": name, "variant": "float16"}]
 
     monkeypatch.setattr(device, "rows", rows)
-    device.main()
+    device.ZOO.main()
     saved = {row["model"]: row for row in json.loads((tmp_path / "zoo_device.json").read_text())["rows"]}
     assert set(saved) == set(device.FIRST)
     assert "RESOURCE_EXHAUSTED" in saved["ResNet-50"]["error"]
     # A second call, with what was left, keeps the rows.
-    device.main(["WaveNet"])
+    device.ZOO.main(["WaveNet"])
     assert len(json.loads((tmp_path / "zoo_device.json").read_text())["rows"]) == 4
 
 
 def test_the_share_of_peak_is_the_time_of_the_products_at_peak_rates():
     """The roofline's time stands beside the measured one."""
-    device = importlib.import_module("benchmarks.zoo_device")
+    device = importlib.import_module("benchmarks.times.device")
     text = """
 ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
   %a = f32[1024,1024]{1,0} parameter(0)
@@ -326,7 +323,7 @@ ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
 def test_rows_of_tpus_are_the_compilers_numbers(monkeypatch):
     """Bytes, the peak and products by variant; what does not fit says so."""
     pytest.importorskip("flatbuffers")
-    tpu, models = map(importlib.import_module, ("benchmarks.zoo_tpu", "benchmarks.models._model"))
+    tpu, models = map(importlib.import_module, ("benchmarks.counts.zoo_cards", "benchmarks.models._model"))
     model = models.Model(
         TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), models.cross_entropy, "this test"
     )
@@ -344,8 +341,8 @@ ENTRY %main (a: bf16[512,512]) -> bf16[512,512] {
         return [answers[len(asked) - 1]]
 
     monkeypatch.setattr(tpu, "compiled", compiled)
-    steps = tpu.steps(model)
-    found = {name: tpu.row(step, state, model.shapes(), "v6e") for name, (step, state) in steps.items()}
+    steps = tpu.tpu_steps(model)
+    found = {name: tpu.tpu_row(step, state, model.shapes(), "v6e") for name, (step, state) in steps.items()}
     assert list(found) == ["float32", "by hand", "wrapped", "autocast"]
     assert found["wrapped"] == {"gigabytes": 0.0, "peak_gigabytes": 0.003, "products": {"bfloat16": 1}}
     assert found["autocast"] == {"error": "RESOURCE_EXHAUSTED"}

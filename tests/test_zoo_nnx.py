@@ -60,7 +60,7 @@ class Twin:
     path: Callable[[tuple], tuple]
 
 
-TWINS = {"ResNet-50": Twin("nnx_resnet", resnet_path), "GPT-2": Twin("nnx_gpt", gpt_path)}
+TWINS = {"ResNet-50": Twin("zoo_nnx_resnet", resnet_path), "GPT-2": Twin("zoo_nnx_gpt", gpt_path)}
 
 
 def zoo():
@@ -69,7 +69,7 @@ def zoo():
 
 def made(name, size="tiny"):
     """The twin's module but for its `rngs`, its draw and its loss."""
-    return importlib.import_module(f"benchmarks.models.{TWINS[name].module}").make(size)
+    return importlib.import_module(TWINS[name].module).make(size)
 
 
 @functools.cache

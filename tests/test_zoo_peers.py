@@ -70,7 +70,7 @@ def test_tables_of_libraries():
         {"model": "Net", "variant": variant, "kernels": 20, "gigabytes": 1.0, **added}
         for variant in ("by hand, scaling by hand", "wrapped, no scaling", "wrapped, loss_scaled")
     ]
-    page = benchmark("zoo_peers_page").peers(result(rows), result(ours))
+    page = benchmark("pages.zoo").peers(result(rows), result(ours))
     lines = page.splitlines()
     tables = ["| Net | 20 | 20 | 2 | - | 4 |", "| Net | 1.00 | 1.00 | 1.00 | - | 1.00 |"]
     tables += ["| Net | 0.50 | 0.50 | 0.25 | - | 0.25 |", "| Net | 100% | 100% | 100% | - | 100% |"]
@@ -84,7 +84,7 @@ def test_tables_of_libraries():
 
 
 def test_a_part_that_was_not_measured_has_no_table():
-    page = benchmark("zoo_peers_page").peers(result([]), result([]))
+    page = benchmark("pages.zoo").peers(result([]), result([]))
     assert page == ""
 
 
@@ -93,7 +93,7 @@ def test_table_of_torch():
     measured = {"items_per_second": ratio(1234.0), "step_over_float32": ratio(0.5)}
     found = [{**about, **measured, "temp_gigabytes": 1.5, "peak_gigabytes": 3.0}]
     found.append({**found[0], "device": "CPU", "peak_gigabytes": 0.0})
-    lines = benchmark("zoo_peers_page").torch(result(found)).splitlines()
+    lines = benchmark("pages.zoo").torch(result(found)).splitlines()
     assert lines[-2:] == [
         "| Card | Net, full | float16 | 1234 | 0.50 (0.25 to 1.00) | 1.50 | 3.00 |",
         "| CPU | Net, full | float16 | 1234 | 0.50 (0.25 to 1.00) |  |  |",
@@ -101,19 +101,19 @@ def test_table_of_torch():
 
 
 def test_rows_that_are_measured_again_are_replaced(tmp_path, monkeypatch):
-    zoo_peers, record = benchmark("zoo_peers"), benchmark("_record")
+    zoo_peers, record = benchmark("times.peers"), benchmark("table")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert record.kept("zoo_peers", "model", new=[]) == []
     rows = [
         {"where": where, "model": model, "library": "jmp"}
-        for where in zoo_peers.PARTS.values()
+        for where in zoo_peers.PARTS
         for model in (NAME, "GPT-2")
     ]
     saved = {"date": "2026-01-31", "versions": {"jax": "0.4.1"}, "rows": rows}
     (tmp_path / "zoo_peers.json").write_text(json.dumps(saved))
     monkeypatch.setattr(zoo_peers, "cpu_rows", lambda name: [{**rows[2], "step": 1}])
     monkeypatch.setattr(record, "show", lambda name, rows: None)
-    zoo_peers.measure("cpu", [NAME])
+    zoo_peers.ZOO.inside(["CPU", NAME])
     again = json.loads((tmp_path / "zoo_peers.json").read_text())["rows"]
     assert [found for found in again if "step" in found] == [{**rows[2], "step": 1}]
     others = [{"date": "2026-01-31", "jax": "0.4.1"} | row for row in (*rows[:2], *rows[3:])]
@@ -121,7 +121,7 @@ def test_rows_that_are_measured_again_are_replaced(tmp_path, monkeypatch):
 
 
 def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkeypatch):
-    record, provenance = benchmark("_record"), benchmark("_tables").provenance
+    record, provenance = benchmark("table"), benchmark("pages.markdown").provenance
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "show", lambda name, rows: None)
     order = {"model": ["A", "B", "C"]}
@@ -153,7 +153,7 @@ def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkey
 
 def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half():
     report = benchmark("gpu_target").Report(3, 2 * 10**9, 10**9, 1, {}, {})
-    rows = benchmark("zoo_peers").gpu_rows(NAME, "tiny", lambda jitted, args: report)
+    rows = benchmark("times.peers").gpu_rows(NAME, "tiny", lambda jitted, args: report)
     assert tuple(row["library"] for row in rows) == LIBRARIES
     found = {row["library"]: row for row in rows}
     for library in ("by hand", "jmp_policy", "flax DynamicScale"):
@@ -170,7 +170,7 @@ def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half()
 
 
 def test_what_is_timed_is_relative_to_the_step_by_hand_and_failures_are_told(monkeypatch):
-    zoo_peers, models = benchmark("zoo_peers"), benchmark("models._model")
+    zoo_peers, models = benchmark("times.peers"), benchmark("models._model")
     model = models.Model(Normed(), draw, models.cross_entropy, "none")
     made = zoo_peers.variants(model)
 
@@ -182,7 +182,7 @@ def test_what_is_timed_is_relative_to_the_step_by_hand_and_failures_are_told(mon
     monkeypatch.setattr(zoo_peers, "variants", lambda model: chosen)
     monkeypatch.setattr(zoo_peers, "MODELS", {"Net": lambda size: model})
     # Other tests of this process need what JAX remembers.
-    monkeypatch.setattr(benchmark("_measure"), "forget", lambda: None)
+    monkeypatch.setattr(benchmark("measure"), "forget", lambda: None)
     hand, ours, failed = zoo_peers.cpu_rows("Net", "tiny", repeats=2)
     assert hand["step"] == hand["trace_lower"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert (hand["bytes"], hand["temp"], hand["equations"]) == (1, 1, 1)
@@ -191,19 +191,20 @@ def test_what_is_timed_is_relative_to_the_step_by_hand_and_failures_are_told(mon
 
 
 def peer(name):
-    steps = benchmark("_peer_steps")
+    steps = benchmark("times.peers")
     if name == "flax":
         return steps.flax_step, steps.flax_scale
     pytest.importorskip(name)
     return {
-        "jmp": (steps.jmp_arrays_step, steps.jmp_arrays),
+        "jmp": (steps.jmp_step, steps.jmp_scale),
         "mpx": (steps.mpx_step, steps.mpx_scale),
     }[name]
 
 
 @pytest.mark.parametrize("name", ["flax", "jmp", "mpx"])
 def test_steps_of_peers_with_batch_statistics(name):
-    steps, hand_model = benchmark("_steps"), benchmark("by_hand").ByHand(Normed(), jnp.float16)
+    steps = benchmark("steps")
+    hand_model = steps.ByHand(Normed(), jnp.float16)
     make_step, make_scale = peer(name)
     model = hand_model if name == "flax" else Normed()
     tx, batch = optax.adamw(1e-3), draw(jax.random.key(1))
@@ -244,7 +245,7 @@ def test_models_in_torch_have_as_many_parameters(name, size):
 @pytest.mark.parametrize("name", ["ResNet-50", "GPT-2"])
 def test_steps_in_torch(name, request):
     torch = pytest.importorskip("torch")
-    zoo_torch, models = benchmark("zoo_torch"), benchmark("models_torch")
+    zoo_torch, models = benchmark("times.zoo_torch"), benchmark("models_torch")
     threads = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     torch.set_num_threads(1)  # More of them wait for each other on a busy machine.

@@ -101,7 +101,7 @@ if _typing.TYPE_CHECKING:
     from jmp_policy.report import spectrum_value_and_grad as spectrum_value_and_grad
     from jmp_policy.report import summary as summary
 else:
-    _report, __dir__ = _publish_later(__name__, globals(), "jmp_policy._src.api.reports", _REPORTS)
+    _report, __dir__ = _publish_later(__name__, globals(), {"jmp_policy._src.api.reports": _REPORTS})
 
     def __getattr__(name: str) -> object:
         """Imports the reports, and `jmp_policy.linen` and `jmp_policy.nnx`, when they are first asked for."""

@@ -2,13 +2,10 @@
 
 import typing as _typing
 
-from jmp_policy._src.api.nnx_optimizer import Optimizer as Optimizer
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.core.public import publish_later as _publish_later
 from jmp_policy._src.flax.nnx import attention as _attention
 from jmp_policy._src.flax.nnx import governed as _governed
-from jmp_policy._src.flax.nnx.autocast import autocast as autocast
-from jmp_policy._src.flax.nnx.autocast import explain as explain
 from jmp_policy._src.flax.nnx.governed import policy_of as policy_of
 from jmp_policy._src.flax.nnx.layers import InFloat32 as _InFloat32
 from jmp_policy._src.flax.nnx.layers import WithComplex as _WithComplex
@@ -37,8 +34,17 @@ _publish(
 )
 
 if _typing.TYPE_CHECKING:
+    from jmp_policy._src.api.nnx_optimizer import Optimizer as Optimizer
+    from jmp_policy._src.flax.nnx.autocast import autocast as autocast
+    from jmp_policy._src.flax.nnx.autocast import explain as explain
     from jmp_policy._src.report.spectrum.of_nnx import spectrum_value_and_grad as spectrum_value_and_grad
 else:
     __getattr__, __dir__ = _publish_later(
-        __name__, globals(), "jmp_policy._src.report.spectrum.of_nnx", ["spectrum_value_and_grad"]
+        __name__,
+        globals(),
+        {
+            "jmp_policy._src.api.nnx_optimizer": ["Optimizer"],
+            "jmp_policy._src.flax.nnx.autocast": ["autocast", "explain"],
+            "jmp_policy._src.report.spectrum.of_nnx": ["spectrum_value_and_grad"],
+        },
     )

@@ -49,4 +49,4 @@ if _typing.TYPE_CHECKING:
     from jmp_policy._src.report.summary.rows import Summary as Summary
     from jmp_policy._src.report.summary.summary import summary as summary
 else:
-    __getattr__, __dir__ = _publish_later(__name__, globals(), "jmp_policy._src.api.reports")
+    __getattr__, __dir__ = _publish_later(__name__, globals(), {"jmp_policy._src.api.reports": None})

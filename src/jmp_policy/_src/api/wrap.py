@@ -65,7 +65,7 @@ def register_frameworks(linen: str, nnx: str) -> None:
         return LinenFramework()
 
     def load_nnx() -> Framework:
-        from jmp_policy._src.flax.nnx.framework import NNXFramework
+        from jmp_policy._src.flax.nnx.wrap_module import NNXFramework
 
         importlib.import_module(nnx)
         return NNXFramework()

@@ -143,7 +143,7 @@ def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., 
 
         # Its operands are kept, and nothing that it computes. Without `prevent_cse` XLA shares what forward
         # and backward pass both compute, and keeps it in float32: 2.19 GB of temporary memory instead of 1.79
-        # on an H100 (`benchmarks.autocast_gpu_cost`).
+        # on an H100 (`python -m benchmarks autocast_gpu_cost`).
         return jax.checkpoint(tangent, prevent_cse=True)
 
     def rule(primals: Any, tangents: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -41,32 +41,36 @@ _LATER: dict[str, list[tuple[str, dict[str, Any], Iterable[str] | None]]] = {}
 
 
 def publish_later(
-    module: str, names: dict[str, Any], source: str, taken: Iterable[str] | None = None
+    module: str, names: dict[str, Any], sources: Mapping[str, Iterable[str] | None]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a public module that imports some names when one is asked for.
 
     Args:
       module, names: name and globals of the public module.
-      source: the module to import.
-      taken: the names that the public module takes from it; None for all public ones.
+      sources: the modules to import, and the names that the public module takes from each; None for all
+        public ones.
 
     Example:
       >>> names = {}
-      >>> get, _ = publish_later("example", names, "fractions", ["Fraction"])
+      >>> get, _ = publish_later("example", names, {"fractions": ["Fraction"]})
       >>> get("Fraction"), list(names)
       (<class 'fractions.Fraction'>, ['Fraction'])
     """
-    _LATER.setdefault(source, []).append((module, names, taken))
+    for source, taken in sources.items():
+        _LATER.setdefault(source, []).append((module, names, taken))
 
     def listed() -> list[str]:
-        load(source)
+        for source in sources:
+            load(source)
         return sorted(names)
 
     def get(name: str) -> Any:
         if name == "__all__":  # from module import *
             return [name for name in listed() if not name.startswith("_")]
-        if (not name.startswith("_") if taken is None else name in taken) and hasattr(load(source), name):
-            return names[name]
+        for source, taken in sources.items():
+            may_have = not name.startswith("_") if taken is None else name in taken
+            if may_have and hasattr(load(source), name):
+                return names[name]
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get, listed

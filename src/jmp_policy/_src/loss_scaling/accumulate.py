@@ -150,7 +150,7 @@ def run_window(
     state: PyTree,
     batch: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> tuple[MicrobatchResult, jax.Array]:
-    """Returns the mean over all micro-batches, and how many were dropped (int32 scalar).
+    """The mean over all micro-batches, and how many were dropped (int32 scalar).
 
     Enters a `shard_map` over the window's axes where the caller is not inside of one.
     """
@@ -196,7 +196,7 @@ def as_arrays(aux: PyTree) -> PyTree:
 
 
 def _are_mapped(axes: tuple[Any, ...]) -> bool:
-    """Returns whether the caller is inside a `shard_map`, `pmap` or `vmap` over these axes."""
+    """Whether the caller is inside a `shard_map`, `pmap` or `vmap` over these axes."""
     try:
         lax.axis_size(axes)
     except NameError:

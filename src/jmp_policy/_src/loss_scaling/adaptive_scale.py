@@ -22,7 +22,7 @@ _UNKNOWN = 2.0**127
 
 #: Exponents by which an overflow widens the margin beyond what it showed to be necessary. With 0 or 1, models
 #: whose parameters' gradients shrink faster than those of activations overflow again and again
-#: (`benchmarks/statistic_scale.py`).
+#: (`benchmarks/accuracy/statistic_scale.py`).
 _MORE = 2
 
 
@@ -109,7 +109,7 @@ class StatisticLossScale(Scaling):
     def adjust(
         self, grads_finite: ArrayLike, grads: PyTree = None, *, axis_name: Any = None
     ) -> "StatisticLossScale":
-        """Returns the state after a step.
+        """The loss scale, adjusted after a step.
 
         Args:
           grads_finite: boolean scalar.
@@ -228,11 +228,11 @@ class PIDLossScale(Scaling):
 
     @property
     def loss_scale(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Returns the power of two at or below 2**log2_scale; float32 scalar."""
+        """The power of two at or below 2**log2_scale; float32 scalar."""
         return _power_of_two(jnp.floor(self.log2_scale).astype(jnp.int32))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the arguments that make this loss scale; `loss_scale` is 2**log2_scale, not rounded down.
+        """The arguments that make this loss scale; `loss_scale` is 2**log2_scale, not rounded down.
 
         Raises:
           TypeError, ValueError: as those of other loss scales.
@@ -247,7 +247,7 @@ class PIDLossScale(Scaling):
         return settings | {"loss_scale": exact}
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "PIDLossScale":
-        """Returns the state after a step.
+        """The loss scale, adjusted after a step.
 
         Args:
           grads_finite: boolean scalar.
@@ -274,7 +274,7 @@ class PIDLossScale(Scaling):
 
 
 def _largest_magnitude(tree: PyTree, axis_name: Any) -> jax.Array:
-    """Returns the largest |x| of floating and complex leaves, on all devices; 0 where there is none."""
+    """The largest |x| of floating and complex leaves, on all devices; 0 where there is none."""
     largest = [
         jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
         for x in jax.tree.leaves(tree)
@@ -287,7 +287,7 @@ def _largest_magnitude(tree: PyTree, axis_name: Any) -> jax.Array:
 
 
 def _exponent_above(x: jax.Array) -> jax.Array:
-    """Returns the smallest e with x <= 2**e; int32.
+    """The smallest e with x <= 2**e; int32.
 
     By frexp, not log2: log2(8192.) is 12.999999 on a CPU. x = m * 2**e with 0.5 <= m < 1, and m is 0.5 where
     x is a power of two.
@@ -297,16 +297,16 @@ def _exponent_above(x: jax.Array) -> jax.Array:
 
 
 def _exponent_below(x: jax.Array) -> jax.Array:
-    """Returns the largest e with 2**e <= x; int32."""
+    """The largest e with 2**e <= x; int32."""
     return jnp.frexp(x)[1] - 1
 
 
 def _power_of_two(exponent: Any) -> jax.Array:
-    """Returns 2**exponent, exactly, within the normal float32 numbers."""
+    """2**exponent, exactly, within the normal float32 numbers."""
     return jnp.ldexp(jnp.ones((), jnp.float32), jnp.clip(exponent, -126, 127))
 
 
 def _log2(x: jax.Array) -> jax.Array:
-    """Returns log2(x), exact for powers of two (jnp.log2(8192.) is not, on a CPU)."""
+    """log2(x), exact for powers of two (jnp.log2(8192.) is not, on a CPU)."""
     mantissa, exponent = jnp.frexp(x)
     return jnp.log2(mantissa * 2) + (exponent - 1).astype(jnp.float32)

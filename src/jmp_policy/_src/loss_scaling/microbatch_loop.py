@@ -57,7 +57,7 @@ StepFunction = Callable[[LossScale, PyTree, Any, tuple[Any, ...], dict[str, Any]
 
 
 def is_key(x: Any) -> bool:
-    """Returns whether a leaf is an array of typed PRNG keys."""
+    """Whether a leaf is an array of typed PRNG keys."""
     return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
@@ -87,21 +87,21 @@ class Batch(NamedTuple):
         return cls(leaves, jax.tree.structure(arguments), names, axis)
 
     def is_split(self, leaf: Any) -> bool:
-        """Returns whether a leaf is an array with rows, which is split."""
+        """Whether a leaf is an array with rows, which is split."""
         return isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim > 0
 
     @property
     def rows(self) -> list[Any]:
-        """Returns the arrays that are split."""
+        """The arrays that are split."""
         return [x for x in self.leaves if self.is_split(x)]
 
     @property
     def others(self) -> list[Any]:
-        """Returns the arrays without axes, PRNG keys among them."""
+        """The arrays without axes, PRNG keys among them."""
         return [x for x in self.leaves if isinstance(x, jax.Array) and not self.is_split(x)]
 
     def with_arrays(self, rows: list[Any], others: list[Any]) -> "Batch":
-        """Returns the same arguments with other arrays."""
+        """The same arguments with other arrays."""
         split, whole = iter(rows), iter(others)
 
         def new(leaf: Any) -> Any:
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
             )
 
     def microbatches(self, n: int, *, is_only: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Returns a function that gives the arguments `(args, kwargs)` of a micro-batch.
+        """A function that gives the arguments `(args, kwargs)` of a micro-batch.
 
         The function takes the micro-batch's index and its number among those of all devices. Rows of a
         micro-batch lie n apart: as runs of neighbouring rows, each micro-batch would lie on few devices.
@@ -165,7 +165,7 @@ def _parts(x: Any, n: int, axis: int) -> jax.Array:
 def accumulate(
     window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Batch
 ) -> tuple[MicrobatchResult, jax.Array]:
-    """Returns the mean over the micro-batches of all devices, and how many of them were dropped.
+    """The mean over the micro-batches of all devices, and how many of them were dropped.
 
     Each device adds up the gradients of its n micro-batches in a loop; only then one all-reduce adds up the
     sums of all devices, and the total is divided by the number of micro-batches kept::
@@ -246,7 +246,7 @@ def _loop(
 def _dropped_unless_finite(
     result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
 ) -> tuple[MicrobatchResult, jax.Array]:
-    """Returns a micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
+    """A micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
     kept = _agree(all_finite((derivatives(result.grads), result.loss)), axes)
     numbers = (result.grads, result.loss)
     grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))
@@ -281,7 +281,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _none_unless_inexact(gradient: Any) -> Any:
-    """Returns a gradient, or None for that of an integer (float0), which no loop can carry."""
+    """A gradient, or None for that of an integer (float0), which no loop can carry."""
     return gradient if _is_inexact(gradient) else None
 
 

@@ -29,7 +29,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyTree:
-    """Returns a saved training state in the structure, the dtypes and the shardings of this program's state.
+    """Fits a saved training state into the structure, the dtypes and the shardings of this program's state.
 
     Use it after any restore, also of a checkpoint that differs from the program's state: made by an older
     version that lacked a field, by a float32 run whose optimizer was not in `loss_scaled` yet, on other
@@ -124,7 +124,7 @@ class _Pair:
     field: str = ""
 
     def default(self) -> Any:
-        """Returns the value of a freshly initialised state."""
+        """The value of a freshly initialised state."""
         if not isinstance(self.wanted, jax.ShapeDtypeStruct):
             return jnp.array(self.wanted)  # A copy: the restored state may be donated.
         if self.field == "masters":
@@ -197,7 +197,7 @@ def _left_over(path: str, given: Any, field: str = "") -> Iterator[_Pair]:
 
 
 def _children(node: Any) -> dict[str, Any] | None:
-    """Returns the children of a pytree's node by name, list items by number; None for a leaf."""
+    """The children of a pytree's node by name, list items by number; None for a leaf."""
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if flat and not flat[0][0]:
         return None
@@ -208,14 +208,14 @@ def _children(node: Any) -> dict[str, Any] | None:
 
 
 def _parameters(children: dict[str, Any], exact: bool) -> dict[str, Any]:
-    """Returns the parameters of whole variables (`exact`: with float8's state); for other nodes nothing."""
+    """The parameters of whole variables (`exact`: with float8's state); for other nodes nothing."""
     if "params" not in children or not children.keys() <= {"params", COLLECTION}:
         return {}
     return {} if exact and COLLECTION not in children else _children(children["params"]) or {}
 
 
 def _is_box(node: Any, children: dict[str, Any]) -> bool:
-    """Returns whether a node is metadata around one array, such as `nnx.Variable` or `nn.Partitioned`."""
+    """Whether a node is metadata around one array, such as `nnx.Variable` or `nn.Partitioned`."""
     named_value = not isinstance(node, dict) and children.keys() == {"value"}
     return named_value and _children(children["value"]) is None
 

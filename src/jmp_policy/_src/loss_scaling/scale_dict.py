@@ -22,11 +22,11 @@ class FromDict:
 
     @classmethod
     def _arguments(cls) -> list[str]:
-        """Returns the names of what the constructor takes, which are the keys of the dict."""
+        """The names of what the constructor takes, which are the keys of the dict."""
         return list(inspect.signature(cls).parameters)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the arguments that make this loss scale, and its type, as texts and numbers.
+        """The arguments that make this loss scale, and its type, as texts and numbers.
 
         The scale is the current one. Counters are state: they belong into a checkpoint.
 

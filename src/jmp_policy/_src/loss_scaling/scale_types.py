@@ -20,7 +20,7 @@ TYPES: dict[str, Any] = {
 
 
 def loss_scale_to_dict(loss_scale: LossScale) -> dict[str, Any]:
-    """Returns a loss scale as `{"type": "dynamic", "loss_scale": 65536.0, ...}`: the arguments that make it.
+    """Writes a loss scale as `{"type": "dynamic", "loss_scale": 65536.0, ...}`: the arguments that make it.
 
     Raises:
       TypeError: for a loss scale of the user's own class.

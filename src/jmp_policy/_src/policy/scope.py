@@ -41,8 +41,8 @@ class Scope:
         other rules become active.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
       model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
-      half_modules: for each module that has run since the outermost one was called, by its path, whether it
-        uses its parameters in half precision; None outside of such a call.
+      half_modules: for each module that has run since the outermost one was called, by its path, its class if
+        it uses its parameters in half precision, else None; None as a whole outside of such a call.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
       key: stands for rules, `mark_only` and caller, and is all that scopes are compared and hashed by: jit

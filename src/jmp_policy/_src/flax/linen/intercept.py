@@ -35,12 +35,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import ARRAYS, is_floating
-from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.linen import special_calls
+from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
+from jmp_policy._src.flax import compat, float32_products
+from jmp_policy._src.flax.linen import special_calls, stored_variables
 from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
 from jmp_policy._src.flax.linen.layers import keeps_carry
-from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads, watched
+from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads
 from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
@@ -218,10 +218,14 @@ def _call_shadowed(
     """
     if scope.half_modules is None and not module.is_initializing():
         scope = dataclasses.replace(scope, half_modules={})
-        with watched(scope, module):
+        stored = functools.partial(stored_variables.in_half, scope, module)
+        with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
             return _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
     if scope.half_modules is not None:
-        cast_scope_reads(scope, module, precision, location)
+        is_in_half = is_half(precision.used_param_dtype)
+        scope.half_modules[location.path] = type(module) if is_in_half else None
+        if is_in_half:
+            cast_scope_reads(module.scope, module)
     with ACTIVE(scope.inside(precision.policy, location)):
         restore = shadow(scope, module, precision, location, (args, kwargs))
         try:

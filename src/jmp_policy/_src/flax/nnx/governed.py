@@ -4,24 +4,20 @@ One subclass per class and specification, of the same name. Its methods run the 
 module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
 """
 
-import collections
 import contextlib
 import copyreg
 import dataclasses
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.nnx as nnx
-import jax
-import numpy as np
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
-from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy
-from jmp_policy._src.flax.nnx.graph_nodes import governed_methods
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax import float32_products
+from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
+from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
@@ -31,14 +27,7 @@ from jmp_policy._src.policy.module_precision import (
     small_inputs,
 )
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.weight_grads import transform
-
-#: What to do about an array that is used as it is stored.
-_REPAIR = (
-    "Make it an nnx.Param that a method of its own module reads from self, or cast it (.astype(x.dtype)); "
-    "what was put into the model after wrap is governed when the model is wrapped again."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +43,6 @@ class Specification:
     precision: ModulePrecision
     policy_changes: bool
     methods: tuple[str, ...]
-
-
-def specification(module: Any) -> Specification | None:
-    """How a module is governed; None for one that is not, or by settings alone."""
-    return getattr(type(module), "_jmp_policy_specification", None)
 
 
 def policy_of(module: nnx.Module) -> Policy | None:
@@ -200,50 +184,9 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
 def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
     if param_cast_proxy.is_running():
         return contextlib.nullcontext()
-    return float32_products.watched(module, functools.partial(_stored, module), _REPAIR)
-
-
-def _stored(root: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """The arrays in a model that belong to modules in half precision, with their paths.
-
-    Modules of bound methods come last: they may be copies without a policy of what was met before.
-    """
-    waiting: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque([((), root, True)])
-    methods: collections.deque[tuple[graph_nodes.Path, Any, bool]] = collections.deque()
-    seen: set[int] = set()
-    while waiting or methods:
-        path, value, half = (waiting or methods).popleft()
-        if graph_nodes.is_node(value):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if isinstance(value, nnx.Variable):
-            value = value.get_raw_value()
-        elif isinstance(value, nnx.Pytree):
-            half = _computes_in_half(value, half)
-            value = {name: x for name, x in vars(value).items() if not compat.is_bookkeeping(name)}
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=graph_nodes.is_node):
-            here = (*path, *map(graph_nodes.key_of, keys))
-            if isinstance(leaf, jax.Array | np.ndarray):
-                if half:
-                    yield path_text(here), leaf
-            elif graph_nodes.is_node(leaf):
-                waiting.append((here, leaf, half))
-            elif isinstance(leaf, functools.partial):
-                methods.append((here, [leaf.func, leaf.args, leaf.keywords], half))
-            elif isinstance(leaf, types.MethodType):
-                methods.append((here, leaf.__self__, half))
-
-
-def _computes_in_half(node: Any, above: bool) -> bool:
-    """Whether a node uses its arrays in half precision; if it does not say, as the one that holds it."""
-    if layers.is_island(node) or layers.linen_modules(node):
-        return False  # A Linen module looks at its variables itself.
-    spec = specification(node)
-    if spec is not None:
-        return is_half(spec.precision.used_param_dtype)
-    dtype = vars(node).get("dtype")
-    return above if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
+    return float32_products.watched(
+        module, functools.partial(stored_arrays.in_half, module), stored_arrays.REPAIR
+    )
 
 
 def _cast_inputs(

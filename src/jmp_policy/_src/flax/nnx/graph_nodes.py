@@ -25,9 +25,9 @@ def is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def is_governed(node: Any) -> bool:
-    """Whether a module is of a subclass that casts (`governed`)."""
-    return hasattr(type(node), "_jmp_policy_specification")
+def specification(node: Any) -> Any:
+    """How a module is governed (`governed.Specification`); None for one that is not, or by settings alone."""
+    return getattr(type(node), "_jmp_policy_specification", None)
 
 
 def is_called(node: Any) -> bool:

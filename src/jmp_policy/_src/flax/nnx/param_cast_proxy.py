@@ -222,7 +222,7 @@ def _store_new(attributes: Any, known: dict[int, Any], precision: ModulePrecisio
         known[key] = value
         if isinstance(value, nnx.Param):
             graph_nodes.store_in(value, precision.param_dtype)
-        elif not graph_nodes.is_governed(value):
+        elif graph_nodes.specification(value) is None:
             island = ModulePrecision(precision.policy, layers.is_island(value))
             _store_new(vars(value), known, island)
 
@@ -260,7 +260,7 @@ def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
             return view(leaf, precision, run.views) if _is_read_cast(bare, name, leaf, precision) else leaf
         if not _is_holder(leaf):
             return leaf
-        spec = getattr(type(leaf), "_jmp_policy_specification", None)
+        spec = graph_nodes.specification(leaf)
         new = _proxy(leaf, precision if spec is None else spec.precision)
         run.proxies.append((new, leaf))
         return new

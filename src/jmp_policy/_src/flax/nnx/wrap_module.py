@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
-from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.frameworks import Framework, framework_of
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
 from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
@@ -170,3 +171,27 @@ def _set(planned: PlannedModule, rules: PolicyMap) -> None:
         framework = framework_of(linen_module)
         assert framework is not None
         vars(module)[name] = framework.wrap_part(linen_module, inside)[0]
+
+
+class NNXFramework(Framework):
+    """NNX's answers to what the rooms below Flax ask of a framework; its modules hold their arrays."""
+
+    holds_arrays = True
+
+    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
+        """Puts a module under a policy."""
+        return wrap(module, policy, **keywords)
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
+        new, met = wrap_part(module, rules)
+        return new, [(path_text(path), part) for path, part in met]
+
+    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Splits modules and Variables among arguments from their arrays; None where there are none."""
+        leaves = jax.tree.leaves((tuple(args), kwargs), is_leaf=graph_nodes.is_node)
+        if not any(map(graph_nodes.is_node, leaves)):
+            return None
+        from jmp_policy._src.flax.nnx.states import Split
+
+        return Split(args, kwargs)

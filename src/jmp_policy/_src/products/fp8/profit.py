@@ -29,7 +29,7 @@ class _Rounding(NamedTuple):
 
 
 #: As compiled for H100 at 1024 to 12288 features: a little more than all that was counted there
-#: (`benchmarks/fp8_profit.py`), so that what is chosen gains.
+#: (`benchmarks/counts/float8.py`), so that what is chosen gains.
 _PER_TENSOR = _Rounding(3, 4, 6)
 #: The products of a tensor sum over different axes, along which it has other scales: it is rounded twice.
 _PER_BLOCK = _Rounding(8, 15, 12)

@@ -1,0 +1,189 @@
+"""What float8 recipes do to training: final losses over seeds, and errors of gradients, emulated on a CPU.
+
+`python -m benchmarks fp8_training fp8_block` measures this recipe, beside what was measured of the others. A
+CPU rounds to 8 bits as a GPU does and multiplies exactly, so that accuracy is that of a GPU's float8 products
+but for the order of sums. Seeds draw weights and batches; all policies have the same ones, one after the
+other in one compiled program.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from pydoc_data.topics import topics
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jmp_policy as jmpp
+from benchmarks import steps, table
+from benchmarks.accuracy.modules import errors, loss_and_params, under, vector
+from benchmarks.models import MODELS
+from benchmarks.models._model import cross_entropy
+from benchmarks.models.gpt import GPT
+from benchmarks.models.transformer_xl import TransformerXL
+from jmp_policy._src.policy.recipes import DELAYED, RECIPES
+
+SEEDS = 5
+#: Batches that are not trained on, for the final loss.
+UNSEEN = 8
+POLICIES = {
+    "float32": "float32",
+    "bfloat16": "mixed_bfloat16",
+    **{recipe: f"mixed_bfloat16, r={recipe}" for recipe in RECIPES},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model, and a batch of its data: `draw(generator, is_unseen)` gives inputs and labels."""
+
+    module: nn.Module
+    steps: int
+    learning_rate: float  # Of Adam, after a warm-up of a tenth of the steps.
+    draw: Callable[[np.random.Generator, bool], tuple[np.ndarray, np.ndarray]]
+
+
+#: Python's documentation, as numbers of characters.
+_WORDS = list("\n".join(topics[name] for name in sorted(topics)))
+TEXT = np.unique(_WORDS, return_inverse=True)[1].astype(np.int32)
+#: Padded for Tensor Cores.
+VOCABULARY = -(-(int(TEXT.max()) + 1) // 16) * 16
+
+
+def windows(batch: int, length: int) -> Callable[[np.random.Generator, bool], Any]:
+    """Draws windows of the text; the last tenth of it is for the test."""
+    split = int(0.9 * len(TEXT))
+
+    def draw(rng: np.random.Generator, is_unseen: bool) -> Any:
+        part = TEXT[split:] if is_unseen else TEXT[:split]
+        starts = rng.integers(len(part) - length - 1, size=batch)
+        found = part[starts[:, None] + np.arange(length + 1)]
+        return found[:, :-1], found[:, 1:]
+
+    return draw
+
+
+def digits(batch: int) -> Callable[[np.random.Generator, bool], Any]:
+    """Draws images of digits, 8 x 8; the last 500 are for the test."""
+    data: Any = load_digits()
+
+    def draw(rng: np.random.Generator, is_unseen: bool) -> Any:
+        low, high = (1297, 1797) if is_unseen else (0, 1297)
+        some = rng.integers(low, high, size=batch)
+        return (data.data[some] / 16).astype(np.float32), data.target[some].astype(np.int32)
+
+    return draw
+
+
+class Perceptron(nn.Module):
+    """Digits from 64 pixels, through three layers of 256."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = nn.gelu(nn.Dense(256)(x))
+        return nn.Dense(10, name="head")(x)
+
+
+class TwoSegments(nn.Module):
+    """Transformer-XL on a text in two segments, of which the second sees the memory of the first."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        model = TransformerXL(VOCABULARY, 64, 4, 16, 128, 2)
+        first, second = jnp.split(tokens, 2, axis=1)
+        memory = jnp.zeros((2, *first.shape, 64))
+        before, memory = model(first, memory)
+        return jnp.concatenate([before, model(second, memory)[0]], axis=1)
+
+
+TASKS = {
+    "GPT on text": Task(GPT(VOCABULARY, 64, 64, 4, 256, 2), 200, 3e-3, windows(8, 64)),
+    "Transformer-XL on text": Task(TwoSegments(), 200, 3e-3, windows(8, 64)),
+    "digits": Task(Perceptron(), 200, 1e-3, digits(64)),
+}
+
+
+def final_losses(task: Task, policy: str) -> list[float]:
+    """The loss on unseen batches after training, for each seed."""
+    model: Any = jmpp.wrap(task.module, policy)
+    schedule = optax.warmup_cosine_decay_schedule(0, task.learning_rate, task.steps // 10, task.steps)
+    # Keeps the state of fp8_delayed from Adam.
+    tx = jmpp.loss_scaled(optax.adam(schedule), jmpp.NoOpLossScale())
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return cross_entropy(model.apply(params, batch[0]), batch[1])
+
+    def run(of_seed: Any) -> jax.Array:
+        key, batches, unseen = of_seed
+        params = model.init(key, jax.tree.map(lambda x: x[0], batches)[0])
+        params, _ = steps.trained(loss_fn, tx, params, batches)
+        return jax.lax.map(lambda batch: loss_fn(params, batch), unseen).mean()
+
+    def stacked(seed: int, count: int, is_unseen: bool) -> Any:
+        rng = np.random.default_rng([seed, is_unseen])
+        return jax.tree.map(lambda *x: np.stack(x), *(task.draw(rng, is_unseen) for _ in range(count)))
+
+    data = [(stacked(seed, task.steps, False), stacked(seed, UNSEEN, True)) for seed in range(SEEDS)]
+    batches, unseen = jax.tree.map(lambda *x: np.stack(x), *data)
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    # One seed after the other: a vmap over them would give them one scale.
+    return [float(loss) for loss in jax.jit(lambda of: jax.lax.map(run, of))((keys, batches, unseen))]
+
+
+def parity(policies: dict[str, str]) -> list[dict[str, Any]]:
+    """A row for each task and policy, with the loss of each seed."""
+    found = []
+    for (name, task), (label, policy) in itertools.product(TASKS.items(), policies.items()):
+        start = time.process_time()
+        losses = [round(loss, 5) for loss in final_losses(task, policy)]
+        seconds = round(time.process_time() - start, 1)
+        found.append({"task": name, "policy": label, "losses": losses, "cpu_seconds": seconds})
+        print(found[-1], flush=True)
+    return found
+
+
+def gradient_errors(policies: dict[str, str]) -> list[dict[str, Any]]:
+    """A row for each model: relative errors of the gradient under policies, of which the first is float32.
+
+    Models of the zoo at their tiny size; without errors, if no product suits float8.
+    """
+    found = []
+    for name in MODELS:
+        loss_fn, params, batches = loss_and_params(name)
+        products = jmpp.audit(jax.grad(under(loss_fn, POLICIES["fp8_current"])), params, batches[0]).products
+        share = round(sum(product.share for product in products if product.scales), 2)
+        vectors = {}
+        for label, policy in policies.items() if share else ():
+            compiled = jax.jit(jax.grad(under(loss_fn, policy)))
+            vectors[label] = [vector(compiled(params, batch)) for batch in batches]
+        exact = vectors.pop("float32", [])
+        each = {label: round(float(np.mean(errors(v, exact))), 4) for label, v in vectors.items()}
+        found.append({"model": name, "float8_share": share, **each})
+        print(found[-1], flush=True)
+    return found
+
+
+def measured(*words: str) -> dict[str, Any]:
+    """Losses and errors of gradients under all policies, or under those that the words name."""
+    asked = [name for name in POLICIES if name in words]
+    policies = {name: POLICIES[name] for name in ("float32", *asked)} if asked else POLICIES
+    rows = parity(policies)
+    # The first step of fp8_delayed has no scales yet.
+    gradients = gradient_errors({name: policies[name] for name in policies if name != DELAYED})
+    if asked:
+        rows += table.kept("fp8_training", "task", "policy", new=rows)
+        order = list(TASKS), list(POLICIES)
+        rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["policy"])))
+        old = {row["model"]: row for row in table.load("fp8_training")["gradients"]}
+        gradients = [old.get(row["model"], {}) | row for row in gradients]
+    return {"rows": rows, "gradients": gradients}
+
+
+TABLES = (table.Table("fp8_training", measured, about={"seeds": SEEDS}),)

@@ -1,0 +1,184 @@
+"""Are `sensitivity`, `recommend` and `drift` right? On the zoo at its tiny size, and six more structures.
+
+`sensitivity`: does it rank modules as half precision does? The truth is the relative error of the gradient,
+its mean square over three batches, when a rule puts one module, with all below it, into float16 and all
+others into float32. At most `MODULES` modules of a model are measured, evenly from the ranking, as a program
+is traced for each; the whole model is none of them.
+
+`recommend_zoo`: does the policy that `recommend` gives fit its budget, with all in half that can be? Each
+model has one batch and the default budget.
+
+`drift_shares`: are the shares of `drift` right? They are parts of the square of the gradient's error. If a
+module introduces a share s of it, the error without the module is sqrt(1 - s) of what it was. The module with
+the largest share is put into float32.
+
+Programs run operation by operation, so that each rounds as its dtype says; those of `recommend_zoo` are
+compiled. `XLA_FLAGS=--xla_backend_optimization_level=0` compiles in less time, of which they need most.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import jmp_policy as jmpp
+from benchmarks import table
+from benchmarks.models import MODELS
+from benchmarks.models.structures import STRUCTURES
+from benchmarks.table import Table
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.ir import evaluate
+
+MODULES = 10
+BATCHES = 3
+
+
+def loss_and_params(name: str) -> tuple[Any, Any, Any]:
+    """The loss of `(params, batch)`, parameters and batches."""
+    model = STRUCTURES.get(name) or MODELS[name]("tiny")
+    batches = [jax.jit(model.batch)(seed) for seed in range(BATCHES)]
+    variables = jax.jit(model.module.init)(jax.random.key(0), *batches[0][0])
+    rest = {kind: value for kind, value in variables.items() if kind != "params"}
+
+    def loss_fn(params, batch):
+        inputs, targets = batch
+        out = model.module.apply({**rest, "params": params}, *inputs, mutable=list(rest))[0]
+        return model.loss(out, targets)
+
+    return loss_fn, variables["params"], batches
+
+
+def under(loss_fn: Any, rules: Any, scale: float = 1.0) -> Any:
+    """The loss of a model under rules, scaled."""
+
+    def scaled(params, batch):
+        with jmpp.linen.intercept(rules):
+            return loss_fn(params, batch) * scale
+
+    return scaled
+
+
+def vector(grads: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grads)])
+
+
+def gradients(loss_fn: Any, params: Any, batches: Any, rules: Any, scale: float) -> list[np.ndarray]:
+    """The gradient for each batch under rules, one operation after the other."""
+
+    def bind(eqn, values):
+        return compat.bind_primitive(eqn.primitive, values, eqn.params)
+
+    jaxpr = jax.make_jaxpr(jax.grad(under(loss_fn, rules, scale)))(params, batches[0])
+    found = [evaluate(jaxpr, jax.tree.leaves((params, batch)), bind) for batch in batches]
+    return [vector(grads) / scale for grads in found]
+
+
+def errors(found: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
+    return [float(np.linalg.norm(f - e) / np.linalg.norm(e)) for f, e in zip(found, exact, strict=True)]
+
+
+def digits(x: float) -> float:
+    return float(f"{x:.3g}")
+
+
+#: Of the measured error over the predicted one.
+QUANTILES = {"median": 0.5, "low": 0.1, "high": 0.9}
+
+
+def ranked(name: str) -> dict[str, Any]:
+    """A row of predicted against measured errors of one model, and its modules."""
+    loss_fn, params, batches = loss_and_params(name)
+    more = [(batch,) for batch in batches[1:]]
+    ranking = jmpp.sensitivity(loss_fn, params, batches[0], batches=more, probes=2)
+    rows = [r for r in ranking.rows if r.path]
+    rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(MODULES, len(rows)))]
+    exact = gradients(loss_fn, params, batches, "float32", 1.0)
+    found = []
+    for r in rows:
+        rules = jmpp.PolicyMap("float32", {f"{r.path}/**": "mixed_float16"})
+        each = errors(gradients(loss_fn, params, batches, rules, ranking.loss_scale), exact)
+        measured = digits(np.sqrt(np.mean(np.square(each))))
+        found.append({"module": r.path, "predicted": digits(r.predicted), "measured": measured})
+    predicted, measured = ([m[key] for m in found] for key in ("predicted", "measured"))
+    top = [set(np.argsort(values)[-3:]) for values in (predicted, measured)]
+    ratios = np.array(measured) / np.maximum(predicted, 1e-30)
+    row = {
+        "modules": len(rows),
+        "spearman": round(spearman(predicted, measured), 3),
+        "of the top 3": len(top[0] & top[1]),
+        "measured / predicted": {q: round(float(np.quantile(ratios, p)), 2) for q, p in QUANTILES.items()},
+    }
+    old = table.load("sensitivity")["measured"] if (table.RESULTS / "sensitivity.json").exists() else {}
+    return {"rows": [row], "measured": {**old, name: found}}
+
+
+def spearman(a: Any, b: Any) -> float:
+    """Correlation of ranks; equal values share the mean of theirs."""
+
+    def ranks(values):
+        values = np.asarray(values)
+        return (values[:, None] > values).sum(1) + (values[:, None] == values).sum(1) / 2
+
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+def recommended(name: str) -> list[dict[str, Any]]:
+    loss_fn, params, (batch, *_) = loss_and_params(name)
+    found = jmpp.recommend(loss_fn, params, batch, dtype="float16", probes=1)
+    half, scale = jmpp.PolicyMap("mixed_float16"), float(found.loss_scale.loss_scale)
+    all_half = found.measured
+    if found.policy != half:
+        exact, rounded = (
+            vector(jax.jit(jax.grad(under(loss_fn, rules, by)))(params, batch)) / by
+            for rules, by in (("float32", 1.0), (half, scale))
+        )
+        (all_half,) = errors([rounded], [exact])
+    return [
+        {
+            "budget": found.budget,
+            "error": digits(found.measured),
+            "share of FLOPs in half": round(found.half_share, 4),
+            "rules": {str(pattern): str(policy) for pattern, policy in found.policy.overrides},
+            "error with all in half": digits(all_half),
+        }
+    ]
+
+
+DRIFTING = ("MLP-Mixer", "Deep and cross network", "GRU, LSTM and attention", "Scanned gated Transformer")
+#: Of the loss: no cotangent of these models is near overflow with it, nor near zero.
+SCALE = 2.0**13
+
+
+def worst(name: str) -> list[dict[str, Any]]:
+    """Predicted and measured effect of the module with the largest share."""
+    loss_fn, params, (batch, *_) = loss_and_params(name)
+    shares: dict[str, float] = {}
+    for found in jmpp.drift(under(loss_fn, "mixed_float16"), params, batch, scale=SCALE).rows:
+        _, _, top = found.module.partition("/")
+        top = top.partition("/")[0].partition(".")[0]
+        shares[top] = shares.get(top, 0.0) + found.share
+    shares.pop("", None)  # The model's own operations, which no rule puts into float32 alone.
+    module = max(shares, key=shares.__getitem__)
+    exact = gradients(loss_fn, params, [batch], "float32", 1.0)
+    (before,), (after,) = (
+        errors(gradients(loss_fn, params, [batch], rules, SCALE), exact)
+        for rules in ("mixed_float16", jmpp.PolicyMap("mixed_float16", {f"{module}/**": "float32"}))
+    )
+    return [
+        {
+            "module": module,
+            "share": round(shares[module], 3),
+            "error": digits(before),
+            "without": digits(after),
+            "without / error": round(after / before, 3),
+            "predicted": round(float(np.sqrt(max(1 - shares[module], 0))), 3),
+        }
+    ]
+
+
+ALL = (*MODELS, *STRUCTURES)
+TABLES = (
+    Table("sensitivity", ranked, by={"model": ALL}),
+    Table("recommend_zoo", recommended, by={"model": ALL}),
+    Table("drift_shares", worst, by={"model": DRIFTING}),
+)

@@ -1,0 +1,110 @@
+"""A step of an encoder of BERT's width on an H100, compiled only: kernels, bytes and memory.
+
+`loss_scaling_cost`: loss scaling, which may add at most 3 % of kernels and 1.5 % of bytes.
+`autocast_gpu_cost`: the loss under `autocast`. It and `wrap` keep the softmax in float32, so both are
+compared with the model by hand that does. `nnx_gpu_cost`: the same encoder in NNX, by hand with `dtype=` in
+every layer around Flax's own attention. `grad_dtype_gpu_cost`: float32 weight gradients.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jmp_policy as jmpp
+from benchmarks import steps
+from benchmarks.gpu_target import TARGET, Report, compile_for_gpu, table_rows
+from benchmarks.models import small, small_nnx
+from benchmarks.table import Table
+
+WIDTHS = {"vocabulary": 30528, "hidden": 1024, "heads": 16, "mlp": 4096, "layers": 4}
+BATCH, LENGTH = 32, 128
+TOKENS = (jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32),) * 2
+DTYPES = ("float16", "bfloat16")
+
+encoder = functools.partial(small.Encoder, **WIDTHS)
+
+
+def wrapped(policy: str = "mixed_float16") -> Any:
+    return jmpp.wrap(encoder(), policy)
+
+
+def reports(variants: dict[str, steps.Variant]) -> dict[str, Report]:
+    return {name: compile_for_gpu(*steps.types(variant, TOKENS)) for name, variant in variants.items()}
+
+
+def loss_scaling() -> list[dict[str, Any]]:
+    """One row per variant; those with loss scaling are compared with the same step without it."""
+    hand, softmax32 = encoder(dtype=jnp.float16), encoder(dtype=jnp.float16, softmax32=True)
+    found = reports({
+        "float32, no scaling": steps.plain(encoder()),
+        "by hand, no scaling": steps.plain(hand),
+        "by hand, scaling by hand": steps.hand_scaled(hand),
+        "by hand, loss_scaled": steps.scaled(hand),
+        "by hand (float32 softmax), no scaling": steps.plain(softmax32),
+        "wrapped, no scaling": steps.plain(wrapped()),
+        "wrapped, NoOpLossScale": steps.scaled(wrapped(), jmpp.NoOpLossScale()),
+        "wrapped, loss_scaled": steps.scaled(wrapped()),
+    })  # fmt: skip
+    bases = {name: f"{name.partition(',')[0]}, no scaling" for name in found if "no scaling" not in name}
+    bases["wrapped, no scaling"] = "by hand (float32 softmax), no scaling"
+    return table_rows(found, bases)
+
+
+def under_autocast() -> list[dict[str, Any]]:
+    """The step in float32, and four rows per half type."""
+    variants, bases = {"float32": steps.plain(encoder())}, {}
+    for dtype in DTYPES:
+        softmax32 = f"{dtype} by hand (float32 softmax)"
+        variants |= {
+            f"{dtype} by hand": steps.plain(encoder(dtype=jnp.dtype(dtype))),
+            softmax32: steps.plain(encoder(dtype=jnp.dtype(dtype), softmax32=True)),
+            f"{dtype} wrapped": steps.plain(wrapped(f"mixed_{dtype}")),
+            f"{dtype} autocast": steps.autocast(encoder(), dtype),
+        }
+        bases |= {f"{dtype} wrapped": softmax32, f"{dtype} autocast": softmax32}
+    return table_rows(reports(variants), bases)
+
+
+def in_nnx() -> list[dict[str, Any]]:
+    found, bases = {}, {}
+    for dtype in DTYPES:
+        hand, wrapped, scaled = (f"{dtype} {how}" for how in ("by hand", "wrapped", "wrapped, loss_scaled"))
+        for name in (hand, wrapped, scaled):
+            found[name] = _nnx_report(dtype, is_wrapped=name != hand, is_scaled=name == scaled)
+        bases |= {wrapped: hand, scaled: wrapped}
+    return table_rows(found, bases)
+
+
+def _nnx_report(dtype: str, *, is_wrapped: bool, is_scaled: bool) -> Report:
+    tx = jmpp.loss_scaled(steps.ADAMW, jmpp.DynamicLossScale()) if is_scaled else steps.ADAMW
+
+    def make() -> tuple[nnx.Module, nnx.Optimizer]:
+        by_hand = None if is_wrapped else jnp.dtype(dtype)
+        model = small_nnx.Encoder(rngs=nnx.Rngs(0), length=LENGTH, dtype=by_hand, **WIDTHS)
+        model = jmpp.wrap(model, f"mixed_{dtype}") if is_wrapped else model
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    kind = steps.nnx_library_step if is_scaled else steps.nnx_step
+    step, state = steps.pure(kind, *nnx.eval_shape(make))
+    return compile_for_gpu(jax.jit(step, donate_argnums=0), (state, TOKENS))
+
+
+#: Without and with float32 weight gradients.
+GRADS = {"grad=None": "mixed_float16", "grad=float32": "p=f32,c=f16,o=f32,g=f32"}
+
+
+def float32_gradients() -> list[dict[str, Any]]:
+    variants = {name: steps.plain(wrapped(policy)) for name, policy in GRADS.items()}
+    return table_rows(reports(variants), {"grad=float32": "grad=None"})
+
+
+ABOUT = {"target": TARGET, **WIDTHS}
+TABLES = (
+    Table("loss_scaling_cost", loss_scaling, about=ABOUT),
+    Table("autocast_gpu_cost", under_autocast, about=ABOUT),
+    Table("nnx_gpu_cost", in_nnx, about=ABOUT),
+    Table("grad_dtype_gpu_cost", float32_gradients, about=ABOUT),
+)

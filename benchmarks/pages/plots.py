@@ -1,0 +1,266 @@
+"""Draws the results for the pages of the documentation: `python -m benchmarks plots`. Nothing is measured.
+
+Each figure comes from one JSON file of `results/` alone. On the same versions the same file gives the same
+bytes. All that stands for a number has an id in the SVG that names the number.
+"""
+
+import math
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.pages.markdown import grouped, provenance
+from benchmarks.table import load
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
+
+#: As in docs/figures.py; white, also where the page is dark. The font is matplotlib's own.
+STYLE = {
+    "svg.hashsalt": "jmp_policy",
+    "savefig.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+#: Okabe and Ito's colours, told apart by people who see red and green alike.
+_GREY, _BLUE, _SKY, _ORANGE = "#999999", "#0072B2", "#56B4E9", "#E69F00"
+_GREEN, _RED = "#009E73", "#D55E00"
+_CAPTION = "#555555"
+
+#: Inches. As wide as a page on a telephone: the words are large enough to read there.
+_WIDTH, _TOP, _BOTTOM, _LEFT, _RIGHT = 4.5, 1.05, 0.75, 1.8, 0.1
+#: Between a panel and the one below: tick labels and a title.
+_GAP = 0.5
+
+Values = Sequence[float | None]
+
+
+def steps(result: dict[str, Any]) -> Figure:
+    """Bytes that a step moves by hand and wrapped, and what loss scaling adds to each."""
+    # Rows of programs with loops count both kernels and launches.
+    rows = [
+        row | {"added_kernels": row.get("added_launches", row.get("added_kernels"))} for row in result["rows"]
+    ]
+    panels = {
+        "GB moved by a step": ("gigabytes", "{:.1f}"),
+        "launches that scaling adds (%)": ("added_kernels", "{:+.1f}"),
+        "bytes that scaling adds (%)": ("added_bytes", "{:+.2f}"),
+    }
+    series = {"by hand": "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
+    figure, axes = _bar_panels(grouped(rows, "model", "variant"), series, (_GREY, _BLUE), panels)
+    card = result["target"].partition(",")[0]
+    _around(
+        figure,
+        axes[0].get_legend_handles_labels()[0],
+        "By hand: dtype= in each layer, a select per parameter. jmp_policy: wrap, loss_scaled.",
+        f"{result['optimizer']} steps in float16 at published sizes, compiled for an {card}; not run. "
+        + provenance(result),
+    )
+    return figure
+
+
+def speedups(result: dict[str, Any]) -> Figure:
+    """How much faster float16 is than float32 and TF32 on each card, by the roofline."""
+    models = grouped([row for row in result["rows"] if row["precision"] == "float16"], "model", "card")
+    title = "estimated speed-up of float16"
+    panels = {
+        f"{title} over float32": ("over_float32", "{:.1f}"),
+        f"{title} over TF32": ("over_tf32", "{:.2f}"),
+    }
+    cards = {card: card for card in result["cards"]}
+    figure, axes = _bar_panels(models, cards, (_ORANGE, _SKY, _BLUE, _RED, _GREY), panels)
+    for axis in axes:
+        axis.axvline(1, color="black", linewidth=0.8, linestyle="--", zorder=0.9)
+    _around(
+        figure,
+        axes[0].get_legend_handles_labels()[0],
+        "TF32 is how float32 programs run by default; cards without a bar have none.",
+        f"Roofline estimates of {result['optimizer']} steps at published sizes, compiled only; no "
+        "measurements. " + provenance(result),
+    )
+    return figure
+
+
+#: Verdict -> colour and marker.
+_VERDICTS = {
+    "parity": (_BLUE, "o"), "worse": (_RED, "s"), "better": (_GREEN, "D"), "unclear": (_ORANGE, "v"),
+}  # fmt: skip
+#: Differences beyond so many margins are written at the edge: the others would have no width.
+_MOST_MARGINS = 8
+
+
+def differences(result: dict[str, Any]) -> Figure:
+    """By task and precision, the mean difference from float32 with its interval."""
+    measures = {row["task"]: row["measure"] for row in reversed(result["rows"])}
+    rows = [row for row in result["rows"] if row["measure"] == measures[row["task"]] and "interval" in row]
+    tasks = grouped(rows, "task", "precision")
+    names = list(dict.fromkeys(row["precision"] for row in rows))
+    figure, panels = _stacked(len(tasks), 0.2 * len(names))
+    for axes, (task, found) in zip(panels, tasks.items(), strict=True):
+        _intervals(axes, names, found, f"{task}: {measures[task]}")
+    handles = [
+        axes.plot([], [], color=colour, marker=marker, label=verdict, markersize=5, linewidth=1.4)[0]
+        for verdict, (colour, marker) in _VERDICTS.items()
+        if any(row["verdict"] == verdict for row in rows)
+    ]
+    small, seeds = math.log2(result["small_loss"]), len(result["seeds"])
+    _around(
+        figure,
+        handles,
+        f"Mean difference from float32 over {seeds} seeds, {100 * result['confidence']:g} % interval. "
+        "Grey: one standard deviation of float32.",
+        f"Triangles: beyond the edge. Small loss: times 2^{small:g}, undone in the optimizer. "
+        f"{provenance(result)}, {result['backend'].upper()}",
+    )
+    return figure
+
+
+def _intervals(axes: Axes, names: list[str], found: dict[str, dict[str, Any]], title: str) -> None:
+    margin = next(iter(found.values()))["margin"]
+    ends = {name: (*row["interval"], row["difference"]) for name, row in found.items()}
+    near = [abs(x) for some in ends.values() for x in some if max(map(abs, some)) <= _MOST_MARGINS * margin]
+    limit = 1.15 * max([*near, margin])
+    axes.axvspan(-margin, margin, color="#000000", alpha=0.08, linewidth=0)
+    axes.axvline(0, color="black", linewidth=0.8)
+    for place, name in enumerate(names):
+        if name not in found:
+            continue
+        row = found[name]
+        colour, marker = _VERDICTS[row["verdict"]]
+        low, high = row["interval"]
+        gid = _gid("difference", title, name)
+        if max(map(abs, ends[name])) <= limit:
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.6, gid=f"{gid}-interval")
+            axes.plot(row["difference"], place, color=colour, marker=marker, markersize=5, gid=gid)
+            continue
+        side = 1 if row["difference"] > 0 else -1
+        axes.plot(side * limit * 0.97, place, color=colour, marker=">" if side > 0 else "<", gid=gid)
+        axes.annotate(
+            _signed(f"{row['difference']:+.2f} [{low:.2f}, {high:.2f}]"), (side * limit * 0.97, place),
+            (-7 * side, 0), textcoords="offset points", ha="right" if side > 0 else "left", va="center",
+            fontsize=7,
+        )  # fmt: skip
+    axes.set(xlim=(-limit, limit), ylim=(len(names) - 0.5, -0.5))
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+    axes.set_title(title, fontsize=8.5, loc="right")
+
+
+def _bar_panels(
+    models: dict[str, Any], series: dict[str, str], colours: Sequence[str], panels: dict[str, tuple[str, str]]
+) -> tuple[Figure, list[Axes]]:
+    """Panels with a row per model, and a bar for each of a series.
+
+    Args:
+      models: name -> key -> row.
+      series: label -> key.
+      colours: of the series.
+      panels: title -> name of the number and how it is written.
+    """
+    figure, found = _stacked(len(panels), len(models) * (0.16 * len(series) + 0.14))
+    of_label = dict(zip(series, colours, strict=False))
+    for axes, (title, (column, form)) in zip(found, panels.items(), strict=True):
+        values = {
+            label: [_number(rows.get(key, {}).get(column)) for rows in models.values()]
+            for label, key in series.items()
+        }
+        _bars(axes, column, list(models), values, of_label, form)
+        axes.set_title(title, fontsize=8.5)
+        axes.set_yticks(range(len(models)), list(models))
+        axes.set_ylim(len(models) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+    return figure, found
+
+
+def _stacked(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels one below the other; where they stand does not depend on any text."""
+    up = _TOP + count * (height + _GAP) - _GAP + _BOTTOM
+    figure = Figure(figsize=(_WIDTH, up))
+    width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+    bottoms = (_BOTTOM + (count - 1 - i) * (height + _GAP) for i in range(count))
+    return figure, [figure.add_axes((_LEFT / _WIDTH, b / up, width, height / up)) for b in bottoms]
+
+
+def _bars(
+    axes: Axes, column: str, names: list[str], series: dict[str, Values], colours: dict[str, str], form: str
+) -> None:
+    """Bars with their numbers; those that go left of zero have theirs on the right of it."""
+    thickness = 0.8 / len(series)
+    known = [value for values in series.values() for value in values if value is not None]
+    most, least = max([0, *known]), min([0, *known])
+    for number, (label, values) in enumerate(series.items()):
+        shift = (number - (len(series) - 1) / 2) * thickness
+        for place, (name, value) in enumerate(zip(names, values, strict=True)):
+            if value is None:
+                continue
+            (bar,) = axes.barh(place + shift, value, 0.9 * thickness, color=colours[label])
+            bar.set_gid(_gid(column, name, label))
+            axes.annotate(
+                _signed(form.format(value)), (max(value, 0), place + shift), (2, 0),
+                textcoords="offset points", va="center", fontsize=7,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+            )  # fmt: skip
+        axes.barh(np.nan, np.nan, color=colours[label], label=label)
+    axes.set_xlim(1.05 * least, most + 0.2 * (most - least) or 1)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", nbins=5)
+    axes.spines["left"].set_visible(False)
+
+
+def _around(figure: Figure, handles: Sequence[Any], head: str, caption: str) -> None:
+    """Words and the legend above the panels, a caption below."""
+    up = figure.get_figheight()
+    figure.legend(
+        handles=handles, loc="upper left", ncols=len(handles), frameon=False,
+        bbox_to_anchor=(0.02, 1 - 0.42 / up),
+    )  # fmt: skip
+    head, caption = ("\n".join(textwrap.wrap(*words)) for words in ((head, 64), (caption, 74)))
+    figure.text(0.035, 1 - 0.1 / up, head, ha="left", va="top")
+    figure.text(0.035, 0.08 / up, caption, fontsize=7, color=_CAPTION, va="bottom")
+
+
+def _number(value: float | str | None) -> float | None:
+    """A number as it stands in the results: 51.2, or "+0.14%"."""
+    return float(value.rstrip("%")) if isinstance(value, str) else value
+
+
+def _gid(*names: str) -> str:
+    return re.sub(r"\W+", "-", "-".join(names))
+
+
+def _signed(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+#: Name of the image -> name of the results, and what draws them.
+FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
+    "zoo_steps": ("zoo_gpu", steps),
+    "zoo_cards": ("zoo_cards", speedups),
+    "accuracy": ("accuracy", differences),
+}
+
+
+def save(name: str, result: dict[str, Any], images: pathlib.Path = IMAGES) -> pathlib.Path:
+    """Draws a figure into `images`, without the date of the drawing."""
+    path = images / f"{name}.svg"
+    with matplotlib.rc_context(STYLE):
+        FIGURES[name][1](result).savefig(path, metadata={"Date": None})
+    return path
+
+
+def main(images: pathlib.Path = IMAGES) -> None:
+    for name, (source, _) in FIGURES.items():
+        save(name, load(source), images)

@@ -1,0 +1,1 @@
+"""What happens when something goes wrong, and in a hundred thousand steps."""

@@ -1,0 +1,107 @@
+"""Steps against the same steps otherwise, in ratios of times and counts that are measured in turn on the CPU.
+
+`overhead`: what the library costs on top of a step by hand, and loss scaling on top of none.
+`grad_dtype_cost`: float32 weight gradients from half products. `zoo_cost`: real models, smaller.
+`stack_depth`: how much the time of a trace depends on where on the stack it begins (see
+`measure.trace_time`), for the real models whose traces have the most small calls; only the mean over a chunk
+of CPython's stack compares two steps.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+import jmp_policy as jmpp
+from benchmarks import measure, steps
+from benchmarks.counts.encoder import GRADS
+from benchmarks.measure import USUAL
+from benchmarks.models import MODELS, Model, small
+from benchmarks.table import Table
+
+REPEATS = 11
+
+
+def overhead(model: str) -> list[dict[str, Any]]:
+    cls, make_batch = small.TABLE[model]
+    hand, wrapped, batch = cls(dtype=jnp.float16), jmpp.wrap(cls(), "mixed_float16"), make_batch()
+    made = {
+        "by hand": steps.hand_scaled(hand),
+        "by hand without scaling": steps.plain(hand),
+        "library": steps.scaled(wrapped),
+        "library without scaling": steps.plain(wrapped),
+    }
+    # Compiling takes seconds, and varies less than tracing.
+    found = measure.in_turn(steps.all_begun(made, batch), batch, REPEATS, compiles=4)
+    unscaled = ((name, f"{name} without scaling") for name in ("library", "by hand"))
+    return [compared(found, *pair) for pair in (("library", "by hand"), *unscaled)]
+
+
+def compared(found: measure.Found, over: str, under: str, *quantities: str) -> dict[str, Any]:
+    return {"comparison": f"{over} / {under}", **measure.compared(found, over, under, *quantities)}
+
+
+def float32_gradients(model: str) -> list[dict[str, Any]]:
+    cls, make_batch = small.TABLE[model]
+    batch = make_batch()
+    made = {name: steps.plain(jmpp.wrap(cls(), policy)) for name, policy in GRADS.items()}
+    found = measure.in_turn(steps.all_begun(made, batch), batch, REPEATS)
+    return [measure.compared(found, "grad=float32", "grad=None", *USUAL)]
+
+
+ZOO_REPEATS = 7
+#: What is compared with what.
+COMPARISONS = (
+    ("wrapped, loss_scaled", "by hand, scaling by hand"),
+    ("mixed_bfloat16", "float32"),
+    ("bfloat16, grad=float32", "float32"),
+)
+
+
+def variants(model: Model) -> dict[str, steps.Variant]:
+    bare = model.module
+    return {
+        "by hand, scaling by hand": steps.hand_scaled(steps.ByHand(bare, jnp.float16)),
+        "wrapped, loss_scaled": steps.scaled(jmpp.wrap(bare, "mixed_float16")),
+        "float32": steps.plain(bare),
+        "mixed_bfloat16": steps.plain(jmpp.wrap(bare, "mixed_bfloat16")),
+        "bfloat16, grad=float32": steps.plain(jmpp.wrap(bare, "p=f32,c=bf16,o=f32,g=f32")),
+    }
+
+
+def zoo_rows(name: str, size: str, repeats: int = ZOO_REPEATS) -> list[dict[str, Any]]:
+    model = MODELS[name](size)
+    batch = model.batch()
+    found = measure.in_turn(steps.all_begun(variants(model), batch, model.loss), batch, repeats, steps=2)
+    return [compared(found, *pair, *USUAL) for pair in COMPARISONS]
+
+
+#: Traces at each depth, of which the quickest counts.
+TRACES = 2
+
+
+def depth_rows(name: str, size: str, stride: int = 8) -> list[dict[str, Any]]:
+    """One row per variant and depth; the first trace, when Python itself is cold, is not among them."""
+    model = MODELS[name](size)
+    batch, made = model.batch(), {}
+    for variant in COMPARISONS[0]:
+        step, state = steps.begun(variants(model)[variant], batch, model.loss)
+        made[variant] = step, (state, batch)
+        measure.trace_time(*made[variant])
+
+    def seconds(frames: int, variant: str) -> float:
+        return measure.deeper(frames, lambda: measure.trace_time(*made[variant]))[0]
+
+    return [
+        {"variant": v, "frames": n, "seconds": min(seconds(n, v) for _ in range(TRACES))}
+        for n in range(0, measure.CHUNK, stride)
+        for v in made
+    ]
+
+
+DEEP = {"model": ("Conv seq2seq", "DeepSpeech2")}
+TABLES = (
+    Table("overhead", overhead, by={"model": small.TABLE}, about={"repeats": REPEATS}),
+    Table("grad_dtype_cost", float32_gradients, by={"model": small.TABLE}, about={"repeats": REPEATS}),
+    Table("zoo_cost", zoo_rows, by={"model": MODELS}, about={"repeats": ZOO_REPEATS}, size="small"),
+    Table("stack_depth", depth_rows, by=DEEP, about={"repeats": TRACES}, size="small"),
+)

@@ -1,0 +1,143 @@
+"""What it costs to look while training, and what `drift` costs.
+
+`report_cost`: spectra of gradients and activations, and groups' magnitudes. Every number is a ratio to the
+same step without looking; a step that is taken every 100 steps counts as a hundredth. Aim: below 5 %.
+
+`drift_cost`: time and memory of its compiled program beside those of the loss and its gradients in float32.
+Times are of this process's CPU. Aim at the default detail: at most 3 times the time and twice the memory.
+"""
+
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+
+import jmp_policy as jmpp
+from benchmarks import measure, steps
+from benchmarks.models import small
+from benchmarks.table import Table
+from jmp_policy._src.report.drift.comparison import Comparison
+
+REPEATS = 11
+EVERY = 100
+
+
+def looks(cls: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+    """Step and first state, a pair of the training state and a spectrum, of the ways to look."""
+    model = jmpp.wrap(cls(), "mixed_float16")
+    plain, monitored = (
+        jmpp.loss_scaled(steps.ADAMW, jmpp.DynamicLossScale(), monitor=monitor) for monitor in (False, True)
+    )
+    state = steps.init(model, plain, batch)
+
+    def loss_fn(params: Any) -> Any:
+        return steps.loss_and_stats(model, params, state.stats, batch)
+
+    def step(scaled: Any, *, taps: bool = False, every: int = 0) -> Any:
+        def run(carry: Any, batch: Any) -> Any:
+            state, spectrum = carry
+
+            def loss_fn(params: Any) -> Any:
+                return steps.loss_and_stats(model, params, state.stats, batch)
+
+            if taps:
+                gradient = jmpp.spectrum_value_and_grad(loss_fn, has_aux=True)
+                ((loss, stats), grads), spectrum = gradient(state.opt_state, spectrum, state.params)
+            else:
+                gradient = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)
+                (loss, stats), grads = gradient(state.opt_state, state.params)
+                if every:
+                    spectrum = spectrum.update(grads, state.opt_state, every=every)
+            return (steps.updated(state, scaled, grads, stats), spectrum), loss
+
+        return run
+
+    weights, both = (jmpp.SpectrumState.create(state.params, *more) for more in ((), (loss_fn,)))
+    return {
+        "nothing": (step(plain), (state, ())),
+        "monitor=True": (step(monitored), (steps.init(model, monitored, batch), ())),
+        "weights": (step(plain, every=1), (state, weights)),
+        f"weights, every={EVERY} in one step": (step(plain, every=EVERY), (state, weights)),
+        "weights and activations": (step(plain, taps=True), (state, both)),
+    }
+
+
+def look_rows(model: str) -> list[dict[str, Any]]:
+    cls, make_batch = small.TABLE[model]
+    batch = make_batch()
+    rare = f"weights, every={EVERY} in one step"
+
+    def begun(name: str, step: Any, carry: Any) -> tuple[Any, Any]:
+        # After one call, so that with `every` the calls timed are those that do not count.
+        return step, jax.jit(step)(carry, batch)[0] if name == rare else carry
+
+    each = {name: functools.partial(begun, name, *parts) for name, parts in looks(cls, batch).items()}
+    found = measure.in_turn(each, batch, REPEATS, traces=0)
+    rows = []
+    for name in found:
+        row = {"looks at": name, **measure.compared(found, name, "nothing", *measure.COUNTS, "step")}
+        if name.startswith("weights") and name != rare:
+            # Memory is that of the larger of the two steps, while it runs.
+            row[f"step, 1 of {EVERY}"] = round(1 + (row["step"]["median"] - 1) / EVERY, 4)
+            row[f"bytes, 1 of {EVERY}"] = round(1 + (row["bytes"] - 1) / EVERY, 4)
+        rows.append(row)
+    return rows
+
+
+DRIFT_REPEATS = 7
+DETAILS = ("result", "module", "operation")
+
+
+def programs(cls: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+    """Functions of the parameters, to be jitted: the step in both precisions, and what `drift` runs."""
+    bare, half = cls(), jmpp.wrap(cls(), "mixed_float16")
+    state = steps.init(bare, steps.ADAMW, batch)
+
+    def step(model: Any, params: Any) -> Any:
+        return jax.value_and_grad(lambda p: steps.loss_and_stats(model, p, state.stats, batch)[0])(params)
+
+    jaxpr = jax.make_jaxpr(functools.partial(step, half))(state.params)
+    found = {"float32": functools.partial(step, bare), "mixed_float16": functools.partial(step, half)}
+    for detail in DETAILS:
+        comparison = Comparison(jaxpr, detail, quick=detail != "result")
+        found[f"drift, {detail}"] = lambda params, c=comparison: c(jax.tree.leaves(params))
+    return found, state.params
+
+
+def drift_rows(model: str) -> list[dict[str, Any]]:
+    cls, make_batch = small.TABLE[model]
+    functions, params = programs(cls, make_batch())
+    compiled = {name: jax.jit(f).lower(params).compile() for name, f in functions.items()}
+    timed = {
+        name: functools.partial(measure.seconds, functools.partial(c, params), time.process_time)
+        for name, c in compiled.items()
+    }
+    for run in timed.values():
+        run()
+    times = measure.interleaved(timed, DRIFT_REPEATS)
+    memory, temp = {}, {}
+    for name, program in compiled.items():
+        sizes = program.memory_analysis()
+        temp[name] = sizes.temp_size_in_bytes
+        memory[name] = temp[name] + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    rows = []
+    for name in compiled:
+        ratios = sorted(a / b for a, b in zip(times[name], times["float32"], strict=True))
+        rows.append({
+            "program": name,
+            "cpu_time": round(statistics.median(ratios), 3),
+            "cpu_time_low": round(ratios[0], 3),
+            "cpu_time_high": round(ratios[-1], 3),
+            "memory": round(memory[name] / memory["float32"], 3),
+            "temp": round(temp[name] / temp["float32"], 3),
+        })  # fmt: skip
+    return rows
+
+
+LOOKED_AT = ("CNN + BatchNorm", "Transformer")
+TABLES = (
+    Table("report_cost", look_rows, by={"model": LOOKED_AT}, about={"repeats": REPEATS}),
+    Table("drift_cost", drift_rows, by={"model": small.TABLE}, about={"repeats": DRIFT_REPEATS}),
+)
