@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets import GPUS
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,

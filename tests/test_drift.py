@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jmp_policy as jmpp
 from jmp_policy import report
-from jmp_policy._src.core.rounding import narrowed, rounded
+from jmp_policy._src.core.narrowing import narrowed, rounded
 from jmp_policy._src.report.drift.comparison import Comparison
 
 HALF = jnp.float16

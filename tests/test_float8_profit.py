@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.blocks import BLOCKS

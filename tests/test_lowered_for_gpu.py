@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.report.lowering.compiler import compiled, exported, is_installed
 from jmp_policy._src.report.lowering.kernels import kernels_of
 

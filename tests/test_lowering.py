@@ -17,8 +17,7 @@ import pytest
 from data import record
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.core.targets.gpus import GPUS, LAUNCH_SECONDS
-from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
+from jmp_policy._src.core.targets import GPUS, LAUNCH_SECONDS, TARGETS, find_target, target_of_device
 from jmp_policy._src.report.lowering import compiler as xla_compiler
 from jmp_policy._src.report.lowering import lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.core.targets.gpus import GPUS
-from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
-from jmp_policy._src.core.targets.tpus import TPUS
+from jmp_policy._src.core.targets import GPUS, TARGETS, TPUS, find_target, target_of_device
 from jmp_policy._src.report.lowering import compiler, lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError, exported, is_installed

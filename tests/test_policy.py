@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.dtypes import best_half_dtype
+from jmp_policy._src.core.dtype_words import best_half_dtype
 
 NAMES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 

@@ -11,7 +11,7 @@ from flax import nnx
 from planted_models import PLANTED
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.targets.targets import find_target
+from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.sensitivity import float32_modules, product_cost
 from jmp_policy._src.report.sensitivity.float32_modules import Choice
 from jmp_policy._src.report.sensitivity.probes import Effect, Effects

@@ -303,7 +303,7 @@ NAMED = {
     "tests/test_structure.py": ["ROOMS"],
     "tests/test_zoo.py": ["NAMES"],
     "benchmarks/models/__init__.py": ["MODELS"],
-    "src/jmp_policy/_src/policy/rules.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
+    "src/jmp_policy/_src/policy/patterns.py": ["_check_pattern", "matches", "show_pattern", "unused_error"],
     "src/jmp_policy/_src/flax/linen/layers.py": ["NORMS", "WEIGHT_NORMS"],
     "src/jmp_policy/_src/flax/nnx/layers.py": ["NORMS", "WEIGHT_NORMS"],
     "src/jmp_policy/_src/jaxpr/op_table.py": ["OPERATIONS", "OpList", "Trait"],

@@ -76,7 +76,7 @@ def test_imports_point_down():
     below = f"{SOURCE}.core.dtypes"
     assert upward(below, "from jmp_policy._src.policy import scope")
     assert upward(below, "def f():\n    from jmp_policy import wrap")
-    assert upward(below, 'importlib.import_module("jmp_policy._src.flax.linen.wrap")')
+    assert upward(below, 'importlib.import_module("jmp_policy._src.flax.linen.wrapped")')
     assert upward(below, "from . import cast")
     assert not upward(below, "from jmp_policy._src.core import suggest")
 

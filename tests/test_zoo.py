@@ -26,7 +26,7 @@ import optax
 import pytest
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets import GPUS
 from jmp_policy._src.report.lowering.compile_process import Compiled
 
 pytestmark = pytest.mark.once

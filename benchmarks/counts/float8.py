@@ -19,7 +19,7 @@ from benchmarks.counts.encoder import WIDTHS
 from benchmarks.gpu_target import TARGET, compiled_for_gpu, count
 from benchmarks.models import MODELS, small
 from benchmarks.table import Table
-from jmp_policy._src.core.targets.targets import TARGETS
+from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral

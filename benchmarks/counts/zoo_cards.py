@@ -19,8 +19,7 @@ from benchmarks import steps
 from benchmarks.counts.zoo_gpu import step_and_arguments, variants
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import TARGETS, find_target
+from jmp_policy._src.core.targets import TARGETS, Target, find_target
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled

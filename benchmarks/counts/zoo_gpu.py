@@ -19,7 +19,7 @@ from benchmarks.models import MODELS, Model
 from benchmarks.models._model import cross_entropy, images
 from benchmarks.models.resnet import Bottleneck
 from benchmarks.table import Table
-from jmp_policy._src.core.targets.gpus import GPUS
+from jmp_policy._src.core.targets import GPUS
 
 CARDS = ("H100", "A100", "V100")
 BASES = {

@@ -20,8 +20,7 @@ from benchmarks import measure, steps
 from benchmarks.counts.float8 import SIZES, Sized, encoder, policy_of
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import target_of_device
+from jmp_policy._src.core.targets import Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.roofline import kernel_seconds
 

@@ -14,15 +14,15 @@ from jmp_policy import optim as optim
 from jmp_policy import report as report
 from jmp_policy._src.api.check import LossScaleStuckError as LossScaleStuckError
 from jmp_policy._src.api.check import check as check
-from jmp_policy._src.api.frameworks import register_frameworks as _register_frameworks
 from jmp_policy._src.api.precision import Precision as Precision
 from jmp_policy._src.api.precision import from_config as from_config
+from jmp_policy._src.api.wrap import register_frameworks as _register_frameworks
 from jmp_policy._src.api.wrap import wrap as wrap
 from jmp_policy._src.autocast.api import autocast as autocast
 from jmp_policy._src.autocast.explanation import Explanation as Explanation
 from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.autocast.explanation import explain as explain
-from jmp_policy._src.core.dtypes import best_half_dtype as best_half_dtype
+from jmp_policy._src.core.dtype_words import best_half_dtype as best_half_dtype
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.core.public import publish_later as _publish_later
 from jmp_policy._src.half_params.half_moments import HalfMomentsState as HalfMomentsState
@@ -52,21 +52,18 @@ from jmp_policy._src.loss_scaling.selection import select_tree as select_tree
 from jmp_policy._src.loss_scaling.state import LossScaledState as LossScaledState
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state as get_loss_scale_state
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
+from jmp_policy._src.policy.patterns import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.policy import Policy as Policy
 from jmp_policy._src.policy.policy import get_policy as get_policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
-from jmp_policy._src.policy.rules import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.watching import tap as tap
 from jmp_policy._src.policy.worthwhile import worthwhile as worthwhile
 
 __version__ = "0.1.0"
 
-_register_frameworks(
-    linen=lambda: _importlib.import_module("jmp_policy.linen"),
-    nnx=lambda: _importlib.import_module("jmp_policy.nnx"),
-)
+_register_frameworks(linen="jmp_policy.linen", nnx="jmp_policy.nnx")
 _publish(__name__, globals(), also=[_PredicateOnWholePath])
 
 #: Reports, which nobody needs to train a model.

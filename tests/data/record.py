@@ -101,7 +101,7 @@ NAMES = ("volta", "mlp", "float32_head", "vocabulary", "conv", "scan", "devices"
 
 
 def main():
-    from jmp_policy._src.core.targets.targets import find_target
+    from jmp_policy._src.core.targets import find_target
     from jmp_policy._src.report.function import as_function
     from jmp_policy._src.report.lowering.compiler import compiled, exported
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.cast import cast_floating, cast_leaf, map_changed
-from jmp_policy._src.core.dtypes import DTYPE_WORDS
+from jmp_policy._src.core.dtype_words import DTYPE_WORDS
+from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, map_changed
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import selection

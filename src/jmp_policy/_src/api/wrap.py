@@ -1,15 +1,16 @@
 """Puts Flax modules of either kind under a policy, and imports that kind's implementation when needed."""
 
+import importlib
 from typing import Any, TypeVar
 
-from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.frameworks import Framework, framework_of, register_framework
 from jmp_policy._src.policy.rules import PolicyMapLike
 
 T = TypeVar("T")
 
 
 def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
-    """Returns a Flax module that computes under a precision policy.
+    """Puts a Flax module under a precision policy.
 
     It is the first of the three lines that make a training step mixed-precision.
 
@@ -47,3 +48,27 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
     if callable(module) and not isinstance(module, type):
         hint = " Wrap the module whose function it calls."
     raise TypeError(f"wrap takes an instance of flax.linen.Module or flax.nnx.Module, got {given}.{hint}")
+
+
+def register_frameworks(linen: str, nnx: str) -> None:
+    """Registers Linen and NNX, whose implementations are imported when one of their modules is first seen.
+
+    Args:
+      linen, nnx: names of the public module of each. It gives the classes and functions of its framework the
+        names that pickles show, so that it is imported along with the implementation.
+    """
+
+    def load_linen() -> Framework:
+        from jmp_policy._src.flax.linen.framework import LinenFramework
+
+        importlib.import_module(linen)
+        return LinenFramework()
+
+    def load_nnx() -> Framework:
+        from jmp_policy._src.flax.nnx.wrap_module import NNXFramework
+
+        importlib.import_module(nnx)
+        return NNXFramework()
+
+    register_framework("flax.linen", "Module", load_linen)
+    register_framework("flax.nnx", "Module", load_nnx)

@@ -11,7 +11,7 @@ import jax
 from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
-from jmp_policy._src.core.dtypes import parse_dtype
+from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
@@ -19,10 +19,11 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.policy import Policy, PolicyLike
 from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
 from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
-from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, check_grad_dtypes, unused_error
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
 from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
@@ -72,7 +73,6 @@ class Settings:
     ):
         recipe, lower = taken_recipe(lower)
         self.policy_map = autocast_policy(policy, recipe)
-        check_grad_dtypes(self.policy_map)
         default = self.policy_map.default
         self.half, self.recipe = compute_dtype(default.compute_dtype, policy), default.recipe
         self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)

@@ -1,139 +1,53 @@
-"""Reads and classifies floating dtypes, and names the 16-bit dtype that suits the hardware."""
+"""Tells floating, half and other dtypes apart, and casts the floating leaves of a pytree."""
 
 import functools
-import re
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.core.types import DTypeLike
-
-#: Short and long words for dtypes, as users write them in a policy's text.
-DTYPE_WORDS: dict[str, Any] = {
-    "f16": jnp.float16,
-    "fp16": jnp.float16,
-    "float16": jnp.float16,
-    "bf16": jnp.bfloat16,
-    "bfloat16": jnp.bfloat16,
-    "f32": jnp.float32,
-    "fp32": jnp.float32,
-    "float32": jnp.float32,
-    "full": jnp.float32,
-    "f64": jnp.float64,
-    "fp64": jnp.float64,
-    "float64": jnp.float64,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
-}
-
-
-def best_half_dtype(device: Any = None) -> np.dtype:
-    """Returns the 16-bit dtype that suits a device: bfloat16 where its matrix units support it, else float16.
-
-    Args:
-      device: the device; the first one of the default backend if None.
-
-    Returns:
-      `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
-      `float16` for older NVIDIA GPUs, whose Tensor Cores support no other 16-bit dtype.
-
-    Example:
-      >>> best_half_dtype(jax.local_devices(backend="cpu")[0])
-      dtype(bfloat16)
-    """
-    device = jax.devices()[0] if device is None else device
-    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    if device.platform in ("gpu", "cuda") and capability and int(capability.group(1)) < 8:
-        return np.dtype(jnp.float16)
-    return np.dtype(jnp.bfloat16)
-
-
-def parse_dtype(word: DTypeLike, where: str) -> np.dtype:
-    """Parses a floating dtype from its name, a scalar type or a dtype.
-
-    Args:
-      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ...
-      where: what the word was given for, as the error message says it.
-
-    Raises:
-      ValueError: for a word that names no dtype, and for a dtype that is not floating.
-    """
-    if word is None:
-        raise ValueError(f"The dtype {where} is None; it must be a floating dtype such as 'float16'.")
-    if isinstance(word, str):
-        name = word.strip().lower()
-        if name == "half":
-            return best_half_dtype()
-        if name in DTYPE_WORDS:
-            return np.dtype(DTYPE_WORDS[name])
-    try:
-        dtype = jnp.dtype(word)
-    except TypeError as error:
-        raise ValueError(_unknown(word, where)) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
-            "floating values. Use float16, bfloat16, float32 or float64."
-        )
-    return dtype
-
-
-def _unknown(word: Any, where: str) -> str:
-    words = [*DTYPE_WORDS, "half"]
-    hint = did_you_mean(str(word).strip().lower(), words)
-    return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
+from jmp_policy._src.core.types import DTypeLike, PyTree
 
 
 # Asked thousands of times while a model is traced, of a handful of dtypes.
 @functools.lru_cache(maxsize=256)
 def is_floating(dtype: Any) -> bool:
-    """Returns whether a dtype is real floating (float8 and bfloat16 are; PRNG keys and float0 are not)."""
+    """Whether a dtype is real floating (float8 and bfloat16 are; PRNG keys and float0 are not)."""
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+@functools.lru_cache(maxsize=256)
+def is_number(dtype: Any) -> bool:
+    """Whether a dtype is one of numbers: no booleans, keys or float0."""
+    return is_floating(dtype) or bool(jax.dtypes.issubdtype(dtype, np.number))
+
+
+@functools.lru_cache(maxsize=256)
+def is_complex(dtype: Any) -> bool:
+    """Whether a dtype is one of complex numbers."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+@functools.lru_cache(maxsize=256)
 def is_complex_or_integer(dtype: Any) -> bool:
-    """Returns whether a dtype is one of numbers that no policy casts."""
-    return dtype is not None and any(
-        jnp.issubdtype(dtype, kind) for kind in (jnp.complexfloating, jnp.integer)
-    )
+    """Whether a dtype is one of numbers that no policy casts."""
+    kinds = jnp.complexfloating, jnp.integer
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 @functools.lru_cache(maxsize=256)
 def is_half(dtype: Any) -> bool:
-    """Returns whether a dtype is floating with 16 bits or fewer."""
+    """Whether a dtype is floating with 16 bits or fewer."""
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
-
-
-#: Why a policy has no float8 type, and what to do.
-NO_SCALES = (
-    "Eight bits hold so few numbers that every tensor needs a scale of its own, and a policy's casts have "
-    "none: gradients would be wrong by tens of percent. Ask for bfloat16, and for products that have scales: "
-    "the recipe of a policy ('mixed_bfloat16,recipe=fp8_current'), Flax's "
-    "dot_general_cls=nn.Fp8DirectDotGeneralOp, or the library qwix."
-)
-
-
-def check_has_range(dtype: np.dtype, asked: str) -> None:
-    """Raises for dtypes of 8 bits and fewer, in which casts alone give nothing useful.
-
-    Args:
-      dtype: what values would be cast to.
-      asked: who asks for it, as the message begins: "The policy 'c=float8_e4m3fn'".
-
-    Raises:
-      ValueError: for floating dtypes of fewer than 16 bits.
-    """
-    if is_floating(dtype) and jnp.finfo(dtype).bits < 16:
-        largest = float(jnp.finfo(dtype).max)
-        raise ValueError(f"{asked} asks for {dtype}, which holds nothing above {largest:g}. {NO_SCALES}")
 
 
 @functools.lru_cache(maxsize=256)
 def promote_dtype(dtype: Any) -> np.dtype:
-    """Returns float32 for a floating dtype of fewer bits, and any other dtype unchanged."""
+    """Float32 for a floating dtype of fewer bits; any other dtype as it is."""
     has_fewer_bits = is_floating(dtype) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if has_fewer_bits else np.dtype(dtype)
 
@@ -144,7 +58,7 @@ def array_type_text(x: Any) -> str:
 
 
 def is_dtype_or_none(value: Any) -> bool:
-    """Returns whether the value of a field called `dtype` is one that a policy may replace."""
+    """Whether the value of a field called `dtype` is one that a policy may replace."""
     if value is None:
         return True
     if isinstance(value, str) and value not in ("float16", "bfloat16", "float32", "float64"):
@@ -153,3 +67,65 @@ def is_dtype_or_none(value: Any) -> bool:
         return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
     except TypeError:
         return False
+
+
+#: What counts as an array among the leaves of a pytree.
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def is_floating_array(x: Any) -> bool:
+    """Whether a leaf is an array, or a `jax.ShapeDtypeStruct`, of a floating dtype."""
+    return isinstance(x, ARRAYS) and is_floating(x.dtype)
+
+
+def has_complex(tree: PyTree) -> bool:
+    """Whether an array among the leaves of a pytree is complex."""
+    return any(map(is_complex, [x.dtype for x in jax.tree.leaves(tree) if isinstance(x, ARRAYS)]))
+
+
+def map_changed(
+    function: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+    """Maps a function over the leaves as `jax.tree.map` does; the same tree where no leaf changed.
+
+    None stays None. A tree that comes back as the same object costs nothing later: containers are not
+    rebuilt and custom nodes are not unflattened.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf)
+    new = list(map(function, leaves))
+    return tree if all(map(operator.is_, leaves, new)) else jax.tree.unflatten(treedef, new)
+
+
+def strip_weak_type(x: Any) -> Any:
+    """A weakly typed JAX array with a strong type; anything else as the same object."""
+    if isinstance(x, jax.Array) and getattr(jax.typeof(x), "weak_type", False):
+        return lax.convert_element_type(x, x.dtype)
+    return x
+
+
+def cast_leaf(x: Any, dtype: np.dtype) -> Any:
+    """Casts one floating array to `dtype`, and returns anything else as the same object."""
+    if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    if isinstance(x, jax.Array):
+        return lax.convert_element_type(x, dtype)  # Half the tracing time of x.astype.
+    return x.astype(dtype)
+
+
+def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
+    """Casts the floating arrays of a pytree.
+
+    Args:
+      tree: any pytree. Arrays may be JAX arrays, tracers, NumPy arrays and scalars, or
+        `jax.ShapeDtypeStruct`s; boxed Flax metadata is looked into.
+      dtype: a floating dtype.
+
+    Returns:
+      The tree with every float, bfloat16 and float8 array in `dtype`. Integers, booleans, complex
+      numbers, PRNG keys, `float0`, None, strings and Python scalars are the same objects as before,
+      and so is the whole tree where nothing changed.
+    """
+    dtype = np.dtype(dtype)
+    return map_changed(functools.partial(cast_leaf, dtype=dtype), tree)

@@ -5,12 +5,12 @@ from typing import Any
 
 
 def imported_attr(module: str, name: str) -> Any:
-    """Returns a module's attribute if the program has imported that module, else None."""
+    """A module's attribute if the program has imported that module, else None."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Returns whether a value is an instance of `module.name`, without importing the module.
+    """Whether a value is an instance of `module.name`, without importing the module.
 
     A class of a module that was never imported has no instances.
     """

@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.after_import import after_import
+from jmp_policy._src.core.serialization import register_with_flax
 
 T = TypeVar("T")
 
@@ -34,17 +34,17 @@ def made_from(argument: str) -> Any:
 
 
 def leaf_fields(cls: Any) -> tuple[str, ...]:
-    """Returns the names of the fields of a pytree dataclass, or of an instance of one, that are children."""
+    """Names of the fields of a pytree dataclass, or of an instance of one, that are children."""
     return tuple(f.name for f in dataclasses.fields(cls) if not f.metadata.get(_STATIC))
 
 
 def static_fields(cls: Any) -> tuple[str, ...]:
-    """Returns the names of the fields of a pytree dataclass that are configuration."""
+    """Names of the fields of a pytree dataclass that are configuration."""
     return tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get(_STATIC))
 
 
 def replace(obj: T, **changes: Any) -> T:
-    """Returns a copy with some fields changed, as `dataclasses.replace` does, but without running `__init__`.
+    """A copy with some fields changed, as `dataclasses.replace` does, but without running `__init__`.
 
     Nothing is validated or converted again.
     """
@@ -72,13 +72,15 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
     if own_init is not None:
         cls.__init__ = _accepting_fields(own_init, cls)  # type: ignore[method-assign]
     leaves, config = leaf_fields(cls), static_fields(cls)
+    keys = tuple(map(jax.tree_util.GetAttrKey, leaves))
 
     def flatten_with_keys(obj: Any) -> Any:
-        keyed = tuple((jax.tree_util.GetAttrKey(n), getattr(obj, n)) for n in leaves)
-        return keyed, tuple(getattr(obj, n) for n in config)
+        values, settings = flatten(obj)
+        return tuple(zip(keys, values, strict=True)), settings
 
     def flatten(obj: Any) -> Any:
-        return tuple(getattr(obj, n) for n in leaves), tuple(getattr(obj, n) for n in config)
+        value = functools.partial(getattr, obj)
+        return tuple(map(value, leaves)), tuple(map(value, config))
 
     def unflatten(aux: tuple[Any, ...], children: Any) -> T:
         obj = object.__new__(cls)
@@ -87,13 +89,13 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
         return obj
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    after_import("flax.serialization", lambda module: _register_with_flax(cls, module))
+    register_with_flax(cls, leaves, replace)
     cls.__repr__ = _repr  # type: ignore[method-assign]
     return cls
 
 
 def _accepting_fields(init: Callable[..., None], cls: Any) -> Callable[..., None]:
-    """Returns an `__init__` that takes fields which are none of its arguments, by name, as they are to be.
+    """An `__init__` that takes fields which are none of its arguments, by name, as they are to be.
 
     `dataclasses.replace` passes every field: a counter that starts at zero otherwise keeps its value.
     """
@@ -112,29 +114,6 @@ def _accepting_fields(init: Callable[..., None], cls: Any) -> Callable[..., None
             set_fields(self, **{name: value})
 
     return accepting
-
-
-def _register_with_flax(cls: type, serialization: Any) -> None:
-    """Registers how Flax saves an object: leaves by name; configuration comes from the restoring program."""
-    names = leaf_fields(cls)
-
-    def to_state_dict(obj: Any) -> dict[str, Any]:
-        return {n: serialization.to_state_dict(getattr(obj, n)) for n in names}
-
-    def from_state_dict(obj: Any, state: dict[str, Any]) -> Any:
-        unknown = sorted(set(state) - set(names))
-        if unknown:
-            raise ValueError(
-                f"The saved state has fields {unknown} that {cls.__name__} does not have; it has "
-                f"{list(names)}. Was it saved from another kind of loss scale?"
-            )
-        # A field that the checkpoint lacks keeps the target's value: it was made before the field was.
-        restored = {
-            n: serialization.from_state_dict(getattr(obj, n), state[n], name=n) for n in names if n in state
-        }
-        return replace(obj, **restored)
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
 
 
 def _repr(obj: Any) -> str:

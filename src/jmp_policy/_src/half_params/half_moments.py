@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_policy._src.core.cast import is_floating_array
+from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner

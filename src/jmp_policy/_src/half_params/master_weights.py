@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.dtypes import is_floating_array, promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import (
     AWAY_FROM_ZERO,

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.cast import is_floating_array, map_changed, strip_weak_type
+from jmp_policy._src.core.dtypes import is_floating_array, map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 

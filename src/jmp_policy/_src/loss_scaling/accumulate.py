@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_policy._src.core.cast import strip_weak_type
-from jmp_policy._src.core.dtypes import parse_dtype
+from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.dtypes import strip_weak_type
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
 from jmp_policy._src.loss_scaling.microbatch_loop import (

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.core.cast import is_floating_array
+from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.pytree import made_from, pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, positive_int, scale_leaf

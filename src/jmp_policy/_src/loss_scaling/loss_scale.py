@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jmp_policy._src.core.cast import cast_leaf, is_floating_array, map_changed
-from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jmp_policy._src.core.cast import strip_weak_type
-from jmp_policy._src.core.dtypes import array_type_text, is_floating
+from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 

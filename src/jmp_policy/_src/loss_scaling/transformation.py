@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_policy._src.core.cast import map_changed, strip_weak_type
+from jmp_policy._src.core.dtypes import map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
 
 #: What is wrapped; at runtime any object with `init` and `update`.

@@ -10,27 +10,36 @@ from collections.abc import Iterator
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.policy.module_precision import ModulePrecision
 
+#: What JAX raises for an operation that takes no half precision.
+KINDS = (TypeError, ValueError, NotImplementedError)
+
 
 @contextlib.contextmanager
 def explained(module: str, pattern: str, precision: ModulePrecision) -> Iterator[None]:
-    """Explains errors that half precision causes in the code of a module; all others pass as they are.
+    """Explains the errors in a with-block, as `explain` does."""
+    try:
+        yield
+    except KINDS as error:
+        explain(error, module, pattern, precision)
+        raise
+
+
+def explain(error: Exception, module: str, pattern: str, precision: ModulePrecision) -> None:
+    """Adds an explanation to an error that half precision causes in the code of a module, and to no other.
 
     Linear algebra under `jax.jit` fails when the program is compiled, which is outside of every module.
 
     Args:
+      error: one of `KINDS`; subclasses may have arguments of their own, and stay as they are.
       module: what to call the module.
       pattern: a pattern of a `PolicyMap` that matches it, as a user would write it.
       precision: what governs it.
     """
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        dtype, text = precision.compute_dtype, str(error)
-        is_plain = type(error) in (TypeError, ValueError, NotImplementedError)
-        names_half = dtype.name in text and ("float32" in text or "upported" in text)
-        if is_plain and names_half and not precision.island and is_half(dtype) and _MARK not in text:
-            error.args = (f"{text}\n\n{_advice(module, pattern, precision)}",)
-        raise
+    dtype, text = precision.compute_dtype, str(error)
+    names_half = dtype.name in text and ("float32" in text or "upported" in text)
+    is_ours = names_half and not precision.island and is_half(dtype) and _MARK not in text
+    if type(error) in KINDS and is_ours:
+        error.args = (f"{text}\n\n{_advice(module, pattern, precision)}",)
 
 
 _MARK = "under its policy"

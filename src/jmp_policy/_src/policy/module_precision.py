@@ -1,13 +1,39 @@
-"""Holds what the rules decide for one module: its policy, and whether it computes in float32 all the same."""
+"""What the rules decide for one module, and the casts that follow: of its inputs, and of its outputs.
+
+Inputs are cast to compute dtype, but for small ones: scalars, and vectors next to larger inputs. A noise
+level or a time costs nothing in float32, and half precision spoils what is computed from it:
+
+    def __call__(self, x, sigma):               # x: (batch, height, width, channels), sigma: (batch,)
+        c_noise = jnp.log(sigma) / 4
+        angles = 2e4 * c_noise[:, None]         # an error of 2**-9 in c_noise is one of 40 in the angle
+
+A floating input is small if its rank is 1 or 0 and another input of the call has a higher rank. So the only
+vector of a model that is mapped over its examples (`jax.vmap`) is cast, and so is what a layer is called with
+alone. Modules inside the outermost governed one are passed small inputs on, alone too (an embedding of
+`c_noise`); there a float32 vector is taken for one, unless it comes with a half vector, as the state of a
+recurrent cell does.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 
-from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.dtypes import (
+    ARRAYS,
+    cast_leaf,
+    is_floating,
+    is_floating_array,
+    is_half,
+    is_number,
+    map_changed,
+    promote_dtype,
+)
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import role_by_name
-from jmp_policy._src.policy.rules import PolicyMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,45 +55,181 @@ class ModulePrecision:
     keeps_small_inputs: bool = True
     recipe_is_asked_for: bool = False
 
-    @property
+    @functools.cached_property
     def compute_dtype(self) -> np.dtype:
-        """Returns the dtype in which the module passes values on."""
+        """The dtype in which the module passes values on."""
         return self.policy.compute_dtype
 
-    @property
+    @functools.cached_property
     def param_dtype(self) -> np.dtype:
-        """Returns the dtype in which parameters are stored."""
+        """The dtype in which parameters are stored."""
         return promote_dtype(self.policy.param_dtype) if self.island else self.policy.param_dtype
 
-    @property
+    @functools.cached_property
     def used_param_dtype(self) -> np.dtype:
-        """Returns the dtype of parameters where they are used."""
+        """The dtype of parameters where they are used."""
         return self.param_dtype if self.island else self.policy.compute_dtype
 
     def recipe_at(self, path: str) -> str | None:
-        """Returns the float8 recipe of a layer at a path; None where its names say that it is left out."""
-        is_left_out = self.island or (not self.recipe_is_asked_for and role_by_name(path))
+        """The float8 recipe of a layer at a path; None where its names say that it is left out."""
+        if self.policy.recipe is None or self.island:
+            return None
+        is_left_out = not self.recipe_is_asked_for and role_by_name(path)
         return None if is_left_out else self.policy.recipe
 
     def recipe_note(self, path: str) -> str:
-        """Returns what to say of the recipe of a layer with products; "" without one."""
+        """What to say of the recipe of a layer with products; "" without one."""
         role = role_by_name(path)
         left_out = f"not in float8: {role}" if role else ""
         return "" if self.policy.recipe is None else self.recipe_at(path) or left_out
 
 
-def make_precision(
-    rules: PolicyMap, policy: Policy, *, island: bool, named: bool, index: int | None
-) -> ModulePrecision:
-    """Returns what rules mean for one module.
+#: The rank up to which inputs are small in the governed module that is running; None outside of all.
+_RANK = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallInputs:
+    """Which inputs of one call stay as they came.
 
     Args:
-      rules: all of them.
-      policy: the one that governs the module.
-      island: whether it is a float32 island.
-      named: whether rule `index` singles out this very module.
-      index: of the rule.
+      rank: floating inputs of up to this rank are small; -1 if none are.
+      are_all: whether the call has no other floating inputs: small outputs are as exact, then.
+      rank_inside: the same rank for what is called inside of this call, alone.
     """
-    is_class = index is not None and isinstance(rules.overrides[index][0], type)
-    asked_for = named and not is_class and policy.recipe is not None
-    return ModulePrecision(policy, island, rules.keep_small_inputs, asked_for)
+
+    rank: int
+    are_all: bool
+    rank_inside: int
+
+    def inside(self) -> Any:
+        """A context manager: calls of other modules in the with-block are inside of this one."""
+        return _RANK(self.rank_inside)
+
+    def output_rank(self, precision: ModulePrecision) -> int:
+        """Up to which rank outputs of the call keep their dtype; scalars always do."""
+        return max(0, self.rank) if self.are_all and precision.keeps_small_inputs else 0
+
+
+def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> SmallInputs:
+    """Finds the small inputs of a call.
+
+    Args:
+      inputs: a pytree of what the call is given, as it came.
+      is_leaf: as for `jax.tree.flatten`.
+    """
+    outer = _RANK.value
+    # No boolean masks, and no keys.
+    numbers = [x for x in jax.tree.leaves(inputs, is_leaf) if isinstance(x, ARRAYS) and is_number(x.dtype)]
+    ranks = [len(x.shape) for x in numbers]
+    half_ranks = [len(x.shape) for x in numbers if is_half(x.dtype)]
+    wide_ranks = [len(x.shape) for x in numbers if is_floating(x.dtype) and not is_half(x.dtype)]
+    rank = min(1, max(ranks, default=0) - 1)
+    if outer is not None:
+        meets_half = max(half_ranks, default=0) > 0
+        rank = max(rank, min(outer, 0) if meets_half else outer)
+    are_all = not half_ranks and -1 < max(wide_ranks, default=-1) <= rank
+    return SmallInputs(rank, are_all, rank if outer is None else max(rank, outer))
+
+
+def cast_inputs(
+    tree: Any, precision: ModulePrecision, small: SmallInputs, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Casts floating inputs to compute dtype; small ones no lower than the dtype of float32 parameters."""
+    dtype = precision.compute_dtype
+    kept_rank = small.rank if precision.keeps_small_inputs and is_half(dtype) else -1
+    widest = promote_dtype(precision.policy.param_dtype)
+
+    def cast(x: Any) -> Any:
+        is_small = isinstance(x, ARRAYS) and len(x.shape) <= kept_rank and not is_half(x.dtype)
+        if not (is_small and is_floating(x.dtype)):
+            return cast_leaf(x, dtype)
+        return cast_leaf(x, widest) if x.dtype.itemsize > widest.itemsize else x
+
+    return map_changed(cast, tree, is_leaf)
+
+
+def policy_changes(caller: Policy | None, policy: Policy) -> bool:
+    """Whether what leaves a module is for code under another policy.
+
+    A recipe is about products alone: policies that differ in nothing else have no boundary between them.
+
+    Args:
+      caller: the policy of the code that calls the module; None for code outside of every module.
+      policy: the module's.
+    """
+    return caller is not policy and (caller is None or _dtypes(caller) != _dtypes(policy))
+
+
+def _dtypes(policy: Policy) -> tuple[Any, ...]:
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype, policy.grad_dtype
+
+
+def cast_outputs(
+    out: Any,
+    given: tuple[Any, ...],
+    policy: Policy,
+    *,
+    policy_changes: bool,
+    may_be_scanned: bool,
+    may_return_carry_only: bool = False,
+    kept_rank: int = 0,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Casts the outputs of a module's method for its caller.
+
+    Args:
+      out: what the method returned.
+      given: the positional arguments as they came, before any cast.
+      policy: the module's policy.
+      policy_changes: whether the caller is under another policy, so that the output dtype applies. Between
+        modules of one policy, outputs stay in compute dtype.
+      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry (the first of a pair)
+        must keep its dtype.
+      may_return_carry_only: whether the carry may be all that the method returns.
+      kept_rank: the rank up to which outputs for code under the same policy keep their dtype.
+      is_leaf: as for `jax.tree.flatten`.
+    """
+
+    def cast(x: Any) -> Any:
+        if policy_changes:
+            return cast_leaf(x, policy.output_dtype)
+        # Scalars keep their dtype: they cost nothing and are mostly losses, whose cotangent is the scale.
+        is_large = isinstance(x, ARRAYS) and len(x.shape) > kept_rank
+        return cast_leaf(x, policy.compute_dtype) if is_large else x
+
+    if may_return_carry_only and given:
+        kept = _in_dtypes_of(given[0], out, is_leaf)
+        if kept is not None:
+            return kept
+    if not (may_be_scanned and isinstance(out, tuple) and len(out) == 2 and given):
+        return map_changed(cast, out, is_leaf)
+    kept = _in_dtypes_of(given[0], out[0], is_leaf)
+    carry = map_changed(cast, out[0], is_leaf) if kept is None else kept
+    rest = map_changed(cast, out[1], is_leaf)
+    if carry is out[0] and rest is out[1]:
+        return out
+    return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))
+
+
+def _children_def(pair: Any) -> Any:
+    """The tree structure of a pair (such as a NamedTuple) whose two children count as leaves."""
+    return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
+
+
+def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
+    """Casts a returned carry to the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
+
+    What has the structure and the shapes of the method's first argument counts as a carry. The method that
+    makes the first carry (`initialize_carry`) knows no policy, so the dtypes of that first carry are kept.
+    """
+    before, before_def = jax.tree.flatten(given, is_leaf)
+    after, after_def = jax.tree.flatten(carry, is_leaf)
+    if before_def != after_def or not any(map(is_floating_array, before)):
+        return None
+    if any(getattr(a, "shape", ()) != getattr(b, "shape", ()) for a, b in zip(before, after, strict=True)):
+        return None
+    leaves = iter(
+        [cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in zip(before, after, strict=True)]
+    )
+    return map_changed(lambda _: next(leaves), carry, is_leaf)

@@ -1,21 +1,20 @@
 """Defines a precision policy: which dtype parameters, computation and outputs have.
 
-The text grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `str` parses back,
-and the error for an unknown word lists the known ones.
+Its text is read and written in `policy_text`.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import DTYPE_WORDS, NO_SCALES, is_half, parse_dtype
-from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.dtypes import cast_floating, is_floating, is_half
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.policy.recipes import checked_recipe, is_recipe
+from jmp_policy._src.policy.policy_text import dtypes_text, parse_policy, policy_text
+from jmp_policy._src.policy.recipes import checked_recipe
 from jmp_policy._src.policy.worthwhile import worthwhile
 
 
@@ -80,15 +79,14 @@ class Policy:
             for name in (field.name for field in dataclasses.fields(self)):
                 if name == "param_dtype" or getattr(self, name) is None:
                     object.__setattr__(self, name, getattr(named, name))
-        for name in _WORD_TO_FIELD.values():
+        for name in ("param_dtype", "compute_dtype", "output_dtype", "grad_dtype"):
             given = getattr(self, name)
-            if name == "grad_dtype" and given is None:
-                continue
-            dtype = parse_dtype(given, f"for {name} of a Policy")
-            object.__setattr__(self, name, dtype)
+            is_left_out = name == "grad_dtype" and given is None
+            if not is_left_out and not (isinstance(given, np.dtype) and is_floating(given)):
+                object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))
         if self.recipe is not None:
             given, at, target = str(self.recipe).partition("@")
-            recipe = checked_recipe(given, self.compute_dtype, ",".join(self._dtype_parts()))
+            recipe = checked_recipe(given, self.compute_dtype, dtypes_text(self))
             object.__setattr__(self, "recipe", worthwhile(recipe, target) if at else recipe)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
@@ -104,17 +102,17 @@ class Policy:
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns the same policy with another output dtype."""
+        """The same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def with_compute_dtype(self, compute_dtype: DTypeLike) -> "Policy":
-        """Returns the same policy with another compute dtype; without a recipe, if that has not 16 bits."""
+        """The same policy with another compute dtype; without a recipe, if that has not 16 bits."""
         dtype = parse_dtype(compute_dtype, "for compute_dtype of a Policy")
         recipe = self.recipe if is_half(dtype) else None
         return dataclasses.replace(self, compute_dtype=dtype, recipe=recipe)
 
     def to_dict(self) -> dict[str, str]:
-        """Returns the parts of the text: `{"params": "float32", "compute": "float16", ...}`."""
+        """The parts of the text: `{"params": "float32", "compute": "float16", ...}`."""
         return dict(part.split("=") for part in str(self).split(","))
 
     @classmethod
@@ -127,12 +125,7 @@ class Policy:
         return get_policy(",".join(f"{key}={value}" for key, value in settings.items()))
 
     def __str__(self) -> str:
-        recipe = [] if self.recipe is None else [f"{_RECIPE}={self.recipe}"]
-        return ",".join([*self._dtype_parts(), *recipe])
-
-    def _dtype_parts(self) -> list[str]:
-        names = {word: getattr(self, field) for word, field in _WORD_TO_FIELD.items()}
-        return [f"{w}={np.dtype(d).name}" for w, d in names.items() if d is not None]
+        return policy_text(self)
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
@@ -141,18 +134,15 @@ class Policy:
 #: What the public functions take where they need one policy.
 PolicyLike: TypeAlias = "Policy | str"
 
-_WORD_TO_FIELD = {
-    "params": "param_dtype",
-    "compute": "compute_dtype",
-    "output": "output_dtype",
-    "grad": "grad_dtype",
+_FLOAT32 = np.dtype(np.float32)
+_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+
+#: The policies that most programs name; `parse_policy` knows all texts.
+_NAMED = {
+    "float32": Policy(_FLOAT32, _FLOAT32, _FLOAT32),
+    **{half.name: Policy(half, half, half) for half in _HALVES},
+    **{f"mixed_{half.name}": Policy(_FLOAT32, half, _FLOAT32) for half in _HALVES},
 }
-_RECIPE = "recipe"
-_SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad", "r": _RECIPE}
-#: Words for the dtypes and the recipe of a policy, in its text and as a dict.
-POLICY_KEYS = (*_WORD_TO_FIELD, _RECIPE, *_SHORT_KEYS)
-_PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
-_MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
 
 
 def get_policy(text: PolicyLike) -> Policy:
@@ -180,53 +170,5 @@ def get_policy(text: PolicyLike) -> Policy:
     """
     if isinstance(text, Policy):
         return text
-    if not isinstance(text, str):
-        hint = " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
-        raise TypeError(
-            f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {text!r} "
-            f"of type {type(text).__name__}.{hint if hasattr(text, 'items') else ''}"
-        )
-    name = text.strip().lower()
-    if name in _PURE:
-        return Policy(name, name, name)
-    if name in _MIXED:
-        return Policy("float32", name.removeprefix("mixed_"), "float32")
-    if "=" in name:
-        return _parse_assignments(text)
-    known = (*_MIXED, *_PURE)
-    if is_recipe(name):
-        raise ValueError(
-            f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
-        )
-    hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
-    if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
-        full = np.dtype(DTYPE_WORDS[name]).name
-        hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."
-    raise ValueError(
-        f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
-        "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
-    )
-
-
-def _parse_assignments(text: str) -> Policy:
-    first, comma, rest = text.partition(",")
-    named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE)
-    given: dict[str, Any] = {}
-    for part in (rest if named else text).split(","):
-        key, equals, word = (piece.strip().lower() for piece in part.partition("="))
-        key = _SHORT_KEYS.get(key, key)
-        if not equals or key not in (*_WORD_TO_FIELD, _RECIPE):
-            hint = did_you_mean(key, POLICY_KEYS)
-            raise ValueError(
-                f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
-                f"the keys {', '.join(POLICY_KEYS)}."
-            )
-        if key in given:
-            raise ValueError(f"Policy {text!r} sets {key!r} twice.")
-        given[key] = word if key == _RECIPE else parse_dtype(word, f"in policy {text!r}")
-    fields = {_WORD_TO_FIELD.get(key, key): value for key, value in given.items()}
-    if named:
-        return dataclasses.replace(get_policy(first), **fields)
-    params = given.get("params", np.dtype(DTYPE_WORDS["float32"]))
-    compute = given.get("compute", params)
-    return Policy(**{"param_dtype": params, "compute_dtype": compute, "output_dtype": compute, **fields})
+    named = _NAMED.get(text) if isinstance(text, str) else None
+    return named or Policy(**parse_policy(text))

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jmp_policy._src.core.dtypes import check_has_range, parse_dtype
+from jmp_policy._src.core.dtype_words import check_has_range, parse_dtype
 from jmp_policy._src.core.types import DTypeLike
+from jmp_policy._src.policy.patterns import matches
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import check_has_no_state
-from jmp_policy._src.policy.rules import PolicyMap, matches
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.worthwhile import is_staying
 
 P = ParamSpec("P")

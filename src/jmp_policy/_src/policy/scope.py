@@ -4,9 +4,8 @@
 policy is traced again inside it (the cache does not see Haiku's and Flax's interceptors).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import jax
@@ -38,42 +37,48 @@ class Scope:
       mark_only: whether modules mark their operations for `autocast` instead of casting.
       caller: the policy of the module whose code is running, None for code outside every module.
       root_path: path of the module below which `rules` counts paths.
-      place: where the module is whose code is running, as its framework has it (`flax.linen.places`); it
-        stays when other rules become active.
+      location: where the module is whose code is running (`flax.linen.governing.Location`); it stays when
+        other rules become active.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
       model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
       half_modules: for each module that has run since the outermost one was called, by its path, its class if
         it uses its parameters in half precision, else None; None as a whole outside of such a call.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
+      key: stands for rules, `mark_only` and caller, and is all that scopes are compared and hashed by: jit
+        looks the active scope up hundreds of times in one trace.
     """
 
-    rules: PolicyMap
-    mark_only: bool = False
-    caller: Policy | None = None
+    rules: PolicyMap = dataclasses.field(compare=False)
+    mark_only: bool = dataclasses.field(default=False, compare=False)
+    caller: Policy | None = dataclasses.field(default=None, compare=False)
     root_path: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    place: Any = dataclasses.field(default=None, compare=False)
+    location: Any = dataclasses.field(default=None, compare=False)
     cloned: Any = dataclasses.field(default=None, compare=False)
     model: Any = dataclasses.field(default=None, compare=False)
     half_modules: Any = dataclasses.field(default=None, compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
+    key: object = None
+
+    def __post_init__(self) -> None:
+        if self.key is None:
+            object.__setattr__(self, "key", _key(self.rules, self.mark_only, self.caller))
+
+    def inside(self, policy: Policy, location: Any) -> "Scope":
+        """The scope of the code of a module that is called in this one."""
+        key = self.key if policy is self.caller else None
+        return dataclasses.replace(self, caller=policy, location=location, key=key)
 
     def relative(self, path: tuple[str, ...]) -> str:
-        """Returns a module's path, counted from the root of the rules."""
+        """A module's path, counted from the root of the rules."""
         inside = path[: len(self.root_path)] == self.root_path
         return path_text(path[len(self.root_path) :] if inside else path)
 
 
-_CONTEXT = jax.make_user_context(default_value=None)
+@functools.lru_cache(maxsize=4096)
+def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
+    return object()
 
 
-def current() -> Scope | None:
-    """Returns the active scope of this thread, or None."""
-    return _CONTEXT.value
-
-
-@contextlib.contextmanager
-def entered(scope: Scope) -> Iterator[Scope]:
-    """Makes `scope` the active one for the length of a with-block."""
-    with _CONTEXT(scope):
-        yield scope
+#: The active scope of this thread, or None: `ACTIVE.value`, `with ACTIVE(scope): ...`.
+ACTIVE = jax.make_user_context(default_value=None)

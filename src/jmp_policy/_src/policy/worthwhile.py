@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import TARGETS, find_target
+from jmp_policy._src.core.targets import TARGETS, Target, find_target
 from jmp_policy._src.policy.recipes import RECIPES, is_recipe
 
 _MARKER = re.compile(r"stays\[([\dx]+)~([\w:+@]+)\]")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jmp_policy._src.core.cast import cast_floating, cast_leaf, is_floating_array, map_changed
+from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, map_changed
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32

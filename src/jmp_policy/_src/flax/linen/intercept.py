@@ -1,8 +1,26 @@
 """The method interceptor: what happens when a governed Linen module is called.
 
-Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a
-call. jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it
-alive; casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
+The idea, without rules, islands, loops, small inputs and nested models::
+
+    def interceptor(next_fun, args, kwargs, context):
+        module, policy = context.module, active_policy()
+
+        def param(name, init_fn, *init_args):               # float32 in the tree of parameters
+            value = type(module).param(module, name, init_fn, *init_args)
+            return policy.cast_to_compute(value)            # half where it is used
+
+        own_dtype = module.dtype
+        vars(module).update(param=param, dtype=policy.compute_dtype)
+        try:
+            out = next_fun(*policy.cast_to_compute(args), **policy.cast_to_compute(kwargs))
+        finally:
+            del module.param
+            vars(module).update(dtype=own_dtype)
+        return policy.cast_to_output(out) if is_outermost(module) else out
+
+Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a call.
+jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive;
+casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
 """
 
 import contextlib
@@ -17,35 +35,25 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.cast import is_floating_array
-from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.imported import imported_attr
+from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.linen import layers
-from jmp_policy._src.flax.linen.module_precision import governed_place, is_detached
-from jmp_policy._src.flax.linen.places import Place, place_of
+from jmp_policy._src.flax.linen import special_calls, stored_variables
+from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
+from jmp_policy._src.flax.linen.layers import keeps_carry
 from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads
-from jmp_policy._src.flax.linen.shadowing import shadowed
-from jmp_policy._src.policy import inputs
-from jmp_policy._src.policy.boundary import cast_outputs, policy_changes
-from jmp_policy._src.policy.half_errors import explained
-from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import (
-    PolicyMap,
-    PolicyMapLike,
-    as_policy_map,
-    check_grad_dtypes,
-    path_text,
+from jmp_policy._src.flax.linen.shadowing import shadow
+from jmp_policy._src.policy import half_errors
+from jmp_policy._src.policy.module_precision import (
+    ModulePrecision,
+    SmallInputs,
+    cast_inputs,
+    cast_outputs,
+    policy_changes,
+    small_inputs,
 )
-from jmp_policy._src.policy.scope import Scope, Seen, current, entered
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
+from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import transform
-
-#: What to do about a variable that is used as it is stored.
-_REPAIR = (
-    'Read it with self.param or self.get_variable("params", name) in a method of the module that owns it, '
-    "or cast it (.astype(x.dtype))."
-)
 
 
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
@@ -79,22 +87,20 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __init__(self, policy: PolicyMapLike):
         self.rules: PolicyMap = as_policy_map(policy)
-        check_grad_dtypes(self.rules)
         self._entered = threading.local()
 
     def __enter__(self) -> Scope:
-        stack = contextlib.ExitStack()
-        place = running_place()
-        root_path = () if place is None else place.path
-        scope = stack.enter_context(pushed(self._scope(root_path, place)))
+        stack, location = contextlib.ExitStack(), running_location()
+        root_path = () if location is None else location.path
+        scope = stack.enter_context(pushed(self._scope(root_path, location)))
         self._stacks.append(stack)
         return scope
 
     def __exit__(self, *exc: Any) -> None:
         self._stacks.pop().close()
 
-    def _scope(self, root_path: tuple[str, ...], place: Place | None) -> Scope:
-        return Scope(self.rules, root_path=root_path, place=place, model=weakref.ref(self))
+    def _scope(self, root_path: tuple[str, ...], location: Location | None) -> Scope:
+        return Scope(self.rules, root_path=root_path, location=location, model=weakref.ref(self))
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:
@@ -106,8 +112,8 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
         @functools.wraps(function)
         def governed(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
-                (module, *rest), running = args, running_place()
-                root_path = place_of(module, running).path
+                (module, *rest), running = args, running_location()
+                root_path = locate(module, running).path
                 with pushed(self._scope(root_path, running)) as scope:
                     call = functools.partial(function, module)
                     return _call_governed(scope, module, call, tuple(rest), kwargs)
@@ -127,67 +133,40 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 @contextlib.contextmanager
 def pushed(scope: Scope) -> Iterator[Scope]:
     """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
-    outer = current()
-    with contextlib.ExitStack() as stack:
-        if outer is None:
-            stack.enter_context(nn.intercept_methods(_interceptor))
-        else:
-            scope = dataclasses.replace(scope, half_modules=outer.half_modules)
-        yield stack.enter_context(entered(scope))
+    outer = ACTIVE.value
+    if outer is not None:
+        scope = dataclasses.replace(scope, half_modules=outer.half_modules)
+    with nn.intercept_methods(_interceptor) if outer is None else contextlib.nullcontext(), ACTIVE(scope):
+        yield scope
 
 
-def running_place() -> Place | None:
-    """Returns where the module is in whose method we are, if it is governed."""
-    outer = current()
-    return None if outer is None else outer.place
+def running_location() -> Location | None:
+    """Where the module is in whose method we are, if it is governed."""
+    outer = ACTIVE.value
+    return None if outer is None else outer.location
 
 
 def _interceptor(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    scope, module = current(), context.module
-    if scope is None or module.scope is None or not is_method(module, context.method_name):
+    scope, module, name = ACTIVE.value, context.module, context.method_name
+    if scope is None or module.scope is None or not is_method(module, name):
         return next_fun(*args, **kwargs)
     if scope.mark_only:
-        return _call_marked(scope, module, next_fun, args, kwargs)
-    if transform.starts(scope.rules) and not module.is_initializing() and context.method_name != "setup":
+        return special_calls.call_marked(scope, module, next_fun, args, kwargs)
+    if name == "setup":
+        precision, location = governed(scope, module)
+        return _call_shadowed(scope, module, precision, location, next_fun, (), {})
+    if not module.is_initializing() and transform.starts(scope.rules):
         method: Any = context.orig_method
-        return _call_with_float32_gradients(scope, module, method.func, args, kwargs)
-    if context.method_name == "setup":
-        with _governed(scope, module):
-            return next_fun(*args, **kwargs)
+        return special_calls.call_with_float32_gradients(
+            _call_governed, scope, module, method.func, args, kwargs
+        )
     return _call_governed(scope, module, next_fun, args, kwargs)
 
 
-@contextlib.contextmanager
-def marking(rules: PolicyMap) -> Iterator[Scope]:
-    """Lets each module that is called mark its operations with the policy that governs it; casts nothing.
-
-    For `autocast`, which reads the marks.
-    """
-    with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
-        yield scope
-
-
-@functools.cache
-def _seen_under(_: PolicyMap) -> Seen:
-    """Returns what equal rules have met so far: a function that they once traced calls no module again."""
-    return Seen(set(), set())
-
-
-def _call_marked(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    precision, place = governed_place(scope, module)
-    policy = precision.policy
-    with entered(dataclasses.replace(scope, caller=policy, place=place)):
-        outer = scope.caller or scope.rules.default
-        if (policy.compute_dtype, policy.recipe) == (outer.compute_dtype, outer.recipe):
-            return call(*args, **kwargs)
-        with region(policy):
-            return call(*args, **kwargs)
-
-
 def is_method(module: nn.Module, name: str) -> bool:
-    """Returns whether the module's class has such a method, and Python does not call it (`__getattr__`).
+    """Whether the module's class has such a method, and Python does not call it (`__getattr__`).
 
     Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
     """
@@ -195,67 +174,79 @@ def is_method(module: nn.Module, name: str) -> bool:
     return not special and callable(getattr(type(module), name, None))
 
 
-def _call_with_float32_gradients(
-    scope: Scope, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Runs a method as a function of the module's variables (as `nn.jit` does), whose gradients are float32.
-
-    Args:
-      scope: the active scope.
-      module: the outermost governed module.
-      method: the function that its class has.
-      args, kwargs: what it is called with.
-    """
-
-    def float32_gradients(clone: nn.Module, args: Any, kwargs: Any) -> Any:
-        active = current()
-        assert active is not None
-        return _call_governed(active, clone, functools.partial(method, clone), args, kwargs)
-
-    function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
-    transformed = functools.partial(transform.with_float32_gradients, opens_scope=True)
-    with entered(dataclasses.replace(scope, cloned=place_of(module, scope.place).path)):
-        return compat.over_variables(transformed, function, module, args, kwargs)
-
-
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
-    given = (args, kwargs)
-    with _governed(scope, module, given) as (precision, place):
-        if scope.caller is not None and scope.place.is_of(place):
-            # A method called by a method of the same module: the policy does not change, and what it computed
-            # in float32 on purpose (logits for its loss method) must stay so.
-            return call(*args, **kwargs)
-        with inputs.entered(given) as small, _explained(scope, place, precision):
-            new_args, new_kwargs = _cast_inputs(precision, module, args, kwargs, small)
-            out = call(*new_args, **new_kwargs)
+    precision, location = governed(scope, module)
+    if scope.caller is not None and scope.location.is_of_same_module(location):
+        # A method called by a method of the same module: the policy does not change, and what it computed
+        # in float32 on purpose (logits for its loss method) must stay so.
+        return _call_shadowed(scope, module, precision, location, call, args, kwargs)
+    small = small_inputs((args, kwargs))
+    with small.inside():
+        try:
+            out = _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
+        except half_errors.KINDS as error:
+            path, name = scope.relative(location.path), location.cls.__name__
+            shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
+            half_errors.explain(error, *shown, precision)
+            raise
     is_boundary = policy_changes(scope.caller, precision.policy)
-    may_be_scanned = not is_boundary or is_detached(scope, module, place)
     return cast_outputs(
         out,
         args,
         precision.policy,
         policy_changes=is_boundary,
-        may_be_scanned=may_be_scanned,
+        may_be_scanned=not is_boundary or is_detached(scope, module, location),
         may_return_carry_only=scope.caller is not None and _is_loop_body(args, precision),
         kept_rank=small.output_rank(precision),
     )
 
 
-def _explained(
-    scope: Scope, place: Place, precision: ModulePrecision
-) -> contextlib.AbstractContextManager[None]:
-    path, name = scope.relative(place.path), place.kind.__name__
-    return explained(f"{name} at {path!r}" if path else name, f'"{path}"' if path else name, precision)
+def _call_shadowed(
+    scope: Scope,
+    module: nn.Module,
+    precision: ModulePrecision,
+    location: Location,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    small: SmallInputs | None = None,
+) -> Any:
+    """Runs a method of a module while its fields and its `param` follow the policy.
+
+    Inputs are cast if it is said which of them are small.
+    """
+    if scope.half_modules is None and not module.is_initializing():
+        scope = dataclasses.replace(scope, half_modules={})
+        stored = functools.partial(stored_variables.in_half, scope, module)
+        with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
+            return _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
+    if scope.half_modules is not None:
+        is_in_half = is_half(precision.used_param_dtype)
+        scope.half_modules[location.path] = type(module) if is_in_half else None
+        if is_in_half:
+            cast_scope_reads(module.scope, module)
+    with ACTIVE(scope.inside(precision.policy, location)):
+        restore = shadow(scope, module, precision, location, (args, kwargs))
+        try:
+            # What arrives in float32 (an image) is normalised as such: half would lose its range.
+            if small is not None and not precision.island:
+                kept = args[:1] if keeps_carry(module) else ()
+                cast_args, kwargs = cast_inputs((args[len(kept) :], kwargs), precision, small)
+                args = (*kept, *cast_args)
+            return call(*args, **kwargs)
+        finally:
+            restore()
 
 
 def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
-    """Returns whether a loop in the code of the module above runs a method on a carry in another dtype.
+    """Whether a loop in the code of the module above runs a method on a carry in another dtype.
 
     Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
     """
     dtype, calls = precision.compute_dtype, 0
-    if not any(is_floating_array(x) and x.dtype != dtype for x in jax.tree.leaves(args[:1])):
+    given = [x.dtype for x in jax.tree.leaves(args[:1]) if isinstance(x, ARRAYS)]
+    if not any(is_floating(found) and found != dtype for found in given):
         return False
 
     def is_second_call(frame: types.FrameType) -> bool:
@@ -264,54 +255,3 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
         return calls == 2  # The first is of the method itself.
 
     return compat.is_traced_by_loop(is_second_call)
-
-
-@contextlib.contextmanager
-def _governed(scope: Scope, module: nn.Module, given: Any = ()) -> Iterator[tuple[ModulePrecision, Place]]:
-    """Overrides a module's fields and shadows its `param` for the length of a call."""
-    if scope.half_modules is None and not module.is_initializing():
-        scope = dataclasses.replace(scope, half_modules={})
-        stored = functools.partial(_stored, scope, module)
-        with (
-            float32_products.watched(scope.model(), stored, _REPAIR),
-            _governed(scope, module, given) as found,
-        ):
-            yield found
-        return
-    precision, place = governed_place(scope, module)
-    if scope.half_modules is not None:
-        is_in_half = is_half(precision.used_param_dtype)
-        scope.half_modules[place.path] = type(module) if is_in_half else None
-        if is_in_half:
-            cast_scope_reads(module.scope, module)
-    inner = dataclasses.replace(scope, caller=precision.policy, place=place)
-    with entered(inner), shadowed(scope, module, precision, given):
-        yield precision, place
-
-
-def _stored(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The variables of the outermost module, and those below it, that belong to modules in half precision.
-
-    A module that has not run belongs to the next one above it.
-    """
-    start, half_modules = place_of(module, scope.place).path, scope.half_modules
-    bridge = imported_attr("flax.nnx.bridge", "ToLinen") or ()
-    for keys, array in jax.tree_util.tree_leaves_with_path(nn.meta.unbox(module.variables)):
-        collection, *names = (str(getattr(key, "key", key)) for key in keys)
-        path = (*start, *names)
-        owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
-        kind = half_modules[owner]
-        if kind is not None and not issubclass(kind, bridge):  # An NNX module looks at its variables itself.
-            text = path_text(path)
-            yield text if collection == "params" else f"{text} of {collection}", array
-
-
-def _cast_inputs(
-    precision: ModulePrecision, module: nn.Module, args: Any, kwargs: Any, small: inputs.SmallInputs
-) -> tuple[Any, Any]:
-    if precision.island:
-        # What arrives in float32 (an image) is normalised as such: half would lose its range.
-        return args, kwargs
-    kept = args[:1] if layers.keeps_carry(module) else ()
-    cast = functools.partial(inputs.cast_inputs, precision=precision, small=small)
-    return (*kept, *cast(args[len(kept) :])), cast(kwargs)

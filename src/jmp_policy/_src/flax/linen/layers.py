@@ -1,17 +1,19 @@
-"""What is special about Flax's own Linen layers: the float32 islands and the recurrent cells."""
+"""What is special about Flax's own Linen layers: float32 islands, recurrent cells, products and attention."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_complex_or_integer, is_dtype_or_none
+from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.flax.linen.attention import attention
-from jmp_policy._src.flax.linen.delayed_scaling import DelayedDotGeneral
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.products.fp8.delayed import STATE, delayed_product
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -21,18 +23,16 @@ NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 #: Layers that normalise the weights of another layer: they return weights, which that layer casts.
 WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 
+#: Layers that compute in float32 by default; subclasses of them too.
+ISLANDS = (*NORMS, *WEIGHT_NORMS)
+
 #: Layers whose products are fields, and the fields with the functions that they stand for when unset.
 _HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
 _PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}
 
 
-def is_island(module: nn.Module) -> bool:
-    """Returns whether a layer computes in float32 by default; subclasses of Flax's layers too."""
-    return isinstance(module, (*NORMS, *WEIGHT_NORMS))
-
-
 def keeps_carry(module: nn.Module) -> bool:
-    """Returns whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
+    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
 
     Its cell state then accumulates in float32, as it does when the cell is written with `dtype=float16`;
     only the products are in half.
@@ -43,59 +43,116 @@ def keeps_carry(module: nn.Module) -> bool:
     return type(module).__call__.__module__ == nn.RNNCellBase.__module__
 
 
-def has_uncast_params(module: nn.Module) -> bool:
-    """Returns whether a layer asks for parameters that no policy casts: complex ones, or integers."""
-    asked = getattr(module, "param_dtype", None)
+#: Attribute of a module that is running: the fields that its policy overrides, as they were.
+ORIGINAL = "_jmp_policy_original"
+
+
+def original_fields(module: nn.Module) -> dict[str, Any]:
+    """The fields of a module that are overridden just now, as they were; empty if none are."""
+    return module.__dict__.get(ORIGINAL, {})
+
+
+def own_field(module: nn.Module, field: str) -> Any:
+    """A field as it would be without a policy."""
+    if is_from_parent(module, field):
+        return original_fields(module.parent)[field]  # type: ignore[arg-type]
+    return original_fields(module).get(field, getattr(module, field))
+
+
+def is_from_parent(module: nn.Module, field: str) -> bool:
+    """Whether a field has the value that the module's parent has by its policy."""
+    parent = module.parent
+    if not isinstance(parent, nn.Module) or field not in original_fields(parent):
+        return False
+    return getattr(parent, field) == getattr(module, field) != original_fields(parent)[field]
+
+
+@functools.cache
+def _field_names(cls: type[nn.Module]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
+def overridden_fields(
+    module: nn.Module, precision: ModulePrecision, rules: PolicyMap, path: str, inputs: Any
+) -> dict[str, Any]:
+    """The fields that make a layer follow its policy, for those that it has.
+
+    Args:
+      module: a module that is called.
+      precision: what the rules mean for it.
+      rules: the active ones.
+      path: where it is, as rules count paths; "" will do where its policy has no recipe.
+      inputs: what it is called with.
+    """
+    fields, new = _field_names(type(module)), {}
+    if "dtype" in fields:
+        own = module.dtype  # type: ignore[attr-defined]
+        is_real = not (_has_uncast_params(module) or has_complex(inputs))
+        if own is None or not rules.keep_module_dtypes:
+            if own is None or is_dtype_or_none(own):
+                # Flax casts what a layer computes with to its `dtype`, complex numbers too.
+                new["dtype"] = _dtype_field(module, precision) if is_real else own_field(module, "dtype")
+            if precision.island and "force_float32_reductions" in fields:
+                new["force_float32_reductions"] = True
+        if is_real and rules.float32_islands and is_half(precision.compute_dtype):
+            new.update(_attention_field(module))
+    for field in fields & _PRODUCTS.keys():
+        new.update(_product_field(module, field, precision, path))
+    return new
+
+
+def _has_uncast_params(module: nn.Module) -> bool:
+    """Whether a layer asks for parameters that no policy casts: complex ones, or integers."""
     try:
-        return is_complex_or_integer(asked)
+        return is_complex_or_integer(getattr(module, "param_dtype", None))
     except TypeError:  # A field that happens to be called so.
         return False
 
 
-def field_overrides(module: nn.Module, policy: Policy, island: bool) -> dict[str, Any]:
-    """Returns the fields that make a layer follow a policy, for those that it has."""
-    fields = {field.name for field in dataclasses.fields(module)}
-    new: dict[str, Any] = {}
-    if "dtype" in fields and is_dtype_or_none(module.dtype):  # type: ignore[attr-defined]
-        # The weights that a weight normalisation returns are stored as the layer's own at init.
-        returns_weights = island and isinstance(module, WEIGHT_NORMS)
-        new["dtype"] = policy.param_dtype if returns_weights else policy.compute_dtype
-    if island and "force_float32_reductions" in fields:
-        new["force_float32_reductions"] = True
-    return new
+def _dtype_field(module: nn.Module, precision: ModulePrecision) -> Any:
+    # The weights that a weight normalisation returns are stored as the layer's own at init.
+    returns_weights = precision.island and isinstance(module, WEIGHT_NORMS)
+    return precision.policy.param_dtype if returns_weights else precision.compute_dtype
 
 
-def product_overrides(module: nn.Module, precision: ModulePrecision, path: str) -> dict[str, Any]:
-    """Returns the products of a layer of Flax's, where they differ from JAX's.
-
-    A layer that was given a function or class for them keeps it.
-
-    Args:
-      module: the layer.
-      precision: what the rules mean for it.
-      path: where it is, as rules count paths.
-    """
-    new, recipe = {}, precision.recipe_at(path)
-    for field, function in _PRODUCTS.items():
-        given = getattr(module, field, None)
-        now = without_recipe(given)  # Of the module above, which hands its own on.
-        is_default = isinstance(module, _HAS_PRODUCTS) and now is None
-        if (is_default or now is function) and getattr(module, f"{field}_cls", None) is None:
-            ours = stand_in(function, precision.compute_dtype)
-            if recipe and function is lax.dot_general and is_jaxs_own(function):
-                kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
-                ours = kind(recipe, precision.recipe_is_asked_for, now)
-            if ours is not function or given is not now:
-                new[field] = ours
-    fields = {field.name for field in dataclasses.fields(module)}
-    return {field: ours for field, ours in new.items() if field in fields}
-
-
-def attention_overrides(module: nn.Module) -> dict[str, Any]:
-    """Returns attention with its softmax in float32, where the layer uses Flax's own function."""
-    if (
+def _attention_field(module: nn.Module) -> dict[str, Any]:
+    """Attention with its softmax in float32, where the layer uses Flax's own function."""
+    is_flax_own = (
         isinstance(module, nn.MultiHeadDotProductAttention)
         and module.attention_fn is nn.dot_product_attention
-    ):
-        return {"attention_fn": attention}
-    return {}
+    )
+    return {"attention_fn": attention} if is_flax_own else {}
+
+
+def _product_field(module: nn.Module, field: str, precision: ModulePrecision, path: str) -> dict[str, Any]:
+    """A product of a layer, where it differs from JAX's; one that the layer was given stays."""
+    function, given = _PRODUCTS[field], getattr(module, field)
+    now = without_recipe(given)  # Of the module above, which hands its own on.
+    is_default = isinstance(module, _HAS_PRODUCTS) and now is None
+    if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
+        return {}
+    ours, recipe = stand_in(function, precision.compute_dtype), precision.recipe_at(path)
+    if recipe and function is lax.dot_general and is_jaxs_own(function):
+        kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
+        ours = kind(recipe, precision.recipe_is_asked_for, now)
+    return {field: ours} if ours is not function or given is not now else {}
+
+
+class DelayedDotGeneral(Float8DotGeneral):
+    """Float8 product of the recipe "fp8_delayed", whose state is in variables, as that of Flax's layers is.
+
+    A Linen layer gets the state as a submodule.
+    """
+
+    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        """Computes a float8 product, and makes its state where there is none."""
+        # Under the name that Flax gives its own module, so that checkpoints of either fit.
+        return _Delayed(name=f"{nn.Fp8DirectDotGeneralOp.__name__}_0")(operands, params, unmarked)
+
+
+class _Delayed(nn.Fp8DirectDotGeneralOp):
+    """Flax's module, whose variables it makes, with a product of ours."""
+
+    def __call__(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        state = {name: getattr(self, name).value for name in STATE}
+        return delayed_product(operands, params, state, unmarked)

@@ -7,8 +7,8 @@ from typing import Any
 
 import flax.linen as nn
 
-from jmp_policy._src.flax.linen.module_precision import module_precision
-from jmp_policy._src.policy.scope import current
+from jmp_policy._src.flax.linen.governing import module_precision
+from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
@@ -26,7 +26,7 @@ def cast_scope_reads(scope: Any, module: nn.Module) -> None:
 
 
 def _get_variable(of_scope: Any, of_module: Any, col: str, name: str, default: Any = None) -> Any:
-    scope, module, active = of_scope(), of_module(), current()
+    scope, module, active = of_scope(), of_module(), ACTIVE.value
     value = type(scope).get_variable(scope, col, name, default)
     if col != "params" or active is None or module is None or _is_read_by_flax(inspect.currentframe()):
         return value  # What Flax reads for a module, the module casts.

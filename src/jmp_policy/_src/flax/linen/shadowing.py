@@ -1,165 +1,237 @@
-"""A module's fields and its `param`, replaced on the instance for the length of a call.
+"""A module's fields and its `param` and the like, replaced on the instance for the length of a call.
 
-`module.param` makes parameters in param dtype and hands them out in the dtype of use; `dtype` fields say
-what the policy says. What was there before comes back afterwards.
+`module.param` makes parameters in param dtype and hands them out in the dtype of use; `dtype` fields say what
+the policy says. What was there before comes back afterwards.
+
+Initial values are those of the bare module, cast, and not drawn in half precision: initialisers run in
+float32, with the module's own fields. But what they close over may have been computed in half:
+
+    weight = self.param("weight", he_normal(), shape)              # half, where it is used
+    self.param("norm", lambda key: jnp.linalg.norm(weight))        # of half values, and stored as float32
+
+Such modules are noted in `Seen.drawn_in_half`, and `init` takes the parameters of the bare model instead.
+
+A decode cache that the bare model's `init` made is float32, and the keys that a half-precision model writes
+into it are not. `lax.dynamic_update_slice` takes one dtype, so the cache is read in the dtype that the module
+would make it in, and what is written is stored in the dtype that it has: a loop over tokens carries it.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 
-from jmp_policy._src.core.cast import cast_floating, has_complex
-from jmp_policy._src.core.dtypes import is_half, promote_dtype
-from jmp_policy._src.core.imported import is_instance_of
-from jmp_policy._src.flax.linen import layers
-from jmp_policy._src.flax.linen.initial_values import may_see_half
-from jmp_policy._src.flax.linen.module_precision import ORIGINAL, module_precision, original_fields, own_field
-from jmp_policy._src.flax.linen.places import place_of
-from jmp_policy._src.flax.linen.variables import shadow_variable
-from jmp_policy._src.policy.frameworks import framework_of
-from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.rules import (
-    matches,
+from jmp_policy._src.core.dtypes import (
+    ARRAYS,
+    cast_floating,
+    cast_leaf,
+    has_complex,
+    is_dtype_or_none,
+    is_floating_array,
+    is_half,
+    promote_dtype,
 )
-from jmp_policy._src.policy.scope import Scope, current
+from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
+from jmp_policy._src.flax.linen.layers import ORIGINAL, original_fields, overridden_fields, own_field
+from jmp_policy._src.flax.linen.nnx_bridge import class_under_rules
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
+#: The collection in which Flax's attention, and models that follow it, keep what they decoded.
+_CACHE = "cache"
 
-@contextlib.contextmanager
-def shadowed(scope: Scope, module: nn.Module, precision: ModulePrecision, inputs: Any) -> Iterator[None]:
-    """Replaces the fields and methods of a module that its precision changes, for a with-block.
+
+def shadow(
+    scope: Scope, module: nn.Module, precision: ModulePrecision, location: Location, inputs: Any
+) -> Callable[[], None]:
+    """Replaces the fields and methods of a module that its precision changes.
 
     Args:
       scope: the active scope.
       module: the module that is called.
-      precision: what the rules mean for it.
+      precision, location: what the rules mean for it, and where it is.
       inputs: what it is called with.
+
+    Returns:
+      A function that puts back what was there.
     """
-    new, is_real = {}, not (layers.has_uncast_params(module) or has_complex(inputs))
-    if not (scope.rules.keep_module_dtypes and getattr(module, "dtype", None) is not None):
-        new.update(layers.field_overrides(module, precision.policy, precision.island))
-    if not is_real and "dtype" in new:
-        # Flax casts what a layer computes with to its `dtype`, complex numbers too.
-        new["dtype"] = own_field(module, "dtype")
-    if is_real and scope.rules.float32_islands and is_half(precision.compute_dtype):
-        new.update(layers.attention_overrides(module))
-    path = scope.relative(place_of(module, scope.place).path)
-    new.update(layers.product_overrides(module, precision, path))
-    if is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
-        new["nnx_class"] = _under_rules(scope, module, precision)
     state = module.__dict__
+    path = scope.relative(location.path) if precision.policy.recipe else ""
+    new = overridden_fields(module, precision, scope.rules, path, inputs)
+    if "nnx_class" in state and is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
+        new["nnx_class"] = class_under_rules(scope, module, scope.relative(location.path), precision)
     # What an enclosing call of the same instance has put there already comes back afterwards.
     before = {name: state[name] for name in (*new, ORIGINAL, *_SHADOWS) if name in state}
     original = {name: getattr(module, name) for name in new} | original_fields(module)
     state.update(new)
     state[ORIGINAL] = original
-    for name, make in _SHADOWS.items():
+    for name, stand_in in _SHADOWS.items():
         if name not in before:
-            state[name] = make(module)
-    try:
-        yield
-    finally:
+            state[name] = functools.partial(stand_in, module, getattr(module, name))
+
+    def restore() -> None:
         for name in (*new, ORIGINAL, *_SHADOWS):
             state.pop(name, None)
         state.update(before)
 
-
-def _under_rules(scope: Scope, module: Any, precision: ModulePrecision) -> Callable[..., Any]:
-    """Returns the class of a bridged NNX module, with modules under the same rules as the bridge."""
-    make, path = module.nnx_class, scope.relative(place_of(module, scope.place).path)
-    inside = scope.rules.relative_to(path, precision.policy).without_output_cast(precision.policy)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        bridged = make(*args, **kwargs)
-        framework = framework_of(bridged)
-        if framework is None:
-            return bridged
-        new, asked = framework.wrap_part(bridged, inside)
-        for below, part in asked:
-            whole = "/".join(filter(None, (path, below)))
-            scope.seen.paths.add(whole)
-            overrides = enumerate(scope.rules.overrides)
-            scope.seen.matched.update(i for i, (pattern, _) in overrides if matches(pattern, whole, part))
-        return new
-
-    return wrapped
+    return restore
 
 
-def _shadow_param(module: nn.Module) -> Callable[..., Any]:
-    """Returns a `module.param` that creates in param dtype and returns in the dtype of use."""
-    param = module.param
-
-    @functools.wraps(param)
-    def governed_param(name: str, init_fn: Callable[..., Any], *init_args: Any, **init_kwargs: Any) -> Any:
-        # Only what was given is handed on: the module's class may have a `param` without `unbox`.
-        scope = current()
-        if scope is None:
-            return param(name, init_fn, *init_args, **init_kwargs)
-        # Looked up now, not when the method was entered: an `intercept` inside the method wins.
-        precision = module_precision(scope, module)
-        draw_dtype = promote_dtype(precision.param_dtype)
-
-        def as_drawn(value: Any) -> Any:
-            return draw_dtype if _same_dtype(value, precision.compute_dtype) else value
-
-        def init(*args: Any, **kwargs: Any) -> Any:
-            # Of a parameter that exists, Flax asks for the shape alone.
-            is_drawn = is_half(precision.compute_dtype) and not module.has_variable("params", name)
-            if is_drawn and may_see_half((init_fn, init_args, init_kwargs)):
-                scope.seen.drawn_in_half.add(scope.relative(place_of(module, scope.place).path))
-            # Modules hand self.dtype to initialisers, and close over it; initial values must be those of
-            # the bare module, cast, and not drawn in half.
-            with _fields(module, {k: as_drawn(v) for k, v in original_fields(module).items()}):
-                value = init_fn(*map(as_drawn, args), **{k: as_drawn(v) for k, v in kwargs.items()})
-            return cast_floating(value, precision.param_dtype)
-
-        value = param(name, init, *init_args, **init_kwargs)
-        if has_complex(value) and "dtype" in original_fields(module):
-            module.__dict__["dtype"] = own_field(module, "dtype")
-        return cast_weight(value, precision.used_param_dtype, precision.policy)
-
-    return governed_param
+# Of the arguments only what was given is handed on: the module's class may have a `param` without `unbox`.
+# Precisions are looked up at each read, not when the method was entered: an `intercept` in the method wins.
 
 
-def _shadow_get_variable(module: nn.Module) -> Callable[..., Any]:
-    """Returns a `module.get_variable` that casts what it reads from the parameters."""
-    get_variable = module.get_variable
+def _param(
+    module: nn.Module, param: Any, /, name: str, init_fn: Any, *init_args: Any, **init_kwargs: Any
+) -> Any:
+    """Stands in for `module.param`: creates in param dtype, and returns in the dtype of use."""
+    scope = ACTIVE.value
+    if scope is None:
+        return param(name, init_fn, *init_args, **init_kwargs)
+    precision = module_precision(scope, module)
+    # Of a parameter that exists, Flax asks for the shape alone.
+    is_drawn = is_half(precision.compute_dtype) and not module.has_variable("params", name)
+    if is_drawn and _may_see_half((init_fn, init_args, init_kwargs), set()):
+        scope.seen.drawn_in_half.add(scope.relative(locate(module, scope.location).path))
+    value = param(name, functools.partial(_draw, module, precision, init_fn), *init_args, **init_kwargs)
+    if has_complex(value) and "dtype" in original_fields(module):
+        module.__dict__["dtype"] = own_field(module, "dtype")
+    return cast_weight(value, precision.used_param_dtype, precision.policy)
 
-    @functools.wraps(get_variable)
-    def governed_get_variable(col: str, *args: Any, **kwargs: Any) -> Any:
-        value, scope = get_variable(col, *args, **kwargs), current()
-        if scope is None or col != "params":
-            return value
-        precision = module_precision(scope, module)
-        return cast_weight(value, precision.used_param_dtype, precision.policy)
 
-    return governed_get_variable
+def _draw(module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Initial values as the bare module draws them, in param dtype.
 
+    Modules hand `self.dtype` to initialisers, and close over it.
+    """
+    draw_dtype, compute_dtype = promote_dtype(precision.param_dtype), precision.compute_dtype
 
-_SHADOWS = {"param": _shadow_param, "get_variable": _shadow_get_variable, "variable": shadow_variable}
+    def as_drawn(value: Any) -> Any:
+        return draw_dtype if _same_dtype(value, compute_dtype) else value
 
-
-@contextlib.contextmanager
-def _fields(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    state = module.__dict__
-    before = {name: state[name] for name in values}
-    state.update(values)
+    state, original = module.__dict__, original_fields(module)
+    governed = {name: state[name] for name in original}
+    if is_half(compute_dtype):
+        original = {name: as_drawn(value) for name, value in original.items()}
+        args, kwargs = map(as_drawn, args), {name: as_drawn(value) for name, value in kwargs.items()}  # type: ignore[assignment]
+    state.update(original)
     try:
-        yield
+        value = init_fn(*args, **kwargs)
     finally:
-        state.update(before)
+        state.update(governed)
+    return cast_floating(value, precision.param_dtype)
 
 
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
-    """Returns whether an initialiser's argument is the half type that the policy put into `dtype` fields."""
-    if not is_half(dtype) or not isinstance(value, type | np.dtype | str):
+    """Whether an initialiser's argument is the half type that the policy put into `dtype` fields."""
+    if not isinstance(value, type | np.dtype | str):
         return False
     try:
         return jax.numpy.dtype(value) == dtype
     except TypeError:
         return False
+
+
+def _may_see_half(value: Any, found: set[int]) -> bool:
+    """Whether an initialiser, or an argument of one, may hold something that a policy made half.
+
+    Looked into are closures, default values, partials, methods and containers; a module may hold anything.
+    """
+    if id(value) in found:
+        return False
+    found.add(id(value))
+    if isinstance(value, ARRAYS):
+        return is_half(value.dtype)
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, type | np.dtype):
+        return is_dtype_or_none(value) and is_half(value)
+    parts: Any = ()
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__self__, value.__func__]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        parts = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, tuple | list):
+        parts = value
+    return any(_may_see_half(part, found) for part in parts)
+
+
+def _get_variable(module: nn.Module, get_variable: Any, /, col: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.get_variable`: casts what it reads from the parameters."""
+    value, scope = get_variable(col, *args, **kwargs), ACTIVE.value
+    if scope is None or col != "params":
+        return value
+    precision = module_precision(scope, module)
+    return cast_weight(value, precision.used_param_dtype, precision.policy)
+
+
+def _variable(
+    module: nn.Module, variable: Any, /, col: str, name: str, init_fn: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Stands in for `module.variable`: parameters and caches read in the dtype of use."""
+    scope = ACTIVE.value
+    if scope is None or col not in ("params", _CACHE):
+        return variable(col, name, init_fn, *args, **kwargs)
+    precision = module_precision(scope, module)
+    if col == "params":
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            return cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
+
+        made = variable(col, name, init_fn and init, *args, **kwargs)
+        dtype, policy = precision.used_param_dtype, precision.policy
+        return CastVariable(made, lambda value: cast_weight(value, dtype, policy))
+    is_new = not module.has_variable(col, name)
+    made = variable(col, name, init_fn, *args, **kwargs)
+    if is_new or init_fn is None or not _may_differ(made.value, precision.compute_dtype):
+        return made
+    kwargs.pop("unbox", None)
+    wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
+    if jax.tree.structure(wanted) != jax.tree.structure(made.value):
+        return made
+    return CastVariable(made, lambda value: jax.tree.map(_in_dtype_of, wanted, value))
+
+
+_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}
+
+
+class CastVariable(nn.Variable):
+    """A variable that is read in another dtype than the one it is stored in."""
+
+    def __init__(self, variable: nn.Variable, cast: Callable[[Any], Any]):
+        super().__init__(variable.scope, variable.collection, variable.name, variable.unbox)
+        self._cast = cast
+
+    @property
+    def value(self) -> Any:
+        """The value, cast; what is assigned is stored in the dtypes of what it replaces."""
+        return self._cast(nn.Variable.value.fget(self))  # type: ignore[attr-defined]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        stored = nn.Variable.value.fget(self)  # type: ignore[attr-defined]
+        if jax.tree.structure(stored) == jax.tree.structure(value):
+            value = jax.tree.map(_in_dtype_of, stored, value)
+        nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
+
+
+def _may_differ(stored: Any, compute: np.dtype) -> bool:
+    """Whether a cache may be one that the module would make in another dtype."""
+    dtypes = {x.dtype for x in jax.tree.leaves(stored) if is_floating_array(x)} - {compute}
+    return any(is_half(compute) or is_half(dtype) for dtype in dtypes)
+
+
+def _in_dtype_of(like: Any, x: Any) -> Any:
+    both = is_floating_array(like) and is_floating_array(x)
+    return cast_leaf(x, like.dtype) if both else x

@@ -6,8 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 
+from jmp_policy._src.flax.linen.governing import Location, locate
 from jmp_policy._src.flax.linen.intercept import is_method
-from jmp_policy._src.flax.linen.places import Place, place_of
 from jmp_policy._src.policy import watching
 
 
@@ -18,7 +18,7 @@ def tapped() -> Iterator[None]:
     A module under a policy is watched from outside: after its result was cast to output dtype.
     """
     models: list[str] = []
-    running: list[Place | None] = [None]
+    running: list[Location | None] = [None]
 
     def interceptor(
         next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
@@ -27,13 +27,13 @@ def tapped() -> Iterator[None]:
         if watching.current() is None or module.scope is None or not is_method(module, method):
             return next_fun(*args, **kwargs)
         is_watched = method == "__call__" or not (method == "setup" or method.startswith("_"))
-        place = place_of(module, running[-1])
-        model = [type(module).__name__] if is_watched and not place.path else []
+        location = locate(module, running[-1])
+        model = [type(module).__name__] if is_watched and not location.path else []
         models.extend(model)
-        running.append(place)
+        running.append(location)
         try:
             out = next_fun(*args, **kwargs)
-            name = "/".join([*models[-1:], *place.path]) + ("" if method == "__call__" else f".{method}")
+            name = "/".join([*models[-1:], *location.path]) + ("" if method == "__call__" else f".{method}")
         finally:
             running.pop()
             del models[len(models) - len(model) :]

@@ -18,10 +18,14 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax import float32_products
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
-from jmp_policy._src.policy import inputs
-from jmp_policy._src.policy.boundary import cast_outputs
 from jmp_policy._src.policy.half_errors import explained
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import (
+    ModulePrecision,
+    SmallInputs,
+    cast_inputs,
+    cast_outputs,
+    small_inputs,
+)
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.weight_grads import transform
 
@@ -156,8 +160,9 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
     in_loop = param_cast_proxy.is_loop_body()
+    small = small_inputs((args, kwargs), graph_nodes.is_node)
     with (
-        inputs.entered((args, kwargs), graph_nodes.is_node) as small,
+        small.inside(),
         explained(bare.__name__, bare.__name__, precision),
         _watched(module),
         param_cast_proxy.opened(module, precision) as proxy,
@@ -185,7 +190,7 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _cast_inputs(
-    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: inputs.SmallInputs
+    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: SmallInputs
 ) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
@@ -197,7 +202,7 @@ def _cast_inputs(
         kept_kwargs = ("initial_carry",)
 
     def cast(tree: Any) -> Any:
-        return inputs.cast_inputs(tree, precision, small, graph_nodes.is_node)
+        return cast_inputs(tree, precision, small, graph_nodes.is_node)
 
     new_args = (*args[:kept_args], *(cast(x) for x in args[kept_args:]))
     return new_args, {name: x if name in kept_kwargs else cast(x) for name, x in kwargs.items()}

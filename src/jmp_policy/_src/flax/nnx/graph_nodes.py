@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core import dtypes as dtypes_
-from jmp_policy._src.core.cast import cast_floating
+from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax import compat
 
 Path = tuple[Any, ...]

@@ -28,7 +28,7 @@ import jax
 import jax.extend.core
 from flax import nnx
 
-from jmp_policy._src.core.cast import map_changed
+from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers

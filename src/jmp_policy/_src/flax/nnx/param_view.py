@@ -27,8 +27,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.cast import cast_floating, map_changed
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import cast_floating, is_half, map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.policy.module_precision import ModulePrecision

@@ -30,21 +30,13 @@ from typing import Any
 
 from flax import nnx
 
-from jmp_policy._src.core.cast import cast_floating
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors
 from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_methods, name_of
-from jmp_policy._src.policy.boundary import policy_changes
-from jmp_policy._src.policy.module_precision import ModulePrecision, make_precision
+from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
+from jmp_policy._src.policy.patterns import singles_out, unused_error
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import (
-    PolicyMap,
-    PolicyMapLike,
-    as_policy_map,
-    check_grad_dtypes,
-    path_text,
-    unused_error,
-)
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, path_text
 
 #: A model whose modules are met at more paths than this shares them in a way no rules can be resolved for.
 _MOST_PATHS = 100_000
@@ -122,7 +114,6 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     if not isinstance(module, nnx.Module):
         raise plan_errors.not_a_module(module)
     rules = as_policy_map(policy)
-    check_grad_dtypes(rules)
     model = bare_copy(module, variables=False)
     plan = Plan(model, rules, methods, *resolve(model, rules))
     _check_methods(plan)
@@ -218,14 +209,12 @@ class _Walk:
         rules = self.rules
         index = rules.match(path, module)
         policy = governing = inherited if index is None else rules.overrides[index][1]
-        named = index is not None and rules.names(index, module)
+        named = index is not None and singles_out(rules.overrides[index][0])
         asked_dtype = layers.asked_dtype(module, holder) if rules.keep_module_dtypes else None
         if asked_dtype is not None:
             # The module has a dtype of its own. Those below it say for themselves whether they have one.
             policy = governing.with_compute_dtype(asked_dtype)
-        half = is_half(policy.compute_dtype)
-        island = rules.float32_islands and not named and half and layers.is_island(module)
-        precision = make_precision(rules, policy, island=island, named=named, index=index)
+        precision = rules.precision(policy, layers.is_island(module), index, named)
         is_boundary = policy_changes(outside, policy)
         return PlannedModule(path, module, precision, is_boundary, asked_dtype is not None), governing
 

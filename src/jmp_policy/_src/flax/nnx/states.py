@@ -26,8 +26,9 @@ from flax import nnx
 from jmp_policy._src.flax.nnx import graph_nodes, param_cast_proxy, precision_plan
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
 from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import PolicyMap, path_text, unused_error
+from jmp_policy._src.policy.rules import PolicyMap, path_text
 
 
 class _Gap:

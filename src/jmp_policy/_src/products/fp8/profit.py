@@ -6,7 +6,7 @@ whichever is longer, and rounding takes the time of its traffic and launches.
 
 from typing import NamedTuple
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import passes_of
 from jmp_policy._src.policy.worthwhile import target_of

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.rounding import narrowed
+from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.jaxpr import calls, compat, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import has_half, is_foreign, replay_equation

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering import compile_process
 from jmp_policy._src.report.lowering.compile_process import Compiled, described, last_lines
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (

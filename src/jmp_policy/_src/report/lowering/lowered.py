@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import TARGETS, target_of_device
+from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.roofline import (
     Estimate,

@@ -11,9 +11,7 @@ import jax
 
 from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.report_base import joined
-from jmp_policy._src.core.targets.gpus import GPUS
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import TARGETS, find_target, target_of_device
+from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.op_table import Trait, having

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering.kernels import Kernel
 
 #: Data that a ring collective sends over a link, as a multiple of its operand, by number of devices.

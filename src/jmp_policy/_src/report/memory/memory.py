@@ -18,8 +18,7 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import find_target
+from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_policy._src.core.targets.target import Target
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.audit.audit import audit
 from jmp_policy._src.report.audit.findings import Product
 from jmp_policy._src.report.memory.analytic_model import analytic_memory_model

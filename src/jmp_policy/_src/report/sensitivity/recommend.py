@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.targets.target import Target
-from jmp_policy._src.core.targets.targets import find_target
+from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_policy._src.core.rounding import rounded
+from jmp_policy._src.core.narrowing import rounded
 from jmp_policy._src.report.sensitivity.rounding_taps import Which, transposed
 
 

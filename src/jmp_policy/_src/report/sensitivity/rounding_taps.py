@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_policy._src.core.rounding import rounded
+from jmp_policy._src.core.narrowing import rounded
 from jmp_policy._src.jaxpr.compat import varying
 
 #: In the order of the statistics of a tap.

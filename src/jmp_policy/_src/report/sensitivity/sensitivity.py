@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.policy.rules import Pattern, matches, path_text, show_pattern, unused_error
+from jmp_policy._src.policy.patterns import Pattern, matches, show_pattern, unused_error
+from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.report.sensitivity import rounding_taps
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.half_program import Loss, is_below

@@ -7,14 +7,16 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.governing import governed
 from jmp_policy._src.flax.linen.intercept import intercept
-from jmp_policy._src.flax.linen.module_precision import governed_place, is_from_parent
+from jmp_policy._src.flax.linen.layers import is_from_parent
 from jmp_policy._src.flax.linen.taps import tapped
-from jmp_policy._src.flax.linen.wrap import bare, bare_class, check_used, policy_of
+from jmp_policy._src.flax.linen.unused_rules import check_used
+from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
-from jmp_policy._src.policy.scope import current
+from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.spectrum import tapping
 from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
@@ -27,10 +29,10 @@ def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dic
         raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
     model = bare(model)
     key = jax.random.key(0)
-    governed = intercept(rules)
+    under_rules = intercept(rules)
 
     def init(*inputs: Any, **kwargs: Any) -> Any:
-        with governed:
+        with under_rules:
             return model.init({"params": key, "dropout": key}, *inputs, **kwargs)
 
     start = as_function(init, inputs, kwargs, "summary")
@@ -38,18 +40,17 @@ def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dic
     mutable = [collection for collection in variables if collection != "params"]
 
     def note(module: nn.Module) -> Any:
-        scope = current()
-        assert scope is not None
-        precision, place = governed_place(scope, module)
-        path = scope.relative(place.path)
+        scope = ACTIVE.value
+        precision, location = governed(scope, module)
+        path = scope.relative(location.path)
         recipe = precision.recipe_note(path) if isinstance(module, nn.Dense | nn.DenseGeneral) else ""
-        return precision, place, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
+        return precision, location, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
 
     calls = tapping.Calls(note)
 
     def apply(variables: Any, *inputs: Any, **kwargs: Any) -> Any:
         # What comes first is outermost: it sees what callers give and get.
-        with tapped(), watching.looking(calls), governed as scope:
+        with tapped(), watching.looking(calls), under_rules as scope:
             out = model.apply(
                 variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
             )
@@ -81,10 +82,10 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
             first.setdefault(path[:depth], i)
     rows, own = [], _own_parameters(variables.get("params", {}), by_path)
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
-        (call, (precision, place, note)), *_ = by_path[path]
+        (call, (precision, location, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
         params, cls = own.get(path, ()), bare_class(call.module)
-        rows.append(make_row("/".join(path), cls, rules, place.rule, precision, params, made, note))
+        rows.append(make_row("/".join(path), cls, rules, location.rule, precision, params, made, note))
     return rows
 
 

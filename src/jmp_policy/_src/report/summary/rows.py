@@ -10,8 +10,9 @@ from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_te
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.patterns import show_pattern
 from jmp_policy._src.policy.recipes import is_recipe
-from jmp_policy._src.policy.rules import PolicyMap, show_pattern
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.fp8.eligibility import stays_in_half
 
 

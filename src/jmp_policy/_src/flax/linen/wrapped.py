@@ -1,9 +1,9 @@
 """A Linen module under a policy, as a module of the same kind.
 
-The wrapped module is an instance of a subclass of the module's class, of the same name, whose entry points
-run inside `intercept`. So it has the same fields, the same variable tree and the same automatic names as
-the bare one, can be a submodule, and equals another wrap of an equal module. A wrapper module of its own
-would add a level to every checkpoint.
+The wrapped module is an instance of a subclass of the module's class, of the same name. Its `apply` is that
+of the bare module, run inside `intercept`; so are its methods, where it is a submodule of another one. So it
+has the same fields, the same variable tree and the same automatic names as the bare module, and equals
+another wrap of an equal one. A wrapper module of its own would add a level to every checkpoint.
 """
 
 import contextlib
@@ -15,26 +15,22 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
+from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.linen.initial_values import with_params_of
-from jmp_policy._src.flax.linen.intercept import pushed, running_place
-from jmp_policy._src.flax.linen.places import place_of
-from jmp_policy._src.policy.rules import (
-    PolicyMap,
-    PolicyMapLike,
-    as_policy_map,
-    check_grad_dtypes,
-    matches,
-    path_text,
-    unused_error,
-)
-from jmp_policy._src.policy.scope import Scope, current
+from jmp_policy._src.flax.linen.governing import locate
+from jmp_policy._src.flax.linen.intercept import pushed, running_location
+from jmp_policy._src.flax.linen.unused_rules import check_used
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
+from jmp_policy._src.policy.scope import ACTIVE, Scope
 
 M = TypeVar("M", bound=nn.Module)
 
 #: Module's own methods through which a model is run.
 _RUNS = ("apply", "init_with_output", "lazy_init")
+
+#: Attributes of a wrapped class.
+_RULES, _BARE = "_jmp_policy_rules", "_jmp_policy_bare"
 
 #: Instance attributes: the rules were checked to match; where the rules count paths from.
 _CHECKED = "_jmp_policy_checked"
@@ -42,7 +38,7 @@ _BASE = "_jmp_policy_base"
 
 
 def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = None) -> M:
-    """Returns a Linen module that computes under a policy.
+    """Puts a Linen module under a policy.
 
     Args:
       module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
@@ -75,9 +71,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
             f"methods={methods!r} is for NNX modules. Of a Linen module all methods are governed: leave it "
             "out, and call them as before: model.apply(variables, x, method='encode')."
         )
-    rules = as_policy_map(policy)
-    check_grad_dtypes(rules)
-    return _with_class(module, _wrapped_class(bare_class(module), rules))
+    return _with_class(module, _wrapped_class(bare_class(module), as_policy_map(policy)))
 
 
 def wrap_part(module: M, rules: PolicyMap) -> M:
@@ -96,50 +90,53 @@ def wrap_part(module: M, rules: PolicyMap) -> M:
 
 
 def policy_of(module: nn.Module) -> PolicyMap | None:
-    """Returns the rules that a wrapped module computes under; None for a bare one.
+    """The rules that a wrapped module computes under; None for a bare one.
 
     Example:
       >>> import flax.linen as nn
       >>> policy_of(wrap(nn.Dense(2), "mixed_float16"))
       PolicyMap('params=float32,compute=float16,output=float32')
     """
-    return getattr(type(module), "_jmp_policy_rules", None)
+    return getattr(type(module), _RULES, None)
 
 
 def bare(module: M) -> M:
-    """Returns the module without a policy of its own; itself if it has none."""
+    """The module without a policy of its own; itself if it has none."""
     return module if policy_of(module) is None else _with_class(module, bare_class(module))
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """Returns the class of a module as its author wrote it.
+    """The class of a module as its author wrote it.
 
     One that somebody derived from a wrapped class (`nn.remat(type(model))`) is itself what its author wrote.
     """
-    return vars(type(module)).get("_jmp_policy_bare", type(module))
+    return vars(type(module)).get(_BARE, type(module))
 
 
 def _with_class(module: Any, cls: type[nn.Module]) -> Any:
-    """Returns the module with another class, over the same scope if it is bound."""
-    if module.scope is None:
-        new = module.clone(parent=module.parent)
-    else:
-        # One state for both objects: Flax replaces `scope` after each call, and the other must see it.
-        new = object.__new__(type(module))
-        object.__setattr__(new, "__dict__", module.__dict__)
+    """The module with another class, over the same scope if it is bound."""
+    # A bound one is viewed: Flax replaces its `scope` after each call, and both objects must see that.
+    new = module.clone(parent=module.parent) if module.scope is None else _view(module, type(module))
     object.__setattr__(new, "__class__", cls)
     return new
 
 
+def _view(module: Any, cls: type[nn.Module]) -> Any:
+    """An object of another class with the same state."""
+    view = object.__new__(cls)
+    object.__setattr__(view, "__dict__", module.__dict__)
+    return view
+
+
 @functools.cache
 def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
-    """Returns one class per module class and rules, so that equal wraps are equal and jit caches hit."""
+    """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
     namespace: dict[str, Any] = {
         "__repr__": _repr(bare),
         "__reduce__": _reduce,
         "__getattribute__": _getattribute(bare),
-        "_jmp_policy_rules": rules,
-        "_jmp_policy_bare": bare,
+        _RULES: rules,
+        _BARE: bare,
         **compat.copied_fields(bare),
     }
     for name in (*_method_names(bare), "setup"):
@@ -159,12 +156,12 @@ def _method_names(cls: type) -> list[str]:
 
 
 def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Returns a method of the wrapped class: the bare one, inside the policy."""
+    """A method of the wrapped class: the bare one, inside the policy."""
     method = getattr(bare, name)
 
     @functools.wraps(method, updated=())
     def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None:
+        if self.scope is None or policy_of(self) is None:  # Bare: `apply` of the bare module runs already.
             return method(self, *args, **kwargs)
         with _active(self, check_all=name == "__call__"):
             return method(self, *args, **kwargs)
@@ -173,42 +170,58 @@ def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Returns `apply` or its like: whatever it calls, `method=` included, runs inside the policy."""
+    """`apply` or its like: whatever it calls, `method=` included, runs inside the policy."""
     run = getattr(bare, name)
 
     @functools.wraps(run)
     def governed_run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole = kwargs.get("method") in (None, "__call__")
         variables = args[0] if name == "apply" and args else kwargs.get("variables")
+        is_plain = bare_class(self) is bare
+        # Flax runs a copy of a module that is not bound. One of the bare module needs no entries, unless its
+        # class derives from a wrapped one and has entries of its own.
+        takes_short_way = is_plain and self.scope is None and not hasattr(bare, _RULES)
         with _active(self, check_all=whole, variables=variables) as scope:
-            out = run(self, *args, **kwargs)
-        if name == "apply" or scope is None or not scope.seen.drawn_in_half or current() is not None:
+            out = run(_view(self, bare) if takes_short_way else self, *args, **kwargs)
+        if name == "apply" or scope is None or not scope.seen.drawn_in_half or ACTIVE.value is not None:
             return out
-        if bare_class(self) is not bare:  # Somebody's subclass, whose parameters may be others.
+        if not is_plain:  # A subclass that somebody derived, whose parameters may be others.
             return out
         again = run(_with_class(self, bare), *args, **kwargs)
         if name == "lazy_init":
-            return with_params_of(out, again)
-        return out[0], with_params_of(out[1], again[1])
+            return _with_params_of(out, again)
+        return out[0], _with_params_of(out[1], again[1])
 
     return governed_run
+
+
+def _with_params_of(variables: Any, bare: Any) -> Any:
+    """The variables with the parameters of the bare model, cast to the dtypes that they have."""
+
+    def as_stored(stored: Any, value: Any) -> Any:
+        return cast_leaf(value, stored.dtype) if is_floating_array(stored) else value
+
+    params = jax.tree.map(as_stored, variables["params"], bare["params"])
+    return type(variables)({**variables, "params": params})
 
 
 @contextlib.contextmanager
 def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[Scope | None]:
     """Makes the module's policy active, unless it is so for this very module already; yields its scope."""
-    rules = policy_of(module)
+    rules, base = policy_of(module), _base(module)
     assert rules is not None
-    if _is_active(module, rules):
+    if _is_active(module, rules, base):
         yield None
         return
-    place = None if module.scope is None else running_place()
+    location = None if module.scope is None else running_location()
     # Flax makes a submodule anew in every run, so what was checked is remembered on its class. Later runs
     # may leave modules out (dropout in evaluation) without its being an error.
     checked: Any = module if module.scope is None else type(module)
-    with pushed(Scope(rules, root_path=_base(module), place=place, model=weakref.ref(checked))) as scope:
+    with pushed(Scope(rules, root_path=base, location=location, model=weakref.ref(checked))) as scope:
         yield scope
-    if rules.overrides and _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
+    if not rules.overrides:
+        return
+    if _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
         check_used(module, rules, scope, check_all, variables)
         if module.scope is not None:
             setattr(type(module), _CHECKED, True)
@@ -216,17 +229,17 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
 
 
 def _base(module: nn.Module) -> tuple[str, ...]:
-    """Returns the path from which the module's rules count."""
+    """The path from which the module's rules count."""
     if _BASE in module.__dict__:
         return module.__dict__[_BASE]
-    return () if module.scope is None else place_of(module, running_place()).path
+    return () if module.scope is None else locate(module, running_location()).path
 
 
-def _is_active(module: nn.Module, rules: PolicyMap) -> bool:
-    outer = current()
-    if outer is None or outer.rules != rules or outer.root_path != _base(module):
+def _is_active(module: nn.Module, rules: PolicyMap, base: tuple[str, ...]) -> bool:
+    outer = ACTIVE.value
+    if outer is None or outer.rules != rules or outer.root_path != base:
         return False
-    return module.scope is not None or outer.place is None
+    return module.scope is not None or outer.location is None
 
 
 def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
@@ -242,7 +255,7 @@ def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
         if not _holds_modules(value):
             return value
         rules = policy_of(self)
-        if self.scope is None or rules is None or _is_active(self, rules):
+        if self.scope is None or rules is None or _is_active(self, rules, _base(self)):
             return value
         return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
 
@@ -250,45 +263,17 @@ def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _holds_modules(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    return isinstance(value, list | tuple | Mapping) and any(
-        isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)
-    )
+    if isinstance(value, list | tuple | Mapping):
+        return any(isinstance(part, nn.Module) for part in jax.tree.leaves(value))
+    return isinstance(value, nn.Module)
 
 
 def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
     if not isinstance(value, nn.Module) or value.scope is None or policy_of(value) is not None:
         return value
-    view = _with_class(value, _wrapped_class(type(value), rules))
+    view = _view(value, _wrapped_class(type(value), rules))
     view.__dict__.update({_BASE: base, _CHECKED: True})
     return view
-
-
-def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: bool, variables: Any) -> None:
-    """Raises for rules that match neither a module that was called nor a path among the variables.
-
-    A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.
-    """
-    places = _variable_paths(variables)
-    unused = [
-        pattern
-        for index, (pattern, _) in enumerate(rules.overrides)
-        if index not in scope.seen.matched
-        and not any(isinstance(pattern, str) and matches(pattern, path, None) for path in places)
-        and (check_all or isinstance(pattern, str))
-    ]
-    if unused and (check_all or variables is not None):
-        raise unused_error(unused, type(module).__name__, scope.seen.paths | places)
-
-
-def _variable_paths(variables: Any) -> set[str]:
-    """Returns the module paths that a variable collection tells of."""
-    paths = set()
-    for key_path, _ in jax.tree_util.tree_leaves_with_path(variables):
-        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in key_path][1:-1]
-        paths |= {path_text(names[:depth]) for depth in range(1, len(names) + 1)}
-    return paths
 
 
 def _repr(bare: type[nn.Module]) -> Callable[[Any], str]:

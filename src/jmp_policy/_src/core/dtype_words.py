@@ -1,0 +1,111 @@
+"""Reads dtypes as users write them, refuses those without range, and names the half type of a device."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.types import DTypeLike
+
+#: Short and long words for dtypes, as users write them in a policy's text.
+DTYPE_WORDS: dict[str, Any] = {
+    "f16": jnp.float16,
+    "fp16": jnp.float16,
+    "float16": jnp.float16,
+    "bf16": jnp.bfloat16,
+    "bfloat16": jnp.bfloat16,
+    "f32": jnp.float32,
+    "fp32": jnp.float32,
+    "float32": jnp.float32,
+    "full": jnp.float32,
+    "f64": jnp.float64,
+    "fp64": jnp.float64,
+    "float64": jnp.float64,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+
+
+def best_half_dtype(device: Any = None) -> np.dtype:
+    """The 16-bit dtype that suits a device: bfloat16 where its matrix units support it, else float16.
+
+    Args:
+      device: the device; the first one of the default backend if None.
+
+    Returns:
+      `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
+      `float16` for older NVIDIA GPUs, whose Tensor Cores support no other 16-bit dtype.
+
+    Example:
+      >>> best_half_dtype(jax.local_devices(backend="cpu")[0])
+      dtype(bfloat16)
+    """
+    device = jax.devices()[0] if device is None else device
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform in ("gpu", "cuda") and capability and int(capability.group(1)) < 8:
+        return np.dtype(jnp.float16)
+    return np.dtype(jnp.bfloat16)
+
+
+def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
+    """Parses a floating dtype from its name, a scalar type or a dtype.
+
+    Args:
+      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ...
+      where: what the word was given for, as the error message says it.
+
+    Raises:
+      ValueError: for a word that names no dtype, and for a dtype that is not floating.
+    """
+    if word is None:
+        raise ValueError(f"The dtype {where} is None; it must be a floating dtype such as 'float16'.")
+    if isinstance(word, str):
+        name = word.strip().lower()
+        if name == "half":
+            return best_half_dtype()
+        if name in DTYPE_WORDS:
+            return np.dtype(DTYPE_WORDS[name])
+    try:
+        dtype = jnp.dtype(word)
+    except TypeError as error:
+        raise ValueError(_unknown(word, where)) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
+            "floating values. Use float16, bfloat16, float32 or float64."
+        )
+    return dtype
+
+
+def _unknown(word: Any, where: str) -> str:
+    words = [*DTYPE_WORDS, "half"]
+    hint = did_you_mean(str(word).strip().lower(), words)
+    return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
+
+
+#: Why a policy has no float8 type, and what to do.
+NO_SCALES = (
+    "Eight bits hold so few numbers that every tensor needs a scale of its own, and a policy's casts have "
+    "none: gradients would be wrong by tens of percent. Ask for bfloat16, and for products that have scales: "
+    "the recipe of a policy ('mixed_bfloat16,recipe=fp8_current'), Flax's "
+    "dot_general_cls=nn.Fp8DirectDotGeneralOp, or the library qwix."
+)
+
+
+def check_has_range(dtype: np.dtype, asked: str) -> None:
+    """Raises for dtypes of 8 bits and fewer, in which casts alone give nothing useful.
+
+    Args:
+      dtype: what values would be cast to.
+      asked: who asks for it, as the message begins: "The policy 'c=float8_e4m3fn'".
+
+    Raises:
+      ValueError: for floating dtypes of fewer than 16 bits.
+    """
+    if is_floating(dtype) and jnp.finfo(dtype).bits < 16:
+        largest = float(jnp.finfo(dtype).max)
+        raise ValueError(f"{asked} asks for {dtype}, which holds nothing above {largest:g}. {NO_SCALES}")

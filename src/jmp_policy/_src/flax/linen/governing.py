@@ -1,0 +1,155 @@
+"""Which policy governs a Linen module that is called, and where the module is in the whole model.
+
+Flax counts the path of a module from the one whose `apply` was called, and a module may call that of another
+in the middle of its own method. Language models do, whose head has the weights of the embedding::
+
+    class Head(nn.Module):
+        def setup(self):
+            self.decoder = nn.Dense(vocabulary, use_bias=False)
+
+        def __call__(self, x, table):
+            return self.decoder.apply({"params": {"kernel": table.T}}, x)
+
+To Flax the path of `decoder` is () then. Here it is the path of the head, and "decoder".
+"""
+
+import dataclasses
+
+import flax.linen as nn
+
+from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.layers import ISLANDS, original_fields
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.patterns import matches, singles_out
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.scope import Scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where a module is whose method runs.
+
+    Args:
+      path: names of the modules that lead to it from the outermost one.
+      start: path of the module whose `apply` runs, from which Flax counts paths.
+      roots: identities of Flax's root scopes in this run of `apply`: lifted transforms make more of them.
+        They live as long as the modules in them run.
+      name, cls: the module's name and class.
+      rule: index of the rule that governs it.
+    """
+
+    path: tuple[str, ...]
+    start: tuple[str, ...]
+    roots: frozenset[int]
+    name: str | None
+    cls: type[nn.Module]
+    rule: int | None = None
+
+    def is_of_same_module(self, other: "Location") -> bool:
+        """Whether two locations are of one module, or of clones of it that lifted transforms make."""
+        return self.path == other.path and self.cls is other.cls
+
+
+def locate(module: nn.Module, running: Location | None) -> Location:
+    """Where a bound module is that is called by the module that is running, if there is one."""
+    assert module.scope is not None
+    root = id(module.scope.root)
+    start: tuple[str, ...] = ()
+    roots = frozenset([root])
+    if running is not None and root in running.roots:
+        start, roots = running.start, running.roots
+    elif running is not None:
+        top = _top(module)
+        if _is_lifted_in_run(top, running):
+            start, roots = running.start, running.roots | roots
+        else:
+            start = (*running.path, top.name or type(top).__name__)
+    return Location((*start, *module.path), start, roots, module.name, type(module))
+
+
+def _top(module: nn.Module) -> nn.Module:
+    while isinstance(module.parent, nn.Module) and module.parent.scope is not None:
+        module = module.parent
+    return module
+
+
+def _is_lifted_in_run(top: nn.Module, running: Location) -> bool:
+    """Whether a transform made a module's root scope, and not a call of `apply`.
+
+    A transform keeps paths. Where the path is empty, it can only be the root module that is running, whose
+    name and class the copy has, or a base class: `nn.remat(Net)` runs a Net.
+    """
+    if top.path:
+        return True
+    related = issubclass(running.cls, type(top)) or issubclass(type(top), running.cls)
+    return running.path == running.start and running.name == top.name and related
+
+
+def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
+    """What the rules of a scope mean for a module."""
+    rules = scope.rules
+    if not rules.overrides and not rules.keep_module_dtypes:
+        return rules.default_precision[isinstance(module, ISLANDS)]
+    return _precision_by_rules(scope, module, locate(module, scope.location))[0]
+
+
+def governed(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Location]:
+    """The precision of a module that is called in a scope, and where it is, with the rule for it."""
+    location = locate(module, scope.location)
+    rules = scope.rules
+    if not rules.overrides and not rules.keep_module_dtypes:
+        return rules.default_precision[isinstance(module, ISLANDS)], location
+    precision, index = _precision_by_rules(scope, module, location)
+    return precision, dataclasses.replace(location, rule=index)
+
+
+def _precision_by_rules(
+    scope: Scope, module: nn.Module, location: Location
+) -> tuple[ModulePrecision, int | None]:
+    rules = scope.rules
+    policy, named, index = rules.default, False, None
+    if rules.overrides:
+        policy, named, index = _governing_rule(scope, module, location)
+    own = getattr(module, "dtype", None)
+    keeps_own = rules.keep_module_dtypes and "dtype" not in original_fields(module)
+    if keeps_own and own is not None and is_dtype_or_none(own):
+        policy = policy.with_compute_dtype(own)
+    return rules.precision(policy, isinstance(module, ISLANDS), index, named), index
+
+
+def _governing_rule(scope: Scope, module: nn.Module, location: Location) -> tuple[Policy, bool, int | None]:
+    """The nearest match at or above a module: policy, whether it names the module, its index."""
+    rules, path = scope.rules, scope.relative(location.path)
+    matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
+    scope.seen.paths.add(path)
+    scope.seen.matched.update(matched)
+    if matched:
+        pattern, policy = rules.overrides[matched[0]]
+        return policy, singles_out(pattern), matched[0]
+    above = module
+    while isinstance(above.parent, nn.Module) and above.parent.scope is not None:
+        above = above.parent
+        whole = (*location.start, *above.path)
+        if whole[: len(scope.root_path)] != scope.root_path:
+            break
+        index = rules.match(scope.relative(whole), above)
+        if index is not None:
+            return rules.overrides[index][1], False, index
+    # A module that is lifted, or run by `apply`, belongs to the one whose code does it.
+    if scope.caller is not None and is_detached(scope, above, location):
+        return scope.caller, False, scope.location.rule
+    return rules.default, False, None
+
+
+def is_detached(scope: Scope, module: nn.Module, location: Location) -> bool:
+    """Whether a module has no parent because of how the running one calls it.
+
+    That is by a lifted transform (nn.scan, nn.remat, nn.jit) or by `apply`.
+
+    Args:
+      scope: the active scope.
+      module: a module that is called, or one above it.
+      location: where the module that is called is.
+    """
+    whole = (*location.start, *module.path)
+    return not isinstance(module.parent, nn.Module) and whole not in (scope.root_path, scope.cloned)

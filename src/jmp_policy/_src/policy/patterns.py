@@ -1,0 +1,193 @@
+"""Patterns of rules: what they match, how they are checked, shown, and written as text in a config file."""
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import importlib
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+#: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
+Pattern: TypeAlias = str | type | Callable[[str, Any], bool]
+
+
+def matches(pattern: Pattern, path: str, module: Any) -> bool:
+    """Whether one pattern matches one module; without a module only path patterns can."""
+    if isinstance(pattern, str):
+        return _glob_matches(pattern, path)
+    if module is None:
+        return False
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return bool(pattern(path, module))
+
+
+def show_pattern(pattern: Pattern) -> str:
+    """Formats a pattern as the user wrote it."""
+    if isinstance(pattern, str):
+        return repr(pattern)
+    return getattr(pattern, "__qualname__", None) or repr(pattern)
+
+
+def unused_error(unused: Sequence[Pattern], model: str, paths: Iterable[str]) -> ValueError:
+    """Makes the error for rules that match nothing, with the nearest real paths."""
+    known = sorted({path for path in paths if path})
+    lines = []
+    for pattern in unused:
+        line = f"The rule for {show_pattern(pattern)} matches no module of {model}."
+        if isinstance(pattern, str):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+            if near:
+                line += f" The nearest paths are {', '.join(map(repr, near))}."
+        lines.append(line)
+    return ValueError(
+        "\n".join(lines)
+        + "\nA path pattern is matched against the whole path ('**/head' finds a head at any depth); a "
+        "class is matched with isinstance."
+    )
+
+
+def singles_out(pattern: Pattern) -> bool:
+    """Whether a rule with this pattern means the very modules that it matches, and not just all of them.
+
+    A class pattern does unless it is a base class of all modules; a path does unless its last part is a bare
+    `*` or `**`; a predicate always does.
+    """
+    if isinstance(pattern, str):
+        return pattern.rsplit("/", 1)[-1] not in ("*", "**")
+    if isinstance(pattern, type):
+        # nn.Module and object match everything.
+        return pattern.__name__ not in ("Module", "Pytree", "object")
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob_matches(glob: str, path: str) -> bool:
+    return _parts_match([p for p in glob.split("/") if p], [n for n in path.split("/") if n])
+
+
+def _parts_match(parts: list[str], names: list[str]) -> bool:
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_parts_match(parts[1:], names[skip:]) for skip in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
+
+
+def patterns_below(pattern: Pattern, start: str) -> list[Pattern]:
+    """What a pattern comes to for the part of a model at `start`, whose paths are counted from there."""
+    if isinstance(pattern, str):
+        parts = [part for part in pattern.split("/") if part]
+        rest = _remaining_globs(parts, [name for name in start.split("/") if name])
+        return list(dict.fromkeys("/".join(r) for r in rest if r))
+    return [pattern if isinstance(pattern, type) else PredicateOnWholePath(pattern, start)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PredicateOnWholePath:
+    """Predicate on the modules of a part of a model: the user's, called with paths of the whole model."""
+
+    predicate: Callable[[str, Any], bool]
+    start: str
+
+    def __call__(self, path: str, module: Any) -> bool:
+        return self.predicate("/".join(part for part in (self.start, path) if part), module)
+
+
+def _remaining_globs(parts: list[str], names: list[str]) -> list[list[str]]:
+    """The globs that the rest of a path must match after its first parts, `names`, matched."""
+    if not names:
+        return [parts]
+    if not parts:
+        return []
+    if parts[0] == "**":
+        return [
+            parts,
+            *(rest for skip in range(len(names)) for rest in _remaining_globs(parts[1:], names[skip:])),
+        ]
+    return _remaining_globs(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
+
+
+def checked_pairs(overrides: Any) -> list[tuple[Pattern, Any]]:
+    """Rules as pairs of a pattern and what stands for it.
+
+    Raises:
+      TypeError: for what is neither a mapping nor pairs, and for what is no pattern.
+    """
+    # A ConfigDict is like a mapping, and none.
+    pairs = getattr(overrides, "items", lambda: overrides)()
+    try:
+        pairs = [(pattern, policy) for pattern, policy in pairs]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "The overrides of a PolicyMap are a mapping {pattern: policy} or a sequence of "
+            f"(pattern, policy) pairs; got {pairs!r}."
+        ) from error
+    return [(_check_pattern(pattern), policy) for pattern, policy in pairs]
+
+
+def _check_pattern(pattern: Any) -> Pattern:
+    if isinstance(pattern, type | str):
+        return pattern
+    if callable(pattern):
+        try:
+            inspect.signature(pattern).bind("path", None)
+        except TypeError as error:
+            name = show_pattern(cast(Pattern, pattern))
+            raise TypeError(f"The predicate {name} of a PolicyMap must take (path, module).") from error
+        except ValueError:
+            pass  # A builtin has no signature to check; a wrong one fails when it is called.
+        return cast(Pattern, pattern)
+    if isinstance(pattern, re.Pattern):
+        raise TypeError(
+            f"A pattern of a PolicyMap is no regular expression; got {pattern!r}. Write a path glob "
+            "('decoder/layer_*'), or a predicate: lambda path, module: expression.search(path) is not None."
+        )
+    raise TypeError(
+        "A pattern of a PolicyMap is a path glob, a module class or a predicate (path, module) -> "
+        f"bool; got {pattern!r} of type {type(pattern).__name__}."
+    )
+
+
+def pattern_to_text(pattern: Any) -> str:
+    """A path glob as it is; a class or function as "module:name".
+
+    Raises:
+      ValueError: for a class or function that cannot be imported by its name, such as a lambda.
+    """
+    if isinstance(pattern, str):
+        return pattern
+    name = getattr(pattern, "__qualname__", None) or repr(pattern)
+    text = f"{getattr(pattern, '__module__', None)}:{name}"
+    try:
+        found = pattern_from_text(text)
+    except ValueError:
+        found = None
+    if found is not pattern:
+        raise ValueError(
+            f"The pattern {name} cannot be written as text: that holds path globs, and classes and functions "
+            "that can be imported by name. Define it at the top of a module, or match by path."
+        )
+    return text
+
+
+def pattern_from_text(text: Any) -> Any:
+    """Imports the class or function that "module:name" names, and returns anything else as it is.
+
+    Raises:
+      ValueError: for a name that cannot be imported.
+    """
+    if not isinstance(text, str) or ":" not in text:
+        return text
+    module, _, name = text.partition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"The pattern {text!r} names a class or function that cannot be imported ({error}). It is "
+            "written 'module:name', such as 'flax.linen:Dense'; a path glob has no colon."
+        ) from error

@@ -1,0 +1,99 @@
+"""Reads and writes a policy as text: "mixed_float16", "params=float32,compute=float16,output=float32".
+
+The grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `str` parses back, and the
+error for an unknown word lists the known ones.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from jmp_policy._src.core.dtype_words import DTYPE_WORDS, NO_SCALES, parse_dtype
+from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.policy.recipes import is_recipe
+
+_WORD_TO_FIELD = {
+    "params": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "grad": "grad_dtype",
+}
+_RECIPE = "recipe"
+_SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad", "r": _RECIPE}
+#: Words for the dtypes and the recipe of a policy, in its text and as a dict.
+POLICY_KEYS = (*_WORD_TO_FIELD, _RECIPE, *_SHORT_KEYS)
+_PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
+_MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
+
+
+def policy_text(policy: Any) -> str:
+    """The text of a `Policy`, which `parse_policy` reads back."""
+    recipe = "" if policy.recipe is None else f",{_RECIPE}={policy.recipe}"
+    return dtypes_text(policy) + recipe
+
+
+def dtypes_text(policy: Any) -> str:
+    """The text of a `Policy` without its recipe."""
+    dtypes = {word: getattr(policy, field) for word, field in _WORD_TO_FIELD.items()}
+    return ",".join(f"{word}={np.dtype(d).name}" for word, d in dtypes.items() if d is not None)
+
+
+def parse_policy(text: Any) -> dict[str, Any]:
+    """Parses a text that `get_policy` takes, to the fields of a `Policy`.
+
+    Raises:
+      ValueError: for an unknown word; the message lists the known ones.
+      TypeError: for what is no text.
+    """
+    if not isinstance(text, str):
+        hint = " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
+        raise TypeError(
+            f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {text!r} "
+            f"of type {type(text).__name__}.{hint if hasattr(text, 'items') else ''}"
+        )
+    name = text.strip().lower()
+    if name in _PURE:
+        return {"param_dtype": name, "compute_dtype": name, "output_dtype": name}
+    if name in _MIXED:
+        half = name.removeprefix("mixed_")
+        return {"param_dtype": "float32", "compute_dtype": half, "output_dtype": "float32"}
+    if "=" in name:
+        return _parse_assignments(text)
+    known = (*_MIXED, *_PURE)
+    if is_recipe(name):
+        raise ValueError(
+            f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
+        )
+    hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
+    if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
+        full = np.dtype(DTYPE_WORDS[name]).name
+        hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."
+    raise ValueError(
+        f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
+        "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
+    )
+
+
+def _parse_assignments(text: str) -> dict[str, Any]:
+    first, comma, rest = text.partition(",")
+    named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE)
+    given: dict[str, Any] = {}
+    for part in (rest if named else text).split(","):
+        key, equals, word = (piece.strip().lower() for piece in part.partition("="))
+        key = _SHORT_KEYS.get(key, key)
+        if not equals or key not in (*_WORD_TO_FIELD, _RECIPE):
+            hint = did_you_mean(key, POLICY_KEYS)
+            raise ValueError(
+                f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
+                f"the keys {', '.join(POLICY_KEYS)}."
+            )
+        if key in given:
+            raise ValueError(f"Policy {text!r} sets {key!r} twice.")
+        given[key] = word if key == _RECIPE else parse_dtype(word, f"in policy {text!r}")
+    fields = {_WORD_TO_FIELD.get(key, key): value for key, value in given.items()}
+    if named:
+        return parse_policy(first) | fields
+    params = given.get("params", np.dtype(np.float32))
+    compute = given.get("compute", params)
+    return {"param_dtype": params, "compute_dtype": compute, "output_dtype": compute, **fields}
