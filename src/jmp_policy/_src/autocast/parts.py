@@ -24,7 +24,7 @@ from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import calls, compat, ir, op_table
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,7 +112,7 @@ class Uses:
         return None
 
 
-_ELEMENTWISE = having(Trait.ELEMENTWISE)
+_ELEMENTWISE = HAVING[Trait.ELEMENTWISE]
 
 #: Operands with so many times fewer elements than the result may be float32: broadcast means, scales, biases.
 _SMALLER = 8
@@ -165,7 +165,7 @@ def is_smaller(atom: Any, out: Any) -> bool:
     return ir.has_known_sizes((*small, *large)) and _SMALLER * math.prod(small) <= math.prod(large)
 
 
-_NONLINEAR = having(Trait.NONLINEAR)
+_NONLINEAR = HAVING[Trait.NONLINEAR]
 
 
 class Part(NamedTuple):

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple, TypeAlias
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import calls, compat, source_lines
 from jmp_policy._src.jaxpr.ir import dtype_of
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
-_PRODUCTS = having(Trait.PRODUCT)
-_MOVES = having(Trait.MOVES) | having(Trait.KEEPS_WEIGHT) | having(Trait.VIEW)
-_ELEMENTWISE = having(Trait.ELEMENTWISE) | having(Trait.BROADCASTS)
+_PRODUCTS = HAVING[Trait.PRODUCT]
+_MOVES = HAVING[Trait.MOVES] | HAVING[Trait.KEEPS_WEIGHT] | HAVING[Trait.VIEW]
+_ELEMENTWISE = HAVING[Trait.ELEMENTWISE] | HAVING[Trait.BROADCASTS]
 
 #: Equations, each with the atoms that it takes.
 Rows: TypeAlias = Iterable[tuple[Any, Sequence[Any]]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 
 class Kind(enum.Enum):
@@ -55,7 +55,7 @@ _CALLED_ONCE: Mapping[Kind, str] = {
 _SMALL = 24
 
 #: Operations whose jaxprs are not what they do.
-_NO_CALL = having(Trait.COMBINER) | having(Trait.KERNEL)
+_NO_CALL = HAVING[Trait.COMBINER] | HAVING[Trait.KERNEL]
 
 
 class Called(NamedTuple):

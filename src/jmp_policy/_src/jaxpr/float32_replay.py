@@ -16,11 +16,11 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.interpreter import Interpreter
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 #: Operations that run as they were traced, between casts: what they do depends on the bits of their operands,
 #: they draw random numbers in their dtype, or they are written for it.
-_AS_TRACED = having(Trait.DTYPE_BOUND)
+_AS_TRACED = HAVING[Trait.DTYPE_BOUND]
 
 #: What the names of kernels, foreign functions and callbacks end in.
 _FOREIGN = ("callback", "ffi_call", "custom_call", "_fwd_wrapper", "_bwd_wrapper")

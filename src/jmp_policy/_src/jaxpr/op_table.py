@@ -342,10 +342,11 @@ NOT_FINITE: Mapping[str, str] = {
 }
 
 
-def having(trait: Trait) -> frozenset[str]:
-    """Returns the names of the primitives that have a trait."""
-    return frozenset(name for name, operation in OPERATIONS.items() if trait in operation.traits)
-
+#: Trait -> the names of the primitives that have it.
+HAVING: Mapping[Trait, frozenset[str]] = {
+    trait: frozenset(name for name, operation in OPERATIONS.items() if trait in operation.traits)
+    for trait in Trait
+}
 
 #: Primitive's name -> (list, reason), of those on a list.
 LISTED: Mapping[str, tuple[OpList, str]] = {
@@ -360,4 +361,4 @@ NOT_LISTED: Mapping[str, str] = {
 #: Products that are linear in each floating operand, which are those that take half operands.
 LOWERED = frozenset(name for name, (op_list, _) in LISTED.items() if op_list == "lower")
 
-BROADCASTING, MOVES, SUMMED = map(having, (Trait.BROADCASTS, Trait.MOVES, Trait.SUMMED))
+BROADCASTING, MOVES, SUMMED = map(HAVING.__getitem__, (Trait.BROADCASTS, Trait.MOVES, Trait.SUMMED))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.products.primitives import primitive_for
 
 #: How often each operation was bound to values of each type in this program so far; None in bodies, which are
@@ -115,7 +115,7 @@ def _bound(operation: _Operation, values: Sequence[Any]) -> list[Any]:
 
 
 #: Without jaxprs or collectives.
-_SIMPLE = frozenset([*op_table.LISTED, "convert_element_type"]) - having(Trait.COLLECTIVE)
+_SIMPLE = frozenset([*op_table.LISTED, "convert_element_type"]) - HAVING[Trait.COLLECTIVE]
 
 
 @functools.lru_cache(maxsize=4096)

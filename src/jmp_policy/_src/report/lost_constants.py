@@ -11,7 +11,7 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import written_constants
 from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor
 
@@ -218,6 +218,6 @@ def _text(number: float) -> str:
     return "0" if number == 0 else f"{number:g}"
 
 
-_VIEWS, _COMPARISONS = having(Trait.VIEW), having(Trait.COMPARISON)
-_BOUNDS = _COMPARISONS | having(Trait.BOUNDED)
-_NOT_NEGATIVE, _KEEPS_SIGN = having(Trait.NOT_NEGATIVE), having(Trait.KEEPS_SIGN)
+_VIEWS, _COMPARISONS = HAVING[Trait.VIEW], HAVING[Trait.COMPARISON]
+_BOUNDS = _COMPARISONS | HAVING[Trait.BOUNDED]
+_NOT_NEGATIVE, _KEEPS_SIGN = HAVING[Trait.NOT_NEGATIVE], HAVING[Trait.KEEPS_SIGN]

@@ -27,7 +27,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import Mark, param_cast_kind
 from jmp_policy._src.weight_grads.products import joined, product
@@ -39,7 +39,7 @@ WeightKind: TypeAlias = Mark | Literal["rows", "copies"]
 _WHOLE = ("own", "argument")
 
 #: Of one array that may be a weight, and of others that are none.
-_MOVES = having(Trait.KEEPS_WEIGHT)
+_MOVES = HAVING[Trait.KEEPS_WEIGHT]
 
 #: Name of autocast's products with a float32 result.
 FLOAT32_PRODUCT = "product_with_float32_result"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir, matrix_products, op_table, source_lines
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
@@ -244,10 +244,10 @@ class AuditVisitor(Visitor):
         return sorted(found, key=lambda cast: -cast.times * cast.size)
 
 
-_PRODUCTS = having(Trait.PRODUCT)
+_PRODUCTS = HAVING[Trait.PRODUCT]
 
 #: Kernels without a jaxpr, or with one that computes on parts of arrays.
-_KERNELS = having(Trait.KERNEL)
+_KERNELS = HAVING[Trait.KERNEL]
 
 
 def _mixes(eqn: Any) -> bool:
@@ -375,7 +375,7 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
     return has_added
 
 
-_SCATTERS, _VIEWS, _ADDS = map(having, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
+_SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
 
 #: Operations between the making of an index and its use.
 _KEEPS_DISTINCT = _VIEWS | _ADDS | {"select_n", "concatenate"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report.lost_constants import (
     REPAIR,
@@ -289,7 +289,7 @@ def _is_narrow(name: str) -> bool:
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
 
-_SERIAL = having(Trait.SCATTER_SUM) | {"scan", "while"}
+_SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
 
 
 def _is_serial(found: HalfOperation) -> bool:

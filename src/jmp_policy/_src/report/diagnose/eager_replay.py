@@ -17,7 +17,7 @@ from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 #: Stands for where a non-finite constant of the program comes from.
 _CONSTANT = -1
@@ -242,4 +242,4 @@ def range_of(value: Any) -> Range:
 
 
 #: Operations after which a parameter is still recognised.
-VIEWS = having(Trait.VIEW)
+VIEWS = HAVING[Trait.VIEW]

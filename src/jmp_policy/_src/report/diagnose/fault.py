@@ -11,7 +11,7 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
 from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.diagnose.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
@@ -288,7 +288,7 @@ def _epsilon(replay: EagerReplay, makers: dict[int, ReplayedEqn], place: int) ->
 
 
 #: Operations for which an operand that was lost to zero is the end; of these, those that divide.
-_POLES = having(Trait.POLE)
+_POLES = HAVING[Trait.POLE]
 _DIVISIONS = frozenset({"div", "rem"})
 
 #: Operations that may stand between an epsilon and what it guards.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
 from jmp_policy._src.report.drift.findings import ACTIVATION_GRADIENTS, OUTPUTS, PARAMETER_GRADIENTS, DriftRow
 from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, totals
@@ -122,7 +122,7 @@ class ErrorBudget:
 
 #: What may stand between a product of the backward pass and the gradient of a parameter.
 _PASSES_ON = frozenset(["neg", "carry", "cond"]).union(
-    *map(having, (Trait.MOVES, Trait.VIEW, Trait.BROADCASTS, Trait.ADDS))
+    *map(HAVING.__getitem__, (Trait.MOVES, Trait.VIEW, Trait.BROADCASTS, Trait.ADDS))
 )
 
 

@@ -29,7 +29,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import has_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.interpreter import Interpreter
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
@@ -249,13 +249,13 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
     Kind.COND: "what is inside is not looked at, since it is for other platforms or writes to references",
 }
 
-_EXACT, _ADDS = having(Trait.EXACT), having(Trait.ADDS) | {"carry"}
-_PRODUCTS, _ACCUMULATES, _REDUCES = map(having, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
+_EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
+_PRODUCTS, _ACCUMULATES, _REDUCES = map(HAVING.__getitem__, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
 
-_VIEWS = having(Trait.VIEW) - {"reduce_precision"}
+_VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
 
 #: Not done again for the sake of a region.
-_COSTLY = having(Trait.COSTLY) | _PRODUCTS | having(Trait.KERNEL) | _ACCUMULATES
+_COSTLY = HAVING[Trait.COSTLY] | _PRODUCTS | HAVING[Trait.KERNEL] | _ACCUMULATES
 
 #: Done together with what comes before and after, so that one more elementwise operation takes no time.
-_ELEMENTWISE = having(Trait.BROADCASTS)
+_ELEMENTWISE = HAVING[Trait.BROADCASTS]

@@ -14,7 +14,7 @@ from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
 from jmp_policy._src.products.fp8.in_half import products_in_half
@@ -193,7 +193,7 @@ def _programs(function: Function, jaxpr: Any) -> Programs:
     return programs
 
 
-_PRODUCTS = having(Trait.PRODUCT)
+_PRODUCTS = HAVING[Trait.PRODUCT]
 
 
 def _check_exportable(jaxpr: Any, name: str) -> None:

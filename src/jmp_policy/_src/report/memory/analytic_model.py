@@ -21,7 +21,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import evaluate
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import is_backward
 from jmp_policy._src.products.fp8.eligibility import formats_of
 
@@ -73,7 +73,7 @@ class _Value(NamedTuple):
     argument: int | None = None
 
 
-_VIEWS, _COSTLY = having(Trait.VIEW), having(Trait.COSTLY)
+_VIEWS, _COSTLY = HAVING[Trait.VIEW], HAVING[Trait.COSTLY]
 
 
 class _Accounting:

@@ -22,14 +22,14 @@ from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
 from jmp_policy._src.report.sensitivity.rounding_taps import Which
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
-_BROADCASTING = having(Trait.BROADCASTS)
+_BROADCASTING = HAVING[Trait.BROADCASTS]
 
-_EXACT, _EXACT_TRANSPOSE = having(Trait.EXACT), having(Trait.EXACT_TRANSPOSE)
+_EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
 
 
 class Taps(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.op_table import Trait, having
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.sensitivity.half_program import Loss, Places
@@ -113,10 +113,10 @@ def _check_shapes(given: Sequence[Sequence[Any]], use: str) -> None:
 
 #: Decisions if their operands are half. In float32 most compare what is nowhere near equal: a variance with
 #: 0, a random number with the rate of a dropout. So the absolute values of a float32 loss are not seen.
-_COMPARISONS = having(Trait.DECIDES)
+_COMPARISONS = HAVING[Trait.DECIDES]
 
 #: Decisions in float32 too: a router of experts, max pooling.
-_CHOICES = having(Trait.RANKS)
+_CHOICES = HAVING[Trait.RANKS]
 
 
 def makes_decisions(jaxpr: Any) -> bool:
