@@ -58,7 +58,7 @@ def _jointly(rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array) -> list
 
     Without this XLA makes a small reduction, on a GPU a kernel, of each array; without the barrier it turns
     the last one back into one for each part. An H100's program (jax 0.12.0.1) of the wrapped encoder of
-    `python -m benchmarks.loss_scaling_cost` then has 437 kernels instead of 350. To measure it again, leave
+    `python -m benchmarks loss_scaling_cost` then has 437 kernels instead of 350. To measure it again, leave
     `one_device` and `one_gpu` out below. Remove when XLA fuses reductions of arrays of several shapes.
     """
     by_shape = collections.defaultdict(list)

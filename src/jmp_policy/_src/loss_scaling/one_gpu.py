@@ -29,7 +29,7 @@ def flag_in_array(flag: jax.Array) -> list[jax.Array]:
 
     XLA merges operations of one shape that read the same array, and counts no scalar as one. Without this
     each counter, mean and variance is selected in a kernel of its own: 348 kernels instead of 328 in
-    `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
     Remove when XLA merges what reads the same scalar.
     """
     return [lax.optimization_barrier(lax.broadcast(flag, (2,)))[0]]
@@ -42,7 +42,7 @@ def jointly(
 
     Without this, and without the barrier, each kernel that reads a small array divides it again, that of the
     finite test and those of the optimizer: 334 kernels instead of 328 in
-    `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
     Remove when XLA divides each small array once.
     """
     by_dtype = collections.defaultdict(list)
@@ -64,7 +64,7 @@ def transposed_once(x: jax.Array) -> jax.Array:
 
     Without this XLA transposes it in the kernel of each reader, and then cannot write the optimizer's results
     in place: it copies them. That is 67.9 GB instead of 65.6 in
-    `python -m benchmarks.loss_scaling_zoo BERT-Large H100`. The encoder of `benchmarks.loss_scaling_cost`
+    `python -m benchmarks loss_scaling_zoo BERT-Large H100`. The encoder of `loss_scaling_cost`
     pays for the barrier with 0.3 % of bytes.
     Remove when XLA transposes it once, or in place.
     """
@@ -75,7 +75,7 @@ def rows(plain_rows: Callable[[jax.Array], jax.Array], finite: jax.Array) -> jax
     """Reduces a boolean array to rows as `plain_rows`, but a convolution's kernel to one per output channel.
 
     cuDNN gives its gradient with the output channel as the slowest axis. Along any other axis XLA takes more
-    kernels: 335 instead of 328 in `python -m benchmarks.loss_scaling_zoo "Small BatchNorm net" H100`.
+    kernels: 335 instead of 328 in `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
     Remove when XLA reduces along any axis in as few.
     """
     if finite.size > SMALL and finite.ndim >= 4 and finite.shape[-1] >= LONG_ROW:
