@@ -53,6 +53,17 @@ def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:
     return any(map(wants_fp32_weight_grads, (rules.default, *(policy for _, policy in rules.overrides))))
 
 
+#: Whether a function is traced to be given float32 weight gradients. Part of the key of jit's cache.
+TRACED_FOR_IT = jax.make_user_context(default_value=False)
+
+
+def should_transform(rules: PolicyMap | Policy) -> bool:
+    """Whether what runs now, under these rules, is to be given to `transform.with_float32_gradients`."""
+    return not TRACED_FOR_IT.value and (
+        any_wants_fp32_weight_grads(rules) if isinstance(rules, PolicyMap) else wants_fp32_weight_grads(rules)
+    )
+
+
 def param_cast_kind(eqn: Any) -> Mark | None:
     """Returns whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:

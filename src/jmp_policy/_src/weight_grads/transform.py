@@ -9,21 +9,9 @@ import jax
 
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
-from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.dual_values import DualValues, read
-from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads, wants_fp32_weight_grads
-
-#: Whether a function is traced for this already. Part of the key of jit's cache.
-_INSIDE = jax.make_user_context(default_value=False)
-
-
-def starts(rules: PolicyMap | Policy) -> bool:
-    """Returns whether what runs now, under these rules, is to be given to `with_float32_gradients`."""
-    return not _INSIDE.value and (
-        any_wants_fp32_weight_grads(rules) if isinstance(rules, PolicyMap) else wants_fp32_weight_grads(rules)
-    )
+from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT
 
 
 def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
@@ -41,7 +29,7 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
 
     @functools.wraps(fn)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        with _INSIDE(True):
+        with TRACED_FOR_IT(True):
             if not any(map(ir.is_traced, jax.tree.leaves((args, kwargs)))):
                 return fn(*args, **kwargs)
             jaxpr, arrays, rebuild = flattened(fn, args, kwargs)

@@ -53,7 +53,7 @@ from jmp_policy._src.policy.module_precision import (
 )
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE, Scope
-from jmp_policy._src.weight_grads import transform
+from jmp_policy._src.weight_grads import param_casts
 
 
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
@@ -157,7 +157,7 @@ def _interceptor(
     if name == "setup":
         precision, location = governed(scope, module)
         return _call_shadowed(scope, module, precision, location, next_fun, (), {})
-    if not module.is_initializing() and transform.starts(scope.rules):
+    if not module.is_initializing() and param_casts.should_transform(scope.rules):
         method: Any = context.orig_method
         return special_calls.call_with_float32_gradients(
             _call_governed, scope, module, method.func, args, kwargs

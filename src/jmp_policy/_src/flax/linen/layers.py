@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -11,10 +10,7 @@ from jax import lax
 from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.products.fp8.delayed import STATE, delayed_product
-from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
@@ -127,32 +123,14 @@ def _attention_field(module: nn.Module) -> dict[str, Any]:
 def _product_field(module: nn.Module, field: str, precision: ModulePrecision, path: str) -> dict[str, Any]:
     """A product of a layer, where it differs from JAX's; one that the layer was given stays."""
     function, given = _PRODUCTS[field], getattr(module, field)
-    now = without_recipe(given)  # Of the module above, which hands its own on.
+    # What the layer had before it was given a recipe: the module above hands its own on.
+    now = getattr(given, "instead_of", given)
     is_default = isinstance(module, _HAS_PRODUCTS) and now is None
     if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
         return {}
     ours, recipe = stand_in(function, precision.compute_dtype), precision.recipe_at(path)
     if recipe and function is lax.dot_general and is_jaxs_own(function):
-        kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
-        ours = kind(recipe, precision.recipe_is_asked_for, now)
+        from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.
+
+        ours = float8_product(recipe, precision.recipe_is_asked_for, now)
     return {field: ours} if ours is not function or given is not now else {}
-
-
-class DelayedDotGeneral(Float8DotGeneral):
-    """Float8 product of the recipe "fp8_delayed", whose state is in variables, as that of Flax's layers is.
-
-    A Linen layer gets the state as a submodule.
-    """
-
-    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
-        """Computes a float8 product, and makes its state where there is none."""
-        # Under the name that Flax gives its own module, so that checkpoints of either fit.
-        return _Delayed(name=f"{nn.Fp8DirectDotGeneralOp.__name__}_0")(operands, params, unmarked)
-
-
-class _Delayed(nn.Fp8DirectDotGeneralOp):
-    """Flax's module, whose variables it makes, with a product of ours."""
-
-    def __call__(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
-        state = {name: getattr(self, name).value for name in STATE}
-        return delayed_product(operands, params, state, unmarked)

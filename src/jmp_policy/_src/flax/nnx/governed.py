@@ -27,7 +27,7 @@ from jmp_policy._src.policy.module_precision import (
     small_inputs,
 )
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.weight_grads import transform
+from jmp_policy._src.weight_grads import param_casts, transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
     spec = specification(module)
     assert spec is not None
     precision = spec.precision
-    if transform.starts(precision.policy):
+    if param_casts.should_transform(precision.policy):
         from jmp_policy._src.flax.nnx.states import transformed
 
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)

@@ -1,0 +1,36 @@
+"""Products of Linen layers under a float8 recipe; one of them has state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+
+from jmp_policy._src.policy.recipes import DELAYED, passes_of
+from jmp_policy._src.products.fp8.delayed import STATE, delayed_product
+from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+
+
+def float8_product(recipe: str, is_asked_for: bool, instead_of: Any) -> Float8DotGeneral:
+    """What a layer calls in place of `lax.dot_general`; arguments as of `Float8DotGeneral`."""
+    kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
+    return kind(recipe, is_asked_for, instead_of)
+
+
+class DelayedDotGeneral(Float8DotGeneral):
+    """Float8 product of the recipe "fp8_delayed", whose state is in variables, as that of Flax's layers is.
+
+    A Linen layer gets the state as a submodule.
+    """
+
+    def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        """Computes a float8 product, and makes its state where there is none."""
+        # Under the name that Flax gives its own module, so that checkpoints of either fit.
+        return _Delayed(name=f"{nn.Fp8DirectDotGeneralOp.__name__}_0")(operands, params, unmarked)
+
+
+class _Delayed(nn.Fp8DirectDotGeneralOp):
+    """Flax's module, whose variables it makes, with a product of ours."""
+
+    def __call__(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
+        state = {name: getattr(self, name).value for name in STATE}
+        return delayed_product(operands, params, state, unmarked)
