@@ -5,6 +5,8 @@
     python -m benchmarks zoo_gpu ResNet-50 GPT-2   # these rows of one table
     python -m benchmarks pages                     # tables of README and documentation, from results
     python -m benchmarks plots                     # their figures
+
+`table.py` says how a table is declared.
 """
 
 import importlib
