@@ -64,7 +64,7 @@ def close(got, want, rtol=1e-5):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5),
     batch_axis=st.integers(0, 1), drop=st.sampled_from(DROPS),

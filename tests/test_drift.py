@@ -705,7 +705,7 @@ def run(names, w, x):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(programs())
 def test_random_programs(names):
     x = X[:4]

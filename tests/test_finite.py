@@ -14,7 +14,7 @@ DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 5)), max_size=6),
     st.integers(0, 40),

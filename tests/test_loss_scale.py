@@ -77,7 +77,7 @@ def model(overflows, *, scale, interval, growth, backoff, low, high, hysteresis)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.booleans(), min_size=300, max_size=300),
     st.integers(1, 5),

@@ -212,7 +212,7 @@ EXTREMES = [0.0, -0.0, 1.0, -1.0, 1000.0, 65504.0, -65504.0, 1e-6, -1e-7, 2.0**-
 
 @pytest.mark.slow
 @halves
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.one_of(st.sampled_from(EXTREMES), st.floats(-65504, 65504, width=32)),
     st.one_of(st.sampled_from(EXTREMES), st.floats(-65504, 65504, width=32)),

@@ -206,7 +206,7 @@ EVENT = st.sampled_from([0, 0, 0, 1, 2])  # Clean; not finite; finite with an ov
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["skip_step", "drop_loss"])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(EVENT, EVENT), min_size=LENGTH, max_size=LENGTH))
 def test_every_scale_follows_its_own_loss(mode, events):
     x, y = np.array(events, np.int32).T

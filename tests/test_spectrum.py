@@ -68,7 +68,7 @@ BITS = {np.dtype(np.float32): np.uint32, HALVES["float16"]: np.uint16, HALVES["b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_histogram_is_numpys(dtype, data):
     # Any bits: subnormal numbers, infinities and NaN are as likely as others. One shape compiles once.
@@ -76,7 +76,7 @@ def test_histogram_is_numpys(dtype, data):
     check_counts(bits.view(dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     x=hnp.arrays(np.float32, 32, elements=st.floats(2.0**-60, 2.0**60, width=32)),
     shift=st.integers(-20, 40),
@@ -681,7 +681,7 @@ def test_zero_gradients():
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(2.0**-100, 2.0**100, width=32))
 @example(65504.0)
 @example(1.0)
@@ -697,7 +697,7 @@ def test_the_recommended_scale_is_the_largest_that_does_not_overflow(most):
     assert report.largest.largest == most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hnp.arrays(np.int32, 16, elements=st.integers(-60, 0)))
 def test_recovered_grows_with_the_scale(exponents):
     values = np.ldexp(1.0, exponents)
