@@ -37,7 +37,6 @@ gc.set_threshold(20_000, 20, 50)
 
 def pytest_collection_finish():
     """Lets the garbage collector pass over the modules and tests that were loaded."""
-    gc.collect()
     gc.freeze()
 
 
