@@ -607,7 +607,6 @@ def test_the_loss_scale_saves_small_gradients():
     assert kept.is_normal
 
 
-@pytest.mark.slow
 def test_metrics_of_a_training_run():
     found, loss_fn, params = report_of_mlp()
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(8.0))

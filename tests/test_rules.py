@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmp_policy as jmpp
+from jmp_policy._src.policy.patterns import singles_out
 
 F32 = jmpp.get_policy("float32")
 names = st.lists(st.sampled_from(["a", "b", "layer_0", "layer_1"]), max_size=4)
@@ -83,7 +84,7 @@ def test_which_patterns_single_a_module_out():
     named = ["norm", "a/norm", "**/norm", "layer_*", "*/norm", nn.LayerNorm, nnx.LayerNorm, lambda p, m: True]
     not_named = ["*", "**", "a/*", "a/**", nn.Module, nnx.Module, nnx.Pytree, object]
     rules = jmpp.PolicyMap("mixed_float16", [(pattern, "float16") for pattern in (*named, *not_named)])
-    assert [rules.names(index, None) for index in range(len(rules.overrides))] == [True] * 8 + [False] * 8
+    assert [singles_out(pattern) for pattern, _ in rules.overrides] == [True] * 8 + [False] * 8
 
 
 def test_value_semantics():
