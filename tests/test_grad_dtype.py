@@ -233,6 +233,22 @@ def test_only_the_weights_products_are_wide(case, name, count):
     assert wide[0] - wide[1] == count
 
 
+def test_numbers_of_the_program_that_meet_an_operation_often():
+    """Dropout counts its keys so. Python's integers stand in jaxprs without a shape."""
+
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x, n):
+            for _ in range(3):
+                n = n + 1
+            return nn.Dense(2)(x) * n
+
+    model, x = jmpp.wrap(Counts(), WIDE), jnp.ones((4, 3))
+    params = model.init(jax.random.key(0), x, 0)
+    grads = jax.jit(jax.grad(lambda params, n: model.apply(params, x, n).sum()))(params, 2)
+    np.testing.assert_array_equal(grads["params"]["Dense_0"]["kernel"], np.full((3, 2), 4 * 5.0))
+
+
 @pytest.mark.slow
 def test_off_leaves_no_trace():
     loss, params = linen_case("attention", HALF)
