@@ -39,7 +39,7 @@ from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import special_calls, stored_variables
 from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
-from jmp_policy._src.flax.linen.layers import keeps_carry
+from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, keeps_carry
 from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads
 from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
@@ -223,7 +223,9 @@ def _call_shadowed(
             return _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
-        scope.half_modules[location.path] = type(module) if is_in_half else None
+        scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
+        if isinstance(module, WEIGHT_NORMS):  # It computes with the weights of another layer, in float32.
+            scope.half_modules[locate(module.layer_instance, scope.location).path] = None
         if is_in_half:
             cast_scope_reads(module.scope, module)
     with ACTIVE(scope.inside(precision.policy, location)):

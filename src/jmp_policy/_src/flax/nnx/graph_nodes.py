@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from jmp_policy._src.core import dtypes as dtypes_
 from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax import compat
 
-Path = tuple[Any, ...]
+Path: TypeAlias = tuple[Any, ...]
 
 #: Types of attributes that hold no Variables, for which nobody should wait.
 PLAIN = frozenset(

@@ -14,6 +14,7 @@ from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.spectrum import tapping
 
@@ -49,17 +50,21 @@ class Loss(NamedTuple):
         """Returns which of the function's arrays are parameters; raises ValueError when there are none."""
         return trained_arguments(self.function(), self.use)
 
-    def modules(self) -> dict[tuple[str, ...], Any]:
-        """Returns the modules that it calls, by the names that lead to them: the model's class first."""
-        watcher, function = tapping.Calls(), self.function()
+    def calls(self) -> list[tuple[tapping.Call, Scope | None]]:
+        """The calls of modules in it, each with the policy that was active in Flax Linen."""
+        watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function()
         with contextlib.ExitStack() as stack:
             for framework in imported_frameworks():
                 stack.enter_context(framework.tapped())
             stack.enter_context(watching.looking(watcher))
             jax.eval_shape(function.call, function.arrays)
+        return watcher.calls
+
+    def modules(self) -> dict[tuple[str, ...], Any]:
+        """The modules that it calls, by the names that lead to them: the model's class first."""
         # Some modules are only containers of those that run.
         found: dict[tuple[str, ...], Any] = {}
-        for call, _ in watcher.calls:
+        for call, _ in self.calls():
             names = plain_names(call.name.split("/"))
             for end in range(1, len(names)):
                 found.setdefault(names[:end], None)
@@ -68,11 +73,14 @@ class Loss(NamedTuple):
 
     def under(self, rules: PolicyMap) -> "Loss":
         """Returns the loss whose modules are governed by rules; a function without modules under autocast."""
-        modules = self.modules()
-        if not modules:
+        calls = self.calls()
+        if not calls:
             return self._replace(call=autocast(self.call, rules))
-        for path, module in modules.items():
-            self._check_bare("/".join(path), module)
+        for call, scope in calls:
+            framework = framework_of(call.module)
+            policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
+            if policy:
+                raise self._not_bare(call.name, policy)
 
         @functools.wraps(self.call)
         def governed(*args: Any, **kwargs: Any) -> Any:
@@ -99,15 +107,12 @@ class Loss(NamedTuple):
 
         return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
 
-    def _check_bare(self, path: str, module: Any) -> None:
-        """Raises ValueError for a module that would keep its own policy under any other."""
-        framework = framework_of(module)
-        policy = framework and framework.policy_of(module)
-        if policy:
-            raise ValueError(
-                f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
-                f"under {policy!r}. Call the model as it was before `wrap` in the loss."
-            )
+    def _not_bare(self, path: str, policy: Any) -> ValueError:
+        """The error for a module that would keep its own policy under any other."""
+        return ValueError(
+            f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
+            f"under {policy!r}. Call the model as it was before `wrap` in the loss."
+        )
 
     def value_and_grad(self, scale: float = 1.0) -> tuple[jax.Array, list[jax.Array]]:
         """Runs it once: the loss, and the gradients of the parameters, in float32 and without the scale."""
