@@ -87,7 +87,7 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
     return module
 
 
-def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, nnx.Module]]]:
+def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, Any]]]:
     """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
 
     Its parameters are cast to param dtype. The second result tells what the rules were asked about.
