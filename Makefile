@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 DEMO_READY = $(VENV)/.ready-demo
 
-.PHONY: demo test test-fast lint types format bench bench-gpu docs site-test wheel clean
+.PHONY: demo test test-fast test-random lint types format bench bench-gpu docs site-test wheel clean
 
 # An environment that is there for the tests has what the demo needs.
 demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
@@ -18,6 +18,9 @@ test: $(READY)  ## run every test, the README's and the docstrings' examples amo
 
 test-fast: $(READY)  ## run the quick tests, which use every public name
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not once and not gpu"
+
+test-random: $(READY)  ## run the tests of properties with other examples than those of `make test`, each time
+	$(BIN)/python -m pytest -n auto --dist worksteal -m hypothesis --hypothesis-profile random
 
 lint: $(READY)
 	$(BIN)/ruff check .

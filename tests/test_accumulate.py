@@ -64,7 +64,7 @@ def close(got, want, rtol=1e-5):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5),
     batch_axis=st.integers(0, 1), drop=st.sampled_from(DROPS),
@@ -146,6 +146,7 @@ def test_half_gradients_add_up_in_float32():
     assert float(value) == 1024.0
 
 
+@pytest.mark.slow
 def test_float64_complex_integers_and_empty_arrays():
     def loss_fn(params, x):
         z = params["z"] * x.sum()
@@ -446,6 +447,7 @@ def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
 
 
+@pytest.mark.slow
 def test_parameters_spread_over_devices():
     """FSDP: the batch and the parameters are split over the same axis."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -531,6 +533,7 @@ def test_all_devices_decide_the_same(way, bad):
         assert (shards == {PARAMS[name].tobytes()}) is (bad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_dropping_on_devices(way):
     """Row 5 is on device 0 of 4, in micro-batch 1: eight rows without the name of the axis, two with it."""
@@ -606,6 +609,7 @@ def test_shards_of_one_parameter_drop_the_same_microbatches():
     assert float(loss) == 2.0
 
 
+@pytest.mark.slow
 def test_a_loss_averaged_over_devices_is_refused():
     def loss_fn(params, x, y):
         return lax.pmean(mlp(params, x, y), "data")
@@ -639,6 +643,7 @@ def test_memory_is_that_of_one_microbatch():
     assert temporary(jmpp.accumulate_gradients(mlp, 16)) < whole / 4
 
 
+@pytest.mark.slow
 def test_optax_multi_steps_inside_loss_scaled():
     """The other way to accumulate: one micro-batch per call. Bad ones are dropped, good ones wait for k."""
     n, sgd = 4, optax.sgd(0.5)
@@ -708,6 +713,7 @@ def test_nnx_state_goes_from_microbatch_to_microbatch(drop):
     assert int(model.dropout.rngs.count[...]) == 4
 
 
+@pytest.mark.slow
 def test_nnx_dropped_microbatches_leave_no_trace_in_the_state():
     model, by_hand = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     found = [nnx_step(SCALE, by_hand, X[i::4], Y[i::4]) for i in (0, 2, 3)]
@@ -777,6 +783,7 @@ def test_nnx_on_devices(way):
     )
 
 
+@pytest.mark.slow
 def test_nnx_other_parameters_and_variables_that_appear():
     lora = nnx.LoRALinear(6, 4, lora_rank=2, rngs=nnx.Rngs(0))
     wrt = nnx.LoRAParam

@@ -120,6 +120,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PLANTED)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_float32_product_hidden_in_a_float16_model_is_named(which, grad):
@@ -641,6 +642,7 @@ def embedding(policy, tokens=(8, 1024)):
     return lambda v, t: model.apply(v, t).astype(F32).sum(), variables, tokens
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_embedding_is_a_sum_in_half_that_float32_gradients_repair():
     found = jmpp.audit(*embedding("mixed_float16"), grad=True)
     (row,) = [h for h in found.half_operations if h.operation.startswith("scatter")]

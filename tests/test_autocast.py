@@ -157,6 +157,7 @@ def test_forward_mode_and_second_derivatives():
     assert_close(nested, jax.grad(lambda w: jnp.sum(jax.grad(layer)(w, X) ** 2))(W), roundings=64)
 
 
+@pytest.mark.slow
 def test_outer_vmap_jit_remat_and_eval_shape():
     cast, xs = autocast(layer, "float16"), jnp.stack([X, -X])
     assert_close(jax.vmap(cast, (None, 0))(W, xs), jax.vmap(layer, (None, 0))(W, xs))
@@ -340,6 +341,7 @@ def test_bias_gradients_are_summed_in_float32():
     assert ("reduce_sum", ("bfloat16",)) not in names(jax.grad(autocast(loss, "bfloat16")), B, W, x)
 
 
+@pytest.mark.slow
 def test_gradients_of_scalars_are_summed_in_float32():
     def large(s, w, x):
         y = jnp.tanh(x @ w) * s
@@ -434,6 +436,7 @@ def test_masks_and_numbers_take_no_part_in_promotion():
     assert {row.chosen for row in rows.of("mul", "add", "select_n")} == {"float16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn",
     [
@@ -648,6 +651,7 @@ def test_regions():
     assert [row.operands for row in jitted] == [row.operands for row in rows.of("dot_general")]
 
 
+@pytest.mark.slow
 def test_region_in_a_linen_module():
     class Net(nn.Module):
         @nn.compact
@@ -762,6 +766,7 @@ class _Net(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

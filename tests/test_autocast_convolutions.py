@@ -35,6 +35,7 @@ def lowered(function, platform, *args):
 HALF = {"float16": "f16", "bfloat16": "bf16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALF)
 def test_rounded_on_gpus_alone(half):
     name, cast = HALF[half], jmpp.autocast(loss, half)
@@ -47,6 +48,7 @@ def test_rounded_on_gpus_alone(half):
     np.testing.assert_allclose(jax.jit(cast)(W, X), exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     {
@@ -64,6 +66,7 @@ def test_under_transformations(transform):
     np.testing.assert_allclose(jax.jit(transformed)(W, x), of(loss)(W, x), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_float32_weight_gradient_stays_float32():
     policy = "params=float32, compute=float16, output=float32, grad=float32"
     gradient = jax.grad(jmpp.autocast(loss, policy))

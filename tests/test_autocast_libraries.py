@@ -222,6 +222,7 @@ def test_results_are_what_the_function_returns(name):
     assert jax.tree.leaves(out) == jax.tree.leaves(full)
 
 
+@pytest.mark.slow
 def test_modules_of_equinox_are_arguments_and_results():
     model, x = eqx.nn.MLP(32, 8, 64, 2, jax.nn.gelu, key=jax.random.key(0)), vectors(16, 32)()
 
@@ -282,6 +283,7 @@ def counts_by_path(function, *args, **options):
     return collections.Counter((row.path, row.operands) for row in rows.of(*PRODUCTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", [{"head": "off"}, {"he*": "float32"}, (("head", jmpp.get_policy("float32")),)]
 )

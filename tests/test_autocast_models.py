@@ -32,12 +32,23 @@ from helpers import equations, is_of_one_term
 
 import jmp_policy as jmpp
 
-EVERYTHING = [(program, half) for program in (*PROGRAMS, *LOSS_PROGRAMS) for half in HALVES]
+#: Tried in both half types: a convolution, attention with a cache, plain layers. autocast decides alike for
+#: both, but for quotients and powers, of which the losses are full.
+IN_BOTH = ("cnn", "decode_step", "mlp")
 
 
-@pytest.fixture(params=EVERYTHING, ids=lambda case: "-".join(map(str, case)), scope="module")
+def cases():
+    """A program and a half type each."""
+    for program in (*PROGRAMS, *LOSS_PROGRAMS):
+        for half in HALVES if program in LOSS_PROGRAMS or program.name in IN_BOTH else HALVES[:1]:
+            is_quick = program.name in IN_BOTH and half == HALVES[0]
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param((program, half), marks=marks, id=f"{program}-{half}")
+
+
+@pytest.fixture(params=cases(), scope="module")
 def case(request):
-    """A program and a half dtype. Of the module, so that the tests of one case follow each other."""
+    """A program and a half type. Of the module, so that the tests of one case follow each other."""
     return request.param
 
 
@@ -72,8 +83,7 @@ def test_every_loss_of_optax_is_tried():
 # Dtypes in the trace
 
 
-@pytest.mark.once
-def test_every_product_takes_half_forward_and_backward(case):
+def test_every_product_takes_half_and_results_keep_their_dtypes(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):
         got, want = product_dtypes(jaxpr_of(program, half)), product_dtypes(jaxpr_of(program))
@@ -85,10 +95,17 @@ def test_every_product_takes_half_forward_and_backward(case):
             assert len(unlike) < len(got)
         else:
             assert unlike == []
+        types = [
+            [(v.aval.shape, v.aval.dtype) for v in jaxpr_of(program, how).outvars] for how in (half, None)
+        ]
+        assert types[0] == types[1]
 
 
-@pytest.mark.slow
-def test_no_exponential_logarithm_root_or_sum_is_in_half(case):
+def test_no_sum_is_in_half_and_no_argument_is_cast_twice(case):
+    """No exponential, logarithm or root either; and nothing is cast there and back.
+
+    But for rows of an embedding: all that use them see them rounded, as an activation.
+    """
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):
         in_half = [
@@ -99,11 +116,6 @@ def test_no_exponential_logarithm_root_or_sum_is_in_half(case):
             and not is_of_one_term(eqn)
         ]
         assert in_half == []
-
-
-def test_no_argument_is_cast_twice_and_nothing_there_and_back(case):
-    """But for rows of an embedding: all that use them see them rounded, as an activation."""
-    program, half = case
     for jaxpr in levels(forward_jaxpr(program, half)):
         dtype_before, counts = {}, collections.Counter()
         rows = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "gather"}
@@ -112,16 +124,6 @@ def test_no_argument_is_cast_twice_and_nothing_there_and_back(case):
             assert dtype_before.get(source) != after, f"{source} is cast from {after} to {before} and back"
             dtype_before[result] = None if source in rows else before
         assert all(count <= 1 for count in counts.values()), counts
-
-
-@pytest.mark.slow
-def test_results_and_gradients_keep_their_dtypes(case):
-    program, half = case
-    for jaxpr_of in (forward_jaxpr, backward_jaxpr):
-        got, want = (
-            [(v.aval.shape, v.aval.dtype) for v in jaxpr_of(program, how).outvars] for how in (half, None)
-        )
-        assert got == want
 
 
 # Numbers
@@ -145,11 +147,6 @@ def bounds(program, half):
     return np.sqrt(backward) if program.kinks else backward, forward
 
 
-#: What is traced is looked at in both half types above. That autocast decides alike for both leaves only the
-#: digits of the type to be seen in a run: of a convolution, of attention with a cache, of plain layers.
-RUN_IN_BOTH = ("cnn", "decode_step", "mlp")
-
-
 @pytest.mark.once
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_as_close_to_float64_as_roundings_allow(program):
@@ -158,7 +155,7 @@ def test_as_close_to_float64_as_roundings_allow(program):
     By hand is the same model with `dtype=` of every layer; the margin is for roundings that fall otherwise.
     """
     want = reference(program)
-    for half in HALVES if program.name in RUN_IN_BOTH else HALVES[:1]:
+    for half in HALVES if program.name in IN_BOTH else HALVES[:1]:
         got = results(program, half)
         assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(got[0])))
         errors = [error(a, b) for a, b in zip(got, want, strict=True)]

@@ -75,6 +75,7 @@ def test_value_gradient_and_state(half):
     assert type(net.blocks[0].linear) is nnx.Linear
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_written():
     net = make()
     kernel, mean = net.stem.kernel.get_raw_value(), net.norm.mean.get_raw_value()
@@ -114,6 +115,7 @@ def test_a_policy_map_means_what_it_means_to_wrap(overrides):
     assert count(make(), jmpp.nnx.autocast(loss_fn, rules)) == wrapped
 
 
+@pytest.mark.slow
 def test_bad_rules():
     with pytest.raises(ValueError, match=r"'hed' matches no .*nearest paths are 'head'"):
         operands(jmpp.PolicyMap("mixed_float16", {"hed": "float32"}))
@@ -183,6 +185,7 @@ def test_results_may_hold_modules_and_new_state():
     assert rngs.params.count[...] == 1
 
 
+@pytest.mark.slow
 def test_transforms_inside():
     class Stacked(nnx.Module):
         def __init__(self, rngs):
@@ -213,6 +216,7 @@ def test_transforms_inside():
     assert np.linalg.norm(got - wanted) <= 16 * eps * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_three_line_step():
     net = make()
     tx = jmpp.loss_scaled(optax.adam(1e-2), jmpp.DynamicLossScale(2.0**18))

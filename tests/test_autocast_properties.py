@@ -76,7 +76,7 @@ def assert_same(got, expected):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(steps=PROGRAMS)
 def test_float32_is_the_identity_bit_for_bit(steps):
     program = functools.partial(run, steps)
@@ -85,7 +85,7 @@ def test_float32_is_the_identity_bit_for_bit(steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(steps=PROGRAMS)
 def test_output_dtypes_are_kept_and_twice_equals_once(half, steps):
     program = functools.partial(run, steps)
@@ -103,7 +103,7 @@ NEVER = {"exp", "exp2", "log", "log1p", "pow", "sqrt", "rsqrt", "sin", "cos", "r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(steps=PROGRAMS)
 def test_products_are_half_and_sums_are_not(half, steps):
     program = functools.partial(run, steps)

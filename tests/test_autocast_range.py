@@ -34,6 +34,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_quotients_and_powers_of_small_values_are_finite(name):
     def function(x):
@@ -99,6 +100,7 @@ def depth_network(params, image):
     return jnp.mean((jnp.tanh(fused @ params["head"]) - 0.5) ** 2)
 
 
+@pytest.mark.slow
 def test_a_network_with_reciprocals():
     rng = np.random.default_rng(0)
     shapes = {"body": (6, 8), "disparity": (8, 1), "head": (10, 3)}
@@ -184,6 +186,7 @@ def fourier_mixing(params, x):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_fourier_transforms_run_in_float32(half):
     rng = np.random.default_rng(0)

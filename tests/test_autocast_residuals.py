@@ -136,6 +136,7 @@ def test_gradients_are_no_worse(name, monkeypatch):
         assert {g.dtype for g in grads.values()} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_gradients_of_one_part_are_those_of_float32_rounded_once():
     x = jnp.linspace(-12, 12, 4096, dtype="float16").reshape(64, 64)
 

@@ -115,6 +115,7 @@ def test_where_autocast_is_off_nothing_is_rewritten():
     assert "scatter-add" in names(jax.grad(jmpp.autocast(off, "float16")), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_several_devices(kind):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))

@@ -73,6 +73,7 @@ def test_attention_softmax_weights_sum_to_one():
     np.testing.assert_allclose(hessian, jax.hessian(lambda x: jax.nn.softmax(x)[0])(jnp.ones(3)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_softmax_gradient_sums_in_float32():
     """As accurate as half precision can tell: the transposed tangent must not sum in half."""
     from jmp_policy._src.autocast.softmax import softmax_in_float32

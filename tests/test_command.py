@@ -307,7 +307,7 @@ HALF = {"float64": np.float64, "float32": np.float32, "bfloat16": ml_dtypes.bflo
 HALF |= {"float8_e5m2": ml_dtypes.float8_e5m2, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(allow_nan=False))
 @example(65519.0)
 @example(65520.0)
@@ -323,7 +323,7 @@ def test_what_numbers_become(number):
         assert found[name] == f"{expected:.9g}", name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(width=32, allow_nan=False, allow_subnormal=False))
 @example(1 + 2.0**-11)
 @example(1 + 3 * 2.0**-11)

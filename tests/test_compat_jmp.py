@@ -203,6 +203,7 @@ def test_documented_training(name, text):
     np.testing.assert_allclose(params["w"].astype(jnp.float32), [1.0, -2.0, 0.5, 3.0], rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
     "scale", [64, 64.0, jnp.float32(64), jnp.float16(64), jnp.bfloat16(64), np.float64(64)]
@@ -246,6 +247,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_loss_scale", [1.0, 8.0])
 @pytest.mark.parametrize(("period", "factor"), [(1, 2), (3, 2), (4, 1.5), (3, 4)])
 @pytest.mark.parametrize("sequence", SEQUENCES)

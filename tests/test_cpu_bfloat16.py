@@ -121,7 +121,7 @@ def test_an_integer_result_is_jaxs():
 
 
 @pytest.mark.once
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(st.integers(0, 4), st.integers(0, 4), st.data())
 def test_any_axes(batch, contracted, data):
     free = data.draw(st.integers(0, 2))
@@ -164,7 +164,7 @@ def convolved(a, b, **about):
     return lax.conv_general_dilated(*wide, precision="highest", **about)
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(st.data())
 def test_convolutions(data):
     axes = data.draw(st.integers(0, 2))
@@ -174,8 +174,11 @@ def test_convolutions(data):
         sizes.append(size)
         window.append(data.draw(st.sampled_from([1, 1, 2, size])))
         strides.append(data.draw(st.integers(1, 3)))
-        padding.append((data.draw(st.integers(-1, 2)), data.draw(st.integers(-1, 2))))
-        # Where nothing but padding is left, XLA's CPU reads what lies beside the array (or JAX refuses).
+        # What is cropped at the start is not padded at the end: there XLA's CPU (of jaxlib 0.10, no longer of
+        # 0.12) reads what lies behind the array, also in float32 and for the window of 2 on a size of 2.
+        start = data.draw(st.integers(-1, 2))
+        padding.append((start, data.draw(st.integers(-1, 2 if start >= 0 else 0))))
+        # JAX refuses to crop all of it.
         hypothesis.assume(size + sum(min(side, 0) for side in padding[-1]) > 0)
         spread.append((data.draw(st.sampled_from([1, 1, 2])), data.draw(st.integers(1, 2))))
     specs = [data.draw(st.permutations(range(axes + 2))) for _ in range(3)]

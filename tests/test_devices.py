@@ -53,6 +53,7 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [None, *SHAPES])
 def test_one_decision_with_one_scalar_all_reduce(bad):
     values = placed(tree(bad))
@@ -287,6 +288,7 @@ def test_devices_of_a_shard_map_agree_over_axis_name(axes):
         step(scaled_adamw(None))
 
 
+@pytest.mark.slow
 def test_devices_of_a_pmap_agree_over_axis_name():
     params, grads = own_parameters()
 

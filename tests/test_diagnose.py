@@ -223,6 +223,7 @@ def test_overflow_in_a_loop_is_found_on_its_trip(fn, trip):
     assert f"trip {trip}" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [scanned, nested, while_loop, fori_loop])
 def test_largest_before_counts_earlier_trips(fn):
     found = diagnose(to_float32(fn), jnp.float32(8.0))
@@ -243,6 +244,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_overflow_in_a_call_is_found_inside_it(name):
     found = diagnose(to_float32(CALLS[name]), BIG)
@@ -357,6 +359,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("power", "finite"), [(0, True), (8, True), (15, True), (20, False), (24, False)])
 def test_overflow_by_the_loss_scale_is_in_the_backward_pass(power, finite):
     loss, params = of_linen(Net())
@@ -444,6 +447,7 @@ def test_overflow_in_the_backward_rule_of_a_custom_vjp():
     assert found.largest_in_float32 == 90000.0
 
 
+@pytest.mark.slow
 def test_overflow_in_the_backward_pass_of_a_scanned_model():
     loss, params = of_nnx(NnxScan())
     found = diagnose(loss, params, X / 1e4, scale=2.0**12)
@@ -712,6 +716,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
     found = diagnose(attend(MASKS[name]), jnp.ones((2, 2)))
@@ -785,6 +790,7 @@ def test_a_nan_of_the_optimizer_is_named_with_its_line_and_repair():
     assert diagnose(step_of(masters), half_state(masters), jnp.ones(3)).finite
 
 
+@pytest.mark.slow
 def test_squares_of_gradients_that_become_zero_in_the_optimizer():
     tx = optax.adam(1e-3)
     params = {"w": jnp.ones(3, F16)}
@@ -933,6 +939,7 @@ def test_the_model_is_as_before():
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.slow
 def test_gradients_of_integers_keys_and_static_leaves():
     params = {"w": jnp.ones(2), "steps": jnp.int32(3), "key": jax.random.key(0), "name": 2.0}
 
@@ -995,6 +1002,7 @@ def stuck(loss, params, steps, scale):
     return state, grads
 
 
+@pytest.mark.slow
 def test_check_says_where():
     loss, params = of_linen(LinenDeep(2))
     state, grads = stuck(loss, params, 3, jmpp.DynamicLossScale(2.0, min_loss_scale=1.0))
@@ -1079,6 +1087,7 @@ def test_the_branch_of_the_platform_that_runs_is_looked_into():
     assert (found.kind, found.operation) == (("overflow", "mul") if is_cpu else ("", ""))
 
 
+@pytest.mark.slow
 def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
     # Every trip is finite, and what the loop hands to its last operation is not.
     def loss(w, x):

@@ -205,6 +205,7 @@ def test_errors_are_those_of_the_two_programs():
     add_up(found)
 
 
+@pytest.mark.slow
 def test_float32_against_itself_is_exactly_zero():
     found = jmpp.drift(*mlp("float32"), X)
     assert (found.gradient_error, found.loss_error, found.error) == (0, 0, 0)
@@ -214,6 +215,7 @@ def test_float32_against_itself_is_exactly_zero():
     jmpp.assert_drift(*mlp("float32"), X, rtol=0.0)
 
 
+@pytest.mark.slow
 def test_assert_drift_says_where():
     _, loss_fn, params = report_of_mlp()
     jmpp.assert_drift(loss_fn, params, X, rtol=2e-3)
@@ -394,6 +396,7 @@ def of_operation(found, operation, direction="outputs"):
     return row
 
 
+@pytest.mark.slow
 def test_branches_have_rows_of_what_is_inside():
     def rounding(h):
         with jax.named_scope("rounding"):
@@ -424,6 +427,7 @@ def test_branches_have_rows_of_what_is_inside():
     assert not [row for row in other.rows if row.module == "branch/rounding"]
 
 
+@pytest.mark.slow
 def test_what_two_different_branches_give_is_introduced_by_the_branch():
     # Half way between a number and what it is rounded to, which is larger.
     limit = (X[0, 0] + half_cast(X[0, 0])) / 2
@@ -520,6 +524,7 @@ def test_loops_inside_branches_inside_loops():
     add_up(found)
 
 
+@pytest.mark.slow
 def test_nnx_models_and_autocast():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -590,6 +595,7 @@ def test_rows_inside_shard_map_are_of_all_devices(check_vma):
     assert {row.module for row in gradient.contributions} <= {"weights", "block", ""}
 
 
+@pytest.mark.slow
 def test_the_loss_scale_saves_small_gradients():
     def loss_fn(w, x):
         return 2.0**-22 * jnp.square((x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).mean()
@@ -705,7 +711,7 @@ def run(names, w, x):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(programs())
 def test_random_programs(names):
     x = X[:4]

@@ -14,7 +14,7 @@ DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 5)), max_size=6),
     st.integers(0, 40),
@@ -54,6 +54,7 @@ def test_finite_trees(tree):
     assert not bool(jmpp.all_finite([tree, jnp.array(complex(0, jnp.inf))]))
 
 
+@pytest.mark.slow
 def test_axis_name():
     bad = jnp.array([[1.0], [jnp.nan], [1.0]])
     one = jax.vmap(lambda x: jmpp.all_finite(x))(bad)
@@ -112,6 +113,7 @@ def test_select_tree_is_bit_exact():
         (True, {"a": jnp.ones(2)}, {"a": jnp.ones(3)}, ValueError, r"\['a'\] is float32\[2\]"),
         (True, {"a": jnp.ones(2, jnp.float16)}, {"a": jnp.ones(2)}, TypeError, "shapes and dtypes"),
         (True, "x", "y", TypeError, "Only arrays can be selected"),
+        (True, 1, 1.0, TypeError, "is int 1 in on_true and float 1.0 in on_false"),
     ],
 )
 def test_select_tree_errors(pred, new, old, error, message):

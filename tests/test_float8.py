@@ -105,6 +105,7 @@ def error(found, exact):
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("product", "axes"), [(PER_TENSOR, (None, None)), (PER_ROW, (1, 0))])
 def test_products_and_derivatives_are_those_of_the_rounded_operands(product, axes):
     out, vjp = jax.vjp(lambda x, w: product(x, w, DIMS), X, W)
@@ -143,6 +144,7 @@ def test_products_and_derivatives_are_those_of_rounded_blocks(recipe, others, we
     assert bad.nonzero()[0].tolist() == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [((2, 3), (0, 1)), ((3, 2), (1, 0))])
 def test_derivatives_of_products_of_many_axes_have_the_operands_order(axes):
     x = jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)
@@ -179,6 +181,7 @@ def test_scales_are_powers_of_two_that_use_the_range():
     assert scale_of(X, E4M3, (1,)).shape == (32, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fwd:fp8_current", "bwd:fp8_current", "fwd:fp8_rowwise+bwd:fp8_current"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_passes_have_recipes_of_their_own(recipe, batched):
@@ -240,6 +243,7 @@ def test_on_a_gpu_products_of_float8_sum_to_what_the_result_can_hold(dtype, sums
     ]
 
 
+@pytest.mark.slow
 def test_vmap_makes_one_product_of_many():
     xs = jnp.stack([X, 2 * X, X])
 
@@ -255,6 +259,7 @@ def test_vmap_makes_one_product_of_many():
     assert np.array_equal(by_rows[1], PER_ROW(2 * X, W, DIMS))
 
 
+@pytest.mark.slow
 def test_further_derivatives_are_right():
     def second(product):
         def inner(x, w):
@@ -269,6 +274,7 @@ def test_further_derivatives_are_right():
     assert not np.array_equal(out, tangent)
 
 
+@pytest.mark.slow
 def test_loops_and_remat_differentiate_float8_products():
     ws = jnp.asarray(RNG.normal(size=(3, 64, 64)) / 8, jnp.bfloat16)
 
@@ -285,6 +291,7 @@ def test_loops_and_remat_differentiate_float8_products():
     assert error(jax.grad(loss(PER_TENSOR))(ws), jax.grad(loss(lax.dot_general))(ws)) < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("grad", ["", ", g=f32"])
 def test_linen_layers_follow_but_for_heads_and_attention(remat, grad):
@@ -398,6 +405,7 @@ def test_a_replay_in_float32_has_no_float8():
     assert error(exact, np.asarray(X, np.float32) @ np.asarray(W, np.float32)) < 1e-6
 
 
+@pytest.mark.slow
 def test_training_steps_with_loss_scale_and_skips():
     model = jmpp.wrap(nn.Dense(32, use_bias=False), "p=f32,c=f16,o=f32,r=fp8_current")
     x = jnp.asarray(RNG.normal(size=(32, 64)), jnp.float32)
@@ -501,6 +509,7 @@ SHARDED, WHOLE = (NamedSharding(MESH, spec) for spec in (P("d"), P()))
 ROWS = jnp.asarray(RNG.normal(size=(128, 64)) * 2.0 ** np.linspace(-16, 16, 128)[:, None], jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type, recipe):
@@ -516,6 +525,7 @@ def test_scales_of_sharded_arrays_are_those_of_the_whole(axis_type, recipe):
     assert error(found[1][1], exact[1][1]) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scales_in_shard_map_are_those_of_the_whole(check_vma):
     def body(x, w):

@@ -90,6 +90,7 @@ def drift_beside_an_outlier(recipe, call, x=OUTLIER):
     return jmpp.drift(call(model.apply), variables, x)
 
 
+@pytest.mark.slow
 def test_drift_tells_what_is_flushed_beside_an_outlier():
     def loss_of(apply):
         return lambda params, x: jnp.tanh(apply(params, x).astype(jnp.float32)).mean()
@@ -127,6 +128,7 @@ def test_drift_tells_which_recipes_an_outlier_harms(recipe, x, lost):
     assert {(row.flushed, row.saturated) for row in rows} - {((0, 0), (0, 0))} == lost
 
 
+@pytest.mark.slow
 def test_memory_counts_what_waits_for_float8_products_in_8_bits():
     class Linear(nn.Module):
         @nn.compact
@@ -172,6 +174,7 @@ def test_a_spectrum_tells_what_a_scaled_cast_to_eight_bits_loses(dtype):
     assert row.in_float8(dtype, scale=small).infinite == beyond > 0
 
 
+@pytest.mark.slow
 def test_a_spectrum_shows_what_operands_lose_in_eight_bits():
     spectrum = jmpp.gradient_spectrum(loss("mixed_bfloat16, r=fp8_current"), PARAMS)
     text = str(spectrum)

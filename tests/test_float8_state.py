@@ -62,6 +62,7 @@ def test_scale_and_unscale_leave_it(scale):
         assert changed["params"]["w"].dtype == (jnp.float16 if changed is GRADS else jnp.float32)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_float16_loss_and_repeated_ones():
     def half(params, x):
         return overwriting(params, x).astype(jnp.float16)
@@ -74,6 +75,7 @@ def test_gradients_of_a_float16_loss_and_repeated_ones():
     assert_state(grads, 0.5, [38.25, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("axis", [None, "data"])
 def test_accumulation_takes_the_maximum(axis, drops):
@@ -95,6 +97,7 @@ def test_where_all_micro_batches_are_dropped_it_stays():
     assert_state(grads, 0.5, [3, 2])
 
 
+@pytest.mark.slow
 def test_loss_scaled_neither_tests_nor_measures_it():
     bad = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([jnp.inf, 3.0])}}}
     seen = []
@@ -108,6 +111,7 @@ def test_loss_scaled_neither_tests_nor_measures_it():
     assert_state(optax.apply_updates(PARAMS, updates), 1, [jnp.inf, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True])
 def test_an_optimizer_that_gets_it_with_the_parameters_leaves_it_alone(skip):
     """What clips, decays and averages parameters does not touch it; a skipped step keeps every bit."""
@@ -141,6 +145,7 @@ def test_of_several_losses_it_is_the_maximum(mode):
     np.testing.assert_array_equal(seen[0]["params"]["w"], [3.0, 3.0])
 
 
+@pytest.mark.slow
 def test_reports_of_gradients_leave_it_out():
     model = nn.Dense(4, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     x = jnp.ones((4, 4))

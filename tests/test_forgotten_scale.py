@@ -152,6 +152,7 @@ SHOWN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", SHOWN)
 def test_the_trace_shows_whether_a_scale_multiplied(place):
     with pytest.raises(ValueError, match=ERROR):
@@ -256,6 +257,7 @@ def test_a_static_scale_may_be_a_constant_of_the_program():
         in_jit(lambda state, params, x: good(jmpp.DynamicLossScale(), params, x), optimizer())
 
 
+@pytest.mark.slow
 def test_gradients_that_are_inputs_may_be_worked_on():
     """Preconditioned by the curvature of the loss, which differentiates; and decayed by the parameters."""
     tx = optimizer()
@@ -307,6 +309,7 @@ def inside_multi_steps(gradient, tx):
     in_jit(gradient, optax.MultiSteps(tx, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [all_eager, update_in_jit, gradient_in_jit, both_in_jit, inside_multi_steps]
 )

@@ -130,6 +130,7 @@ def test_keyword_arguments_may_have_any_name_and_argnums_any_integer_type():
     assert grad.tolist() == [6 * 2.0**10] * 2
 
 
+@pytest.mark.slow
 def test_debug_nans_and_checks_see_nothing_in_a_clean_step():
     tx = jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale())
     with jax.debug_nans(True), jax.enable_checks(True), jax.checking_leaks():
@@ -163,6 +164,7 @@ def overflowing(w, limit):
     return jnp.sum(saturating(w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_retries_repeat_the_step_with_a_smaller_scale(jit):
     tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(2.0**12))

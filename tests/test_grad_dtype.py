@@ -233,6 +233,22 @@ def test_only_the_weights_products_are_wide(case, name, count):
     assert wide[0] - wide[1] == count
 
 
+def test_numbers_of_the_program_that_meet_an_operation_often():
+    """Dropout counts its keys so. Python's integers stand in jaxprs without a shape."""
+
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x, n):
+            for _ in range(3):
+                n = n + 1
+            return nn.Dense(2)(x) * n
+
+    model, x = jmpp.wrap(Counts(), WIDE), jnp.ones((4, 3))
+    params = model.init(jax.random.key(0), x, 0)
+    grads = jax.jit(jax.grad(lambda params, n: model.apply(params, x, n).sum()))(params, 2)
+    np.testing.assert_array_equal(grads["params"]["Dense_0"]["kernel"], np.full((3, 2), 4 * 5.0))
+
+
 @pytest.mark.slow
 def test_off_leaves_no_trace():
     loss, params = linen_case("attention", HALF)
@@ -315,6 +331,7 @@ def test_state_and_random_numbers_are_those_without():
     jax.tree.map(np.testing.assert_array_equal, found[HALF], found[WIDE])
 
 
+@pytest.mark.slow
 def test_nnx_state_is_kept():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -380,6 +397,7 @@ def test_as_submodule_under_intercept_and_as_decorator():
     assert not in_half(np.asarray(jax.grad(loss)(dense)["params"]["kernel"]))
 
 
+@pytest.mark.slow
 def test_one_trace_serves_many_calls_and_a_float32_caller_is_safe():
     traces = []
 
@@ -526,6 +544,7 @@ def test_where_it_does_not_reach_it_says_so():
         assert in_half(np.asarray(grads["params"]["w"]))
 
 
+@pytest.mark.slow
 def test_float64_parameters():
     with jax.enable_x64(True):
         model = jmpp.wrap(nn.Dense(1, use_bias=False), "p=f64,c=f16,o=f32,g=f32")
@@ -538,6 +557,7 @@ def test_float64_parameters():
 # Flax sees a module once.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_is_captured_and_intercepted_is_as_without(jit):
     class Net(nn.Module):
@@ -569,6 +589,7 @@ def test_what_is_captured_and_intercepted_is_as_without(jit):
     assert seen[HALF] == seen[WIDE]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("names_of_operations")
 def test_names_of_operations_are_those_without():
     names = {}
@@ -581,6 +602,7 @@ def test_names_of_operations_are_those_without():
     assert "float32_gradient" not in str(found)
 
 
+@pytest.mark.slow
 def test_eager_gradients_compile_once():
     many = jax.jit(lambda x, w: functools.reduce(lambda x, _: jnp.tanh(x @ w), range(20), x))
 

@@ -41,6 +41,7 @@ def same(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_halves_and_keeps_its_types_in_a_loop(name):
     inner, before, after = OPTIMIZERS[name]
@@ -60,6 +61,7 @@ def test_state_halves_and_keeps_its_types_in_a_loop(name):
     assert types == [(x.dtype, False) for x in jax.tree.leaves((PARAMS, state))]
 
 
+@pytest.mark.slow
 def test_adafactor_passes_as_it_is():
     inner = optax.adafactor(1e-2)
     params = {"w": jnp.ones((256, 256))}
@@ -71,6 +73,7 @@ def test_adafactor_passes_as_it_is():
     assert same(state.inner_state, want_state)
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_float32_on_the_rounded_moments():
     tx, inner = jmpp.half_moments(optax.adam(1e-2), stochastic_rounding=False), optax.adam(1e-2)
     updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -102,6 +105,7 @@ def test_small_changes_of_the_second_moment_arrive_on_average():
     assert decayed(False) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["inside", "around"])
 def test_a_skipped_step_keeps_every_bit(place):
     scale = jmpp.StaticLossScale(8.0)
@@ -123,6 +127,7 @@ def test_a_skipped_step_keeps_every_bit(place):
         assert same(state.inner_state, skipped.inner_state)
 
 
+@pytest.mark.slow
 def test_donated_states_train_on():
     tx = jmpp.half_moments(optax.adam(1e-2), mu="float16", nu="float32")
     step = jax.jit(lambda params, state: tx.update(GRADS, state, params), donate_argnums=1)
@@ -156,6 +161,7 @@ def test_parameters_in_half_and_mu_dtype_of_optax():
     assert new.inner_state.inner_state[0].mu["w"].dtype == jnp.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["msgpack", "orbax"])
 def test_checkpoints_keep_the_halves(how, tmp_path):
     tx = jmpp.half_moments(optax.adamw(1e-2))

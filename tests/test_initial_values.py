@@ -116,6 +116,7 @@ def test_the_bare_model_runs_only_where_it_must():
     assert calls == ["float16"]
 
 
+@pytest.mark.slow
 def test_half_parameters_are_the_bare_ones_rounded():
     want = WeightNormed().init(jax.random.key(0), X)
     got = jmpp.wrap(WeightNormed(), "float16").init(jax.random.key(0), X)

@@ -146,6 +146,7 @@ def test_mutable_collections_are_updated_and_keep_their_dtypes():
     assert new["stats"]["mean"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_capture_intermediates_are_in_compute_dtype():
     model, x = jmpp.wrap(CONSTRUCTS[1].make(), "mixed_float16"), CONSTRUCTS[1].inputs()
     variables = model.init(rngs(), x)

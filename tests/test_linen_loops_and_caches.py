@@ -44,6 +44,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", LOOPS.values(), ids=LOOPS)
 def test_loops_over_float32_carries_that_the_module_makes(function):
     bare, model = Runs(function), jmpp.wrap(Runs(function), "mixed_bfloat16")

@@ -77,7 +77,7 @@ def model(overflows, *, scale, interval, growth, backoff, low, high, hysteresis)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.booleans(), min_size=300, max_size=300),
     st.integers(1, 5),
@@ -176,12 +176,14 @@ def test_an_overflow_that_the_statistic_explains_does_not_stick():
     assert (float(scale.loss_scale), int(scale.widened)) == (2.0**3, 2)
 
 
+@pytest.mark.slow
 def test_gradients_beyond_float32_send_the_statistic_scale_to_its_floor():
     with jax.enable_x64(True):
         scale = jmpp.StatisticLossScale(2.0**10).adjust(True, grads=jnp.float64(1e300))
         assert float(scale.loss_scale) == scale.min_loss_scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-2, 1e-3])
 def test_the_statistic_scale_skips_few_steps_where_inputs_are_small(size, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))

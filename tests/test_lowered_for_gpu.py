@@ -72,6 +72,7 @@ def step_and_state(tx, params):
     return step, tx.init(params)
 
 
+@pytest.mark.slow
 def test_a_whole_step_has_the_bits_of_the_cpus_with_and_without_nan():
     params = draw()
     grads = draw() | {"bias float32": draw("float16")["bias float16"]}
@@ -95,6 +96,7 @@ def test_a_whole_step_has_the_bits_of_the_cpus_with_and_without_nan():
         assert float(got[1].loss_scale.loss_scale) == SCALE / 2
 
 
+@pytest.mark.slow
 def test_small_gradients_are_divided_as_one_vector_per_dtype():
     small = {name: SHAPES[name] for name in ("bias", "scale", "scalar", "row", "empty")}
     grads = draw("float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", shapes=small)
@@ -110,6 +112,7 @@ def test_small_gradients_are_divided_as_one_vector_per_dtype():
     assert operations(text_for_cpu(lambda s, g: s.unscale(g), scale, grads))[:2] == [0, 0]
 
 
+@pytest.mark.slow
 def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
     shapes = {"heads": (96, 12, 8), "small": (4, 4, 4), "matrix": (96, 96), "conv": (3, 3, 96, 32)}
     half = draw("float16", "bfloat16", shapes=shapes)

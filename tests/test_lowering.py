@@ -373,6 +373,7 @@ def test_on_a_gpu_the_executable_is_read_and_timed(monkeypatch):
     assert lowering_report(lambda a: a @ a, shapes, target=None).measured_seconds is None
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_compile_is_an_error_and_a_variant_a_note(monkeypatch):
     pytest.importorskip("flatbuffers")
     fn, args = record.program("mlp")

@@ -73,6 +73,7 @@ def test_rounding_to_nearest_is_that_of_numpy(dtype, jit):
     assert same(function(jnp.asarray(x), dtype), numpy_rounded(x, dtype)).all()
 
 
+@pytest.mark.slow
 @halves
 def test_rounding_at_random_takes_the_two_neighbours_and_leaves_exact_values(dtype):
     x = numbers(dtype)
@@ -212,7 +213,7 @@ EXTREMES = [0.0, -0.0, 1.0, -1.0, 1000.0, 65504.0, -65504.0, 1e-6, -1e-7, 2.0**-
 
 @pytest.mark.slow
 @halves
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.one_of(st.sampled_from(EXTREMES), st.floats(-65504, 65504, width=32)),
     st.one_of(st.sampled_from(EXTREMES), st.floats(-65504, 65504, width=32)),
@@ -298,6 +299,7 @@ def test_wrappers_that_need_the_dtype_say_so_inside_loss_scaled(method):
         tx.update(jnp.ones(2), state, jnp.ones(2))
 
 
+@pytest.mark.slow
 @methods
 def test_the_wrapped_transformation_sees_float32(method):
     seen = []
@@ -360,6 +362,7 @@ def test_other_leaves_and_boxes(method):
     assert updates["w"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.parametrize("params", [{}, jnp.zeros((0,), jnp.float16), None, {"a": None}])
 def test_trees_without_numbers(method, params):
@@ -415,6 +418,7 @@ def test_seeds_that_no_key_takes(seed):
             make(optax.sgd(1.0), seed=seed)
 
 
+@pytest.mark.slow
 def test_random_bits_differ_between_steps_leaves_and_seeds():
     params = {"a": jnp.ones(256, jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**-10), params)
@@ -602,6 +606,7 @@ def test_train_state_and_serialization(method):
     assert bits(step(restored)) == bits(step(state))
 
 
+@pytest.mark.slow
 @halves
 @pytest.mark.parametrize("order", ["outside", "inside"])
 def test_masters_follow_parameters_that_were_changed(dtype, order):
@@ -632,6 +637,7 @@ def test_stochastically_rounded_masters_take_either_neighbour_for_their_paramete
     assert after.masters[0] == 2.0
 
 
+@pytest.mark.slow
 def test_a_compensation_of_half_the_distance_does_not_move_the_parameter_by_itself():
     tx = jmpp.kahan_summation(optax.sgd(1.0))
     params = jnp.float16(1 + 2.0**-10)  # Odd: half way, rounding to even leaves it.
@@ -644,6 +650,7 @@ def test_a_compensation_of_half_the_distance_does_not_move_the_parameter_by_itse
     assert after.compensation == (2.0**-20 - 2.0**-11) * 2.0**11
 
 
+@pytest.mark.slow
 def test_a_compensation_of_another_parameter_is_dropped():
     tx = jmpp.kahan_summation(optax.sgd(1.0))
     params, state = train(tx, jnp.full(2, 256.0, jnp.float16), jnp.full(2, 0.05), 1)

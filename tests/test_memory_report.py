@@ -184,6 +184,7 @@ def test_donated_arguments_count_once(reports):
     assert donated.row("results").expected_policy == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linen", "nnx"])
 def test_training_steps_of_flax(reports, name):
     report = reports(name)

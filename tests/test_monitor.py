@@ -90,7 +90,8 @@ def test_groups_are_numpys(name, scale):
         assert found[group] == pytest.approx(expected, rel=1e-6), group
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=60)
 @given(
     grads=hnp.arrays(np.float32, 8, elements=st.floats(-(2.0**20), 2.0**20, width=32)),
     shift=st.integers(0, 20),
@@ -142,6 +143,7 @@ def test_a_single_array_complex_and_no_numbers():
     assert set(measured(keeps.update(grads, keeps.init(mixed), mixed)[1])) == {"w"}
 
 
+@pytest.mark.slow
 def test_scalars_are_float32_of_no_shape():
     state = update(tx(), gradients())
     values = {k: v for k, v in jmpp.metrics(state).items() if k.startswith("grad_")}
@@ -159,6 +161,7 @@ def test_before_the_first_step_all_is_zero():
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_skipped_steps_show_what_was_not_finite(bad):
     grads = {"a": {"w": jnp.full((4, 2), 2.0).at[0, 0].set(bad)}, "b": jnp.full(3, 0.5)}
@@ -231,6 +234,7 @@ def test_in_jit_one_trace_does():
     assert values["grad_max/a"] == 2 * values["grad_max/b"]
 
 
+@pytest.mark.slow
 def test_in_scan_and_vmap():
     transformation = tx()
 

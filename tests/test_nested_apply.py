@@ -176,6 +176,7 @@ class Body(nn.Module):
         return x + out[..., :4].astype(x.dtype), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [Head, Deep, Functional])
 @pytest.mark.parametrize("rule", ["layers/cls", "path", Body])
 def test_inside_a_scan(head, rule):

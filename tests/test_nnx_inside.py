@@ -255,6 +255,7 @@ def test_transforms_that_are_no_loops_change_no_dtypes(lift):
     assert bool(jnp.isfinite(out).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "value"),
     [
@@ -364,6 +365,7 @@ def test_methods_of_variables():
     assert model.kept.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_what_methods_return_is_captured():
     class Base(nnx.Module):
         def inherited(self, x):

@@ -203,6 +203,7 @@ def test_batch_statistics_are_kept_on_a_skipped_step():
     assert all(bool(jnp.isfinite(v).all()) for v in state())
 
 
+@pytest.mark.slow
 def test_without_it_an_overflow_stays_in_the_statistics():
     """What it is for: this is the defect of the Flax examples."""
     model, optimizer, x = cnn(jmpp.DynamicLossScale())
@@ -239,6 +240,7 @@ def test_caches_random_counts_and_chosen_variables_are_kept():
         assert float(model.cache[...]) != 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_optimizers_own_state_moves_on():
     model, _ = make()

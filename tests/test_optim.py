@@ -211,6 +211,14 @@ def test_float64_and_complex_parameters():
         assert bits(new) == bits(params)
 
 
+def test_states_are_strongly_typed_from_the_start():
+    """Else the second step, whose state is, would be compiled again."""
+    inner = optax.GradientTransformation(lambda params: jnp.asarray(2.0), lambda u, s, p=None: (u, s))
+    state = jmpp.loss_scaled(inner, jmpp.StaticLossScale(2.0)).init(jnp.ones(2))
+    assert not jax.typeof(state.inner_state).weak_type
+
+
+@pytest.mark.slow
 def test_states_may_be_donated_and_scales_reused():
     scale = jmpp.DynamicLossScale()
     tx = jmpp.loss_scaled(optax.adam(0.1), scale)

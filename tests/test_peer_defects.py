@@ -169,6 +169,7 @@ def test_torch_float16_parameters_are_taken():
     assert optax.apply_updates(params, updates).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_keras_eager_apply_works():
     model = jmpp.wrap(nn.Dense(2), "mixed_float16")
     x = jnp.ones((1, 2))

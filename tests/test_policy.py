@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.dtype_words import best_half_dtype
+from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half, promote_dtype
 
 NAMES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
@@ -60,6 +61,8 @@ def test_text_round_trip(params, compute, output, grad):
         ("p=f32,,c=f16", "Unknown part ''"),
         ("p=f32,p=f16", "sets 'params' twice"),
         ("c=int8", "not floating"),
+        ("c=complex64", "not floating"),
+        ("c=bool", "not floating"),
         ("", "Unknown policy ''"),
         ("mixed_fp8", "Unknown policy 'mixed_fp8'. Eight bits .* every tensor needs a scale"),
     ],
@@ -127,6 +130,18 @@ def test_floating_leaves_are_cast(make, dtype):
     assert POLICY.cast_to_compute(cast) is cast
 
 
+def test_each_cast_has_a_dtype_of_its_own():
+    x = jnp.ones(2)
+    casts = (POLICY.cast_to_param, POLICY.cast_to_compute, POLICY.cast_to_output)
+    assert [cast(x).dtype.name for cast in casts] == ["float32", "float16", "bfloat16"]
+
+
+def test_the_sharding_of_an_abstract_array_is_kept():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    cast = POLICY.cast_to_compute(jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding))
+    assert (cast.dtype, cast.sharding) == (jnp.float16, sharding)
+
+
 def test_boxed_tracers_scalars_and_weak_types():
     box = nn.Partitioned(jnp.ones((2, 2)), names=(None, "model"))
     cast = POLICY.cast_to_compute(box)
@@ -136,6 +151,15 @@ def test_boxed_tracers_scalars_and_weak_types():
     assert jax.jit(POLICY.cast_to_compute)(jnp.float32(1)).dtype == jnp.float16
     assert POLICY.cast_to_compute(np.float32(2)).dtype == jnp.float16
     assert not POLICY.cast_to_compute(jnp.asarray(2.0)).aval.weak_type
+
+
+def test_kinds_of_dtypes():
+    dtypes = ["float8_e5m2", "float16", "bfloat16", "float32", "float64", "int8", "complex64"]
+    assert [is_half(jnp.dtype(d)) for d in dtypes] == [True] * 3 + [False] * 4
+    assert [promote_dtype(jnp.dtype(d)).name for d in dtypes] == ["float32"] * 4 + dtypes[4:]
+    fields = [None, *dtypes[1:5], jnp.bfloat16, np.dtype("float16")]
+    assert [is_dtype_or_none(field) for field in fields] == [True] * len(fields)
+    assert not any(map(is_dtype_or_none, ["int8", "a text", jnp.int32, 3, nn.relu]))
 
 
 def test_best_half_dtype_by_capability():
@@ -159,3 +183,11 @@ def test_a_policy_is_made_of_its_text_and_its_repr():
     assert jmpp.Policy("mixed_bfloat16", grad_dtype="float32", recipe="fp8_current") == jmpp.Policy(text)
     with pytest.raises(ValueError, match="mixd_float16"):
         jmpp.Policy("mixd_float16")
+
+
+def test_a_name_and_what_changes_it():
+    changed = jmpp.get_policy("mixed_bfloat16, o=bf16, r=fp8_current")
+    assert changed == jmpp.get_policy("p=f32,c=bf16,o=bf16,r=fp8_current")
+    assert changed.with_compute_dtype("float16").recipe == "fp8_current"
+    # Recipes are for products in half.
+    assert changed.with_compute_dtype("float32") == jmpp.get_policy("p=f32,c=f32,o=bf16")

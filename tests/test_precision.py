@@ -195,6 +195,7 @@ def test_loss_scale_settings():
     )
 
 
+@pytest.mark.slow
 def test_a_config_trains():
     x, y = jnp.linspace(-1, 1, 16)[:, None], jnp.linspace(2, -2, 16)[:, None]
     for word in ("no", "bf16", "fp16"):
@@ -296,6 +297,7 @@ def test_other_spellings_are_answered_with_the_right_one():
     assert jmpp.PolicyMap("float16", config) == jmpp.PolicyMap("float16", {"head": "float32"})
 
 
+@pytest.mark.slow
 def test_reading_a_config_asks_for_no_device():
     program = (
         "import jax, jmp_policy\n"

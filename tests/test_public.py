@@ -192,6 +192,7 @@ def test_public_objects_name_the_module_that_they_are_imported_from(module):
         assert not names_a_file(repr(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_pickle_by_public_names(name):
     value = OBJECTS[name]()
@@ -207,6 +208,7 @@ def test_a_private_class_is_found():
     assert names_a_file(repr(Table))
 
 
+@pytest.mark.slow
 def test_every_public_class_is_among_these_objects():
     pickled = b"".join(pickle.dumps(make()) for make in OBJECTS.values())
     classes = {n for module in MODULES for n, v in public_names(module).items() if inspect.isclass(v)}

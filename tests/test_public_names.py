@@ -228,3 +228,19 @@ def test_the_spectrum_of_an_nnx_step():
     (_, grads), state = step(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
     assert grads["kernel"].shape == (3, 2)
     assert state.report().tensors
+
+
+def test_results_of_sensitivity_and_recommend_say_what_they_hold():
+    row = jmpp.report.SensitivityRow("head", 0.5, 0.1)
+    found = jmpp.Sensitivity("loss", "float16", 8.0, (row,))
+    assert found.of("head") is row
+    assert "head changes the gradient most" in found.verdict
+    rule = jmpp.report.RecommendationRow("head", "float32", "2 values exceed the range of float16", 0.5)
+    rules = jmpp.PolicyMap("mixed_float16", {"head": "float32"})
+    made = jmpp.Recommendation("loss", "float16", rules, jmpp.NoOpLossScale(), (rule,), 0.1, 0.05, 0.04, 0.9)
+    assert "2 values exceed the range of float16" in str(made)
+    assert jmpp.report.Kernel("gemm", "triton", flops=2).flops == 2
+    assert jmpp.report.Estimate("float16", "as given", 1e-3, 2.0, "memory").speedup == 2.0
+    zero = jmpp.report.Zero("exp", "Net/head", "net.py:41 (f)", False, "float16")
+    assert zero.place == "Net/head (net.py:41)"
+    assert jmpp.report.LostConstant.place is jmpp.report.Zero.place

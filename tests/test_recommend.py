@@ -97,6 +97,7 @@ def test_overflow_needs_no_budget():
 X = jax.random.normal(jax.random.key(1), (8, 4))
 
 
+@pytest.mark.slow
 def test_a_model_is_taken_for_its_loss():
     model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)

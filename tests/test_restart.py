@@ -244,6 +244,7 @@ def nnx_states():
     return first, nnx.state(nnx_run(training, range(2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper", NNX_KEEPERS)
 def test_nnx_goes_on_bit_for_bit(keeper, tmp_path):
     first, undisturbed = nnx_states()
@@ -441,6 +442,7 @@ SCALE_FIELDS = ("loss_scale", "growth_tracker", "hysteresis_tracker", "stuck")
 OUR_FIELDS = [("loss_scale",), ("consecutive_skips",), ("steps",), *(("loss_scale", f) for f in SCALE_FIELDS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [SCALED, MONITORED], ids=["", "monitor"])
 def test_a_state_from_before_a_field_existed(tx, tmp_path):
     state, fresh = moved(tx), tx.init(PARAMS)

@@ -1,10 +1,17 @@
 """`PolicyMap`: matching, inheritance, what is unused."""
 
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jmp_policy as jmpp
+from jmp_policy._src.policy.patterns import singles_out
 
 F32 = jmpp.get_policy("float32")
 names = st.lists(st.sampled_from(["a", "b", "layer_0", "layer_1"]), max_size=4)
@@ -52,6 +59,9 @@ def test_nearest_match_then_first_listed():
     assert rules.resolve("a/b") == F32
     assert rules.resolve("a/x/y") == F32
     assert rules.resolve("z") == rules.default
+    rules = jmpp.PolicyMap("mixed_float16", [("a", "float32"), ("a/b", "bfloat16")])
+    assert str(rules.resolve("a/b").compute_dtype) == "bfloat16"
+    assert str(rules.resolve("a/b/c").compute_dtype) == "bfloat16"
     rules = jmpp.PolicyMap("mixed_float16", [("a/b", "bfloat16"), ("a", "float32")])
     assert str(rules.resolve("a/b/c").compute_dtype) == "bfloat16"
     assert rules.resolve("a/c/b") == F32
@@ -66,6 +76,15 @@ def test_classes_and_predicates():
     assert rules.unused([("a", 3)]) == (rules.overrides[1][0],)
     assert rules.unused([("a", 3), ("x", "")]) == ()
     assert len(rules.unused([])) == 2
+    assert rules.match("a", True) == 0  # Of a subclass.
+
+
+def test_which_patterns_single_a_module_out():
+    """Those that do decide over a normalisation layer too, which is a float32 island otherwise."""
+    named = ["norm", "a/norm", "**/norm", "layer_*", "*/norm", nn.LayerNorm, nnx.LayerNorm, lambda p, m: True]
+    not_named = ["*", "**", "a/*", "a/**", nn.Module, nnx.Module, nnx.Pytree, object]
+    rules = jmpp.PolicyMap("mixed_float16", [(pattern, "float16") for pattern in (*named, *not_named)])
+    assert [singles_out(pattern) for pattern, _ in rules.overrides] == [True] * 8 + [False] * 8
 
 
 def test_value_semantics():
@@ -79,6 +98,57 @@ def test_value_semantics():
     assert "keep_module_dtypes=True" in text
 
 
+FLAGS = ("keep_module_dtypes", "float32_islands", "keep_small_inputs")
+
+
+@pytest.mark.parametrize("changed", FLAGS)
+def test_every_flag_is_kept_by_what_is_made_of_the_rules(changed):
+    value = changed == "keep_module_dtypes"
+    rules = jmpp.PolicyMap("mixed_float16", {"a": "float32"}, **{changed: value})
+    copies = [
+        rules.relative_to("b", rules.default),
+        rules.without_output_cast(rules.default),
+        rules.with_recipe("fp8_current"),
+        jmpp.PolicyMap.from_dict(rules.to_dict()),
+        pickle.loads(pickle.dumps(rules)),
+    ]
+    for made in copies:
+        assert [getattr(made, name) == getattr(rules, name) for name in FLAGS] == [True] * 3, made
+    others = [getattr(rules, name) for name in FLAGS if name != changed]
+    assert getattr(rules, changed) is value
+    assert others == [name != "keep_module_dtypes" for name in FLAGS if name != changed]
+    assert rules.to_dict()[changed] is value
+
+
+def test_from_and_to_a_dict():
+    rules = jmpp.PolicyMap("mixed_float16", {"a/**": "float32", nn.Dense: "p=f32,c=bf16"})
+    settings = {
+        "policy": "params=float32,compute=float16,output=float32",
+        "rules": [
+            ["a/**", "params=float32,compute=float32,output=float32"],
+            ["flax.linen.linear:Dense", "params=float32,compute=bfloat16,output=bfloat16"],
+        ],
+    }
+    assert rules.to_dict() == settings
+    assert jmpp.PolicyMap.from_dict(settings) == rules
+    assert jmpp.PolicyMap.from_dict({**settings, "rules": dict(settings["rules"])}) == rules
+    assert jmpp.PolicyMap("float32").to_dict() == {"policy": str(F32)}
+
+
+def test_a_recipe_leaves_the_rules_as_they_are():
+    rules = jmpp.PolicyMap("mixed_bfloat16", {"a": "float32"})
+    assert rules.with_recipe("fp8_current").default.recipe == "fp8_current"
+    assert rules.with_recipe("fp8_current").overrides == rules.overrides
+
+
+def test_unpickled_rules_hash_as_those_made_here():
+    """Hashes of texts differ between processes: a hash that was pickled would not be found in a jit cache."""
+    rules = jmpp.PolicyMap("mixed_float16", {"a": "float32"})
+    pickled = pickle.dumps(rules)
+    assert {rules: 1}[pickle.loads(pickled)] == 1
+    assert b"hash" not in pickled
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="path glob, a module class or a predicate"):
         jmpp.PolicyMap("float32", {3: "float32"})
@@ -90,6 +160,40 @@ def test_bad_input():
         jmpp.PolicyMap("float32", ["abc"])
     with pytest.raises(TypeError, match="mapping {pattern: policy} or a sequence"):
         jmpp.PolicyMap("float32", 3)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda policy: policy, lambda policy: {"a": policy}], ids=["default", "rule"]
+)
+def test_policies_that_no_model_can_follow(make):
+    """Of the default and of every rule."""
+
+    def intercept(policy):
+        made = make(policy)
+        return jmpp.linen.intercept(jmpp.PolicyMap("float32", made) if isinstance(made, dict) else made)
+
+    for dtypes in ("p=f32,c=float8_e4m3fn,o=f32", "p=float8_e5m2,c=f32,o=f32", "p=f32,c=f32,o=float8_e5m2"):
+        with pytest.raises(ValueError, match="asks for float8_e.*holds nothing above"):
+            intercept(dtypes)
+    with pytest.raises(ValueError, match="asks for weight gradients in bfloat16"):
+        intercept("p=f32,c=f16,o=f32,g=bf16")
+    with pytest.raises(ValueError, match="asks for float32 gradients of float16 parameters"):
+        intercept("p=f16,c=f16,o=f16,g=f32")
+    for dtypes in ("p=f32,c=f16,o=f32,g=f16", "p=f16,c=f16,o=f16,g=f16", "p=f32,c=f16,o=f32,g=f32"):
+        intercept(dtypes)
+
+
+def test_an_unused_rule_is_told_with_the_nearest_paths():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, name="head")(nn.Dense(2, name="encoder")(nn.Dense(2, name="body")(x)))
+
+    model = jmpp.wrap(Model(), jmpp.PolicyMap("float32", {"heads": "float16"}))
+    with pytest.raises(
+        ValueError, match=r"'heads' matches no module of Model\. The nearest paths are 'head'"
+    ):
+        model.init(jax.random.key(0), jnp.ones((1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jmp_policy._src.report.sensitivity.rounding_taps import DTYPES, overflows, 
 from jmp_policy._src.report.sensitivity.traced_loss import makes_decisions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_in_float32_is_the_cast(dtype):
     # Every exponent (of bfloat16 those whose errors are normal in float32), what lies beyond, and ties.
@@ -105,6 +106,7 @@ class Kink(nn.Module):
         return nn.relu(nn.Dense(1, name="dense")(x))
 
 
+@pytest.mark.slow
 def test_decisions_that_rounding_turns_are_seen():
     params = {"dense": {"kernel": jnp.ones((1, 1)), "bias": -jnp.ones(1)}}
     arguments = (
@@ -150,6 +152,7 @@ def test_decisions_are_found_in_the_gradient(function, decides):
     assert makes_decisions(jax.make_jaxpr(gradient)(X)) == decides
 
 
+@pytest.mark.slow
 def test_the_result_is_a_report():
     assert isinstance(found(), jmpp.Sensitivity)
     assert isinstance(found().rows[0], jmpp.report.SensitivityRow)
@@ -228,6 +231,7 @@ def test_arguments_are_checked():
         jmpp.sensitivity(lambda p: (loss_fn(p), 1), PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
     model = jmpp.wrap(nn.Dense(2), policy)

@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Seen, SeenNNX])
 @pytest.mark.parametrize(("args", "want"), CASES.values(), ids=CASES)
 def test_which_inputs_are_small(args, want, module):
@@ -214,6 +215,7 @@ class DenoiserNNX(nnx.Module):
         return self.lin(x / sigma[:, None]) + self.embed(jnp.log(sigma) / 4)
 
 
+@pytest.mark.slow
 def test_denoiser_in_nnx():
     bare, x = DenoiserNNX(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8))
     sigma = jnp.array([0.02, 0.3, 4.0, 50.0])

@@ -68,7 +68,7 @@ BITS = {np.dtype(np.float32): np.uint32, HALVES["float16"]: np.uint16, HALVES["b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_histogram_is_numpys(dtype, data):
     # Any bits: subnormal numbers, infinities and NaN are as likely as others. One shape compiles once.
@@ -76,7 +76,7 @@ def test_histogram_is_numpys(dtype, data):
     check_counts(bits.view(dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     x=hnp.arrays(np.float32, 32, elements=st.floats(2.0**-60, 2.0**60, width=32)),
     shift=st.integers(-20, 40),
@@ -287,6 +287,7 @@ def test_activations_of_scanned_layers_add_up_over_trips(kind, wrapped):
     assert found.overall().size == 3 * (16 + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_module_called_twice_adds_up(kind):
     class Twice(nn.Module):
@@ -350,6 +351,7 @@ def test_taps_count_forward_and_backward_through_transforms(name, scale):
     assert (gradient.size, gradient.exponents) == (size, backward)
 
 
+@pytest.mark.slow
 def test_a_tap_in_a_shard_map_adds_up_over_devices():
     def loss(w, x):
         def shard(w, x):
@@ -386,6 +388,7 @@ def test_nothing_is_there_when_nobody_looks():
     assert step(lambda x: jmpp.tap(x, "x")) == step(lambda x: x)
 
 
+@pytest.mark.slow
 def test_looking_leaves_nothing_behind():
     loss, params, _ = nnx_case(False)
     jitted = jax.jit(lambda w: jmpp.tap(w * 2, "t"))
@@ -421,6 +424,7 @@ def states_equal(one, other):
     return all(jax.tree.leaves(equal)) and jax.tree.structure(one) == jax.tree.structure(other)
 
 
+@pytest.mark.slow
 def test_value_and_gradients_are_those_of_scaled_value_and_grad():
     params, loss = params_and_loss()
     params["b"].pop("n")
@@ -600,6 +604,7 @@ def test_gradients_of_an_nnx_model_by_update():
     assert state.report().of("tiny/kernel").float16.zero == 1.0
 
 
+@pytest.mark.slow
 def test_explicit_axes():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -681,7 +686,7 @@ def test_zero_gradients():
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(2.0**-100, 2.0**100, width=32))
 @example(65504.0)
 @example(1.0)
@@ -697,7 +702,8 @@ def test_the_recommended_scale_is_the_largest_that_does_not_overflow(most):
     assert report.largest.largest == most
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=40)
 @given(hnp.arrays(np.int32, 16, elements=st.integers(-60, 0)))
 def test_recovered_grows_with_the_scale(exponents):
     values = np.ldexp(1.0, exponents)
@@ -871,6 +877,7 @@ def test_rows_are_values():
     assert dataclasses.replace(one, margin=5).safe_scale == one.recommended_scale / 32
 
 
+@pytest.mark.slow
 def test_has_aux():
     def loss(w, x):
         return (w * x).sum(), {"n": x}

@@ -33,6 +33,15 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
+def written(node):
+    """The source of an expression: of dotted names, as most are, without `ast.unparse`, which takes long."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{written(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
 def imports(text_or_tree):
     """Modules of the package that a file imports, those named in `import_module("...")` too."""
     parsed = ast.parse(text_or_tree) if isinstance(text_or_tree, str) else text_or_tree
@@ -45,7 +54,7 @@ def imports(text_or_tree):
             yield "a relative import"
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == "jmp_policy")
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import" in written(node.func):
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant) and re.fullmatch(r"jmp_policy(\.\w+)*", str(part.value)):
                     yield part.value
@@ -170,7 +179,7 @@ def test_every_raises_has_a_match():
     without = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         for node in ast.walk(tree(path)):
-            is_check = isinstance(node, ast.Call) and ast.unparse(node.func) in RAISES
+            is_check = isinstance(node, ast.Call) and written(node.func) in RAISES
             if is_check and not any(k.arg == "match" for k in node.keywords):
                 without.append(f"{path.name}:{node.lineno}")
     assert not without
@@ -226,7 +235,7 @@ def own_names(parsed):
         for node in ast.walk(cls):
             if isinstance(node, ast.FunctionDef):
                 names.add(node.name)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            elif isinstance(node, ast.Attribute) and written(node.value) in ("self", "cls"):
                 names.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
@@ -256,7 +265,7 @@ def texts(*nodes):
 def names_in_texts(node):
     """Names of attributes, arguments and parameters that stand in a piece of source as texts."""
     if isinstance(node, ast.Call):
-        is_access = ast.unparse(node.func).rpartition(".")[2] in BY_NAME
+        is_access = written(node.func).rpartition(".")[2] in BY_NAME
         return [*(texts(*node.args) if is_access else ()), *(k.arg for k in node.keywords if k.arg)]
     if isinstance(node, ast.Dict):
         return texts(*(key for key in node.keys if key))
@@ -272,8 +281,8 @@ def private_uses(parsed):
     for node in ast.walk(parsed):
         yield from (f"{m}.{part}" for m, part in imported_parts(node) if is_undocumented(m, part))
         if isinstance(node, ast.Attribute):
-            ours = node.attr in own or ast.unparse(node.value) in ("self", "cls")
-            whole = ast.unparse(node)
+            ours = node.attr in own or written(node.value) in ("self", "cls")
+            whole = written(node)
             undocumented = node.attr in UNDOCUMENTED_ATTRIBUTES or whole == "jax.config.values"
             if undocumented or (is_underscored(node.attr) and not ours):
                 yield whole

@@ -124,6 +124,7 @@ def test_hooks_run_again_for_a_users_subclass_of_a_wrapped_class(made):
     assert made == ["1: Net", "2: Mine"]
 
 
+@pytest.mark.slow
 def test_a_registry_of_models_keeps_the_users_classes():
     registry = {}
 
@@ -161,6 +162,7 @@ def test_a_registry_of_models_keeps_the_users_classes():
     }
 
 
+@pytest.mark.slow
 def test_a_replaced_init_runs_in_clones():
     class Config(nn.Module):
         width: int

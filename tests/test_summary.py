@@ -212,6 +212,7 @@ def rows(found):
     return {row.path: (row.rule, row.compute_dtype) for row in found.modules if row.path}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [

@@ -178,6 +178,7 @@ def test_nnx_optimizer_is_the_three_lines():
     assert int(jmpp.metrics(optimizer)["skipped_steps"]) == 1
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_of_some_parameters_and_with_aux():
     precision = jmpp.from_config("bf16")
     model = precision.wrap(NNXNet(nnx.Rngs(0)))

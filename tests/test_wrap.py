@@ -170,6 +170,7 @@ def test_islands_can_be_switched_off(rules):
     assert text["off"] > text["on"]  # The norm's own parameters are cast as well.
 
 
+@pytest.mark.slow
 def test_a_sweeping_rule_keeps_the_islands():
     x = jnp.ones((2, 8, 8, 3))
     variables = CNN().init(jax.random.key(0), x)

@@ -19,14 +19,14 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.policy.marked_regions import Regions, compute_dtype
 from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.policy import Policy, PolicyLike
 from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
-from jmp_policy._src.policy.regions import Regions, as_rules, compute_dtype, rules_of
-from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
+from jmp_policy._src.policy.regions import as_rules, rules_of
+from jmp_policy._src.policy.rules import PolicyMap, any_wants_fp32_weight_grads, as_policy_map
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
-from jmp_policy._src.weight_grads.param_casts import any_wants_fp32_weight_grads
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,7 +75,8 @@ class Settings:
         self.policy_map = autocast_policy(policy, recipe)
         default = self.policy_map.default
         self.half, self.recipe = compute_dtype(default.compute_dtype, policy), default.recipe
-        self.rules, self.map_rules = as_rules(rules), rules_of(self.policy_map)
+        self.rules = as_rules(rules) if rules else []
+        self.map_rules = rules_of(self.policy_map) if self.policy_map.overrides else []
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         given = [*(ops or {}), *lower, *full, *follow]
         calls = [name for name in given if name in _CALLS and name != "custom_vjp_call"]
@@ -171,7 +172,8 @@ def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
         policy = f"params=float32,compute={parse_dtype(policy, 'of autocast').name},output=float32"
     policy_map = as_policy_map(policy)
     policy_map = policy_map if recipe is None else policy_map.with_recipe(recipe)
-    check_has_no_state(policy_map.default.recipe, "autocast")
+    if policy_map.default.recipe:
+        check_has_no_state(policy_map.default.recipe, "autocast")
     return policy_map
 
 

@@ -24,7 +24,7 @@ from jmp_policy._src.autocast.values import CastCache, computed
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 
 

@@ -9,8 +9,8 @@ from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.policy.policy import PolicyLike
-from jmp_policy._src.policy.regions import is_marker
 from jmp_policy._src.policy.rules import PolicyMap
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.matrix_products import size_of
+from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.policy.recipes import role_by_name
-from jmp_policy._src.policy.regions import Region
 from jmp_policy._src.policy.worthwhile import without_target
 from jmp_policy._src.products.fp8.eligibility import stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8

@@ -25,7 +25,7 @@ import numpy as np
 from jmp_policy._src.autocast.values import CastCache, Value, argument, computed, constant
 from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
-from jmp_policy._src.policy.regions import Region, Regions
+from jmp_policy._src.policy.marked_regions import Region, Regions
 from jmp_policy._src.products import binding
 
 #: What the code behind a value wants: False half (some use), True float32 (every use that doesn't mind), None

@@ -28,7 +28,7 @@ from jmp_policy._src.autocast.operation_rules import (
 from jmp_policy._src.autocast.planner import Demand, EqnPlan, How, Planner, Rule, rebound
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.policy.regions import Region
+from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 
 

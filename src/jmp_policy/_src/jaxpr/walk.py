@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.policy.regions import is_marker
+from jmp_policy._src.policy.marked_regions import is_marker
 
 
 class Placed:

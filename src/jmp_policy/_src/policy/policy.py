@@ -172,3 +172,9 @@ def get_policy(text: PolicyLike) -> Policy:
         return text
     named = _NAMED.get(text) if isinstance(text, str) else None
     return named or Policy(**parse_policy(text))
+
+
+def wants_fp32_weight_grads(policy: Policy) -> bool:
+    """Returns whether weight gradients under a policy are wider than its products."""
+    grad = policy.grad_dtype
+    return grad is not None and grad.itemsize > policy.compute_dtype.itemsize

@@ -20,7 +20,7 @@ from jmp_policy._src.policy.patterns import (
     patterns_below,
     show_pattern,
 )
-from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy
+from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy, wants_fp32_weight_grads
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -262,3 +262,8 @@ def check_grad_dtype(policy: Policy) -> None:
 def path_text(path: str | Sequence[Any]) -> str:
     """The text of a path: names joined by slashes, "" for the root."""
     return path if isinstance(path, str) else "/".join(map(str, path))
+
+
+def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:
+    """Returns whether a policy among rules asks for wider weight gradients."""
+    return any(map(wants_fp32_weight_grads, (rules.default, *(policy for _, policy in rules.overrides))))

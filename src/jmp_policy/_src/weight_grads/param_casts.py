@@ -13,8 +13,8 @@ from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_ar
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.policy import Policy, wants_fp32_weight_grads
+from jmp_policy._src.policy.rules import PolicyMap, any_wants_fp32_weight_grads
 from jmp_policy._src.products import binding
 
 Mark: TypeAlias = Literal["own", "argument"]
@@ -40,17 +40,6 @@ def _cast(dtype: np.dtype, x: Any) -> Any:
 def argument_marked() -> contextlib.AbstractContextManager[Any]:
     """Returns a with-block whose casts are marked as those of an argument."""
     return jax.named_scope(_ARGUMENT)
-
-
-def wants_fp32_weight_grads(policy: Policy) -> bool:
-    """Returns whether weight gradients under a policy are wider than its products."""
-    grad = policy.grad_dtype
-    return grad is not None and grad.itemsize > policy.compute_dtype.itemsize
-
-
-def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:
-    """Returns whether a policy among rules asks for wider weight gradients."""
-    return any(map(wants_fp32_weight_grads, (rules.default, *(policy for _, policy in rules.overrides))))
 
 
 #: Whether a function is traced to be given float32 weight gradients. Part of the key of jit's cache.

@@ -34,8 +34,8 @@ from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
-from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
 #: Attributes in which layers of Flax keep the products that they call.
 _PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -16,8 +16,8 @@ from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import Framework, framework_of
+from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
-from jmp_policy._src.weight_grads.param_casts import wants_fp32_weight_grads
 
 M = TypeVar("M", bound=nnx.Module)
 

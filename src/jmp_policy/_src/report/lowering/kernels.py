@@ -6,7 +6,7 @@ import re
 
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.calls import KINDS
-from jmp_policy._src.policy.regions import is_marker
+from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
