@@ -15,7 +15,7 @@ from helpers import products
 from jax import lax
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.subclass import make_subclass
+from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.products import functions
 
 F16, BF16, INT8 = "float16", "bfloat16", "int8"

@@ -59,7 +59,7 @@ def register_frameworks(linen: str, nnx: str) -> None:
     """
 
     def load_linen() -> Framework:
-        from jmp_policy._src.flax.linen.framework import LinenFramework
+        from jmp_policy._src.flax.linen.wrapped import LinenFramework
 
         importlib.import_module(linen)
         return LinenFramework()

@@ -11,8 +11,8 @@ import jax
 from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jmp_policy._src.core.imported import imported_attr
+from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 

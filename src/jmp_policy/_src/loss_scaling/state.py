@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import map_changed
-from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, is_loss_scale

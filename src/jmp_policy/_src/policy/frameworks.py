@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jmp_policy._src.core.imported import imported_attr, is_instance_of
+from jmp_policy._src.core.classes import imported_attr, is_instance_of
 
 
 class Framework:

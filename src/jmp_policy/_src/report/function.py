@@ -16,8 +16,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import is_floating, promote_dtype
-from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
 from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale

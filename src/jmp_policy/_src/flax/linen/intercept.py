@@ -40,8 +40,7 @@ from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import special_calls, stored_variables
 from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
 from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, keeps_carry
-from jmp_policy._src.flax.linen.scope_reads import cast_scope_reads
-from jmp_policy._src.flax.linen.shadowing import shadow
+from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,

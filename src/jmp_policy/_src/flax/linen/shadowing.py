@@ -10,14 +10,12 @@ float32, with the module's own fields. But what they close over may have been co
     self.param("norm", lambda key: jnp.linalg.norm(weight))        # of half values, and stored as float32
 
 Such modules are noted in `Seen.drawn_in_half`, and `init` takes the parameters of the bare model instead.
-
-A decode cache that the bare model's `init` made is float32, and the keys that a half-precision model writes
-into it are not. `lax.dynamic_update_slice` takes one dtype, so the cache is read in the dtype that the module
-would make it in, and what is written is stored in the dtype that it has: a loop over tokens carries it.
 """
 
 import functools
+import inspect
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,26 +23,21 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import (
     ARRAYS,
     cast_floating,
-    cast_leaf,
     has_complex,
     is_dtype_or_none,
-    is_floating_array,
     is_half,
     promote_dtype,
 )
-from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
 from jmp_policy._src.flax.linen.layers import ORIGINAL, original_fields, overridden_fields, own_field
 from jmp_policy._src.flax.linen.nnx_bridge import class_under_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads.param_casts import cast_weight
-
-#: The collection in which Flax's attention, and models that follow it, keep what they decoded.
-_CACHE = "cache"
 
 
 def shadow(
@@ -169,69 +162,60 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
 
 def _get_variable(module: nn.Module, get_variable: Any, /, col: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.get_variable`: casts what it reads from the parameters."""
-    value, scope = get_variable(col, *args, **kwargs), ACTIVE.value
-    if scope is None or col != "params":
-        return value
-    precision = module_precision(scope, module)
-    return cast_weight(value, precision.used_param_dtype, precision.policy)
+    value = get_variable(col, *args, **kwargs)
+    return _as_used(module, value) if col == "params" else value
 
 
-def _variable(
-    module: nn.Module, variable: Any, /, col: str, name: str, init_fn: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Stands in for `module.variable`: parameters and caches read in the dtype of use."""
+def _as_used(module: nn.Module, params: Any) -> Any:
+    """Parameters in the dtype in which a module uses them."""
     scope = ACTIVE.value
-    if scope is None or col not in ("params", _CACHE):
-        return variable(col, name, init_fn, *args, **kwargs)
+    if scope is None:
+        return params
     precision = module_precision(scope, module)
-    if col == "params":
+    return cast_weight(params, precision.used_param_dtype, precision.policy)
 
-        def init(*args: Any, **kwargs: Any) -> Any:
-            return cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
 
-        made = variable(col, name, init_fn and init, *args, **kwargs)
-        dtype, policy = precision.used_param_dtype, precision.policy
-        return CastVariable(made, lambda value: cast_weight(value, dtype, policy))
-    is_new = not module.has_variable(col, name)
-    made = variable(col, name, init_fn, *args, **kwargs)
-    if is_new or init_fn is None or not _may_differ(made.value, precision.compute_dtype):
-        return made
-    kwargs.pop("unbox", None)
-    wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
-    if jax.tree.structure(wanted) != jax.tree.structure(made.value):
-        return made
-    return CastVariable(made, lambda value: jax.tree.map(_in_dtype_of, wanted, value))
+def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.variable`: parameters and decode caches read in the dtype of use."""
+    scope = ACTIVE.value
+    if scope is None or col not in ("params", "cache"):
+        return variable(col, name, *args, **kwargs)
+    from jmp_policy._src.flax.linen.cast_variable import cast_variable  # Few modules have such variables.
+
+    return cast_variable(module, module_precision(scope, module), variable, col, name, *args, **kwargs)
 
 
 _SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}
 
 
-class CastVariable(nn.Variable):
-    """A variable that is read in another dtype than the one it is stored in."""
+def cast_scope_reads(scope: Any, module: nn.Module) -> None:
+    """Casts parameters that are read by `module.scope.get_variable` too, on Flax's scope and its children.
 
-    def __init__(self, variable: nn.Variable, cast: Callable[[Any], Any]):
-        super().__init__(variable.scope, variable.collection, variable.name, variable.unbox)
-        self._cast = cast
-
-    @property
-    def value(self) -> Any:
-        """The value, cast; what is assigned is stored in the dtypes of what it replaces."""
-        return self._cast(nn.Variable.value.fget(self))  # type: ignore[attr-defined]
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        stored = nn.Variable.value.fget(self)  # type: ignore[attr-defined]
-        if jax.tree.structure(stored) == jax.tree.structure(value):
-            value = jax.tree.map(_in_dtype_of, stored, value)
-        nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
+    Scopes live as long as one `apply`. By weak references: one that holds itself would keep arrays alive.
+    """
+    if "get_variable" in vars(scope):
+        return
+    refs = weakref.ref(scope), weakref.ref(module)
+    vars(scope)["get_variable"] = functools.partial(_scope_get_variable, *refs)
+    for name in ("push", "rewound"):  # Scopes of children, and the one that a module has after a call.
+        vars(scope)[name] = functools.partial(_made, name, *refs)
 
 
-def _may_differ(stored: Any, compute: np.dtype) -> bool:
-    """Whether a cache may be one that the module would make in another dtype."""
-    dtypes = {x.dtype for x in jax.tree.leaves(stored) if is_floating_array(x)} - {compute}
-    return any(is_half(compute) or is_half(dtype) for dtype in dtypes)
+def _scope_get_variable(of_scope: Any, of_module: Any, col: str, name: str, default: Any = None) -> Any:
+    scope, module = of_scope(), of_module()
+    value = type(scope).get_variable(scope, col, name, default)
+    if col != "params" or module is None or _is_read_by_flax(inspect.currentframe()):
+        return value  # What Flax reads for a module, the module casts.
+    return _as_used(module, value)
 
 
-def _in_dtype_of(like: Any, x: Any) -> Any:
-    both = is_floating_array(like) and is_floating_array(x)
-    return cast_leaf(x, like.dtype) if both else x
+def _is_read_by_flax(frame: Any) -> bool:
+    return frame.f_back.f_globals.get("__name__", "").startswith("flax.")
+
+
+def _made(name: str, of_scope: Any, of_module: Any, *args: Any, **kwargs: Any) -> Any:
+    scope, module = of_scope(), of_module()
+    new = getattr(type(scope), name)(scope, *args, **kwargs)
+    if module is not None:
+        cast_scope_reads(new, module)
+    return new

@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.imported import imported_attr
+from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.policy.scope import Scope

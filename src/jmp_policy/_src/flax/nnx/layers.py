@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
-from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import check_has_no_state

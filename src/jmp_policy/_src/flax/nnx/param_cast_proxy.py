@@ -28,8 +28,8 @@ import jax
 import jax.extend.core
 from flax import nnx
 
+from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.core.dtypes import map_changed
-from jmp_policy._src.core.subclass import make_subclass
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.flax.nnx.graph_nodes import Path, name_of, own_methods

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
-from jmp_policy._src.core.imported import imported_attr
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.jaxpr import compat, ir

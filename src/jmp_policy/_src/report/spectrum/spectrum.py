@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.core.imported import is_instance_of
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.flatten import is_array

@@ -5,7 +5,7 @@ from typing import Any
 
 from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
-from jmp_policy._src.core.imported import is_instance_of
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.patterns import show_pattern
 from jmp_policy._src.report.summary.rows import ModuleRow, Summary

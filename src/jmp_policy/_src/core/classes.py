@@ -1,4 +1,4 @@
-"""Makes subclasses of users' classes that the users' own hooks do not see.
+"""Classes of others: looked up without importing their package, and subclassed without their hooks running.
 
 The library stands a subclass of the same name in for a user's class. Made with a class statement, it would
 run what the class's author wrote for new classes: a registry would then hold the library's class in place of
@@ -10,6 +10,20 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
+
+
+def imported_attr(module: str, name: str) -> Any:
+    """A module's attribute if the program has imported that module, else None."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_instance_of(value: Any, module: str, name: str) -> bool:
+    """Whether a value is an instance of `module.name`, without importing the module.
+
+    A class of a module that was never imported has no instances.
+    """
+    cls = imported_attr(module, name)
+    return cls is not None and isinstance(value, cls)
 
 
 def make_subclass(
