@@ -2,10 +2,12 @@
 
 Run `python examples/diffusion.py --precision bf16`: about a minute on two CPU cores, no network. The model is
 that of Karras et al. (2022), on points of a spiral. Its output is `c_skip * x + c_out * network(...)`. At the
-lowest noise level c_out is 0.002, and what the network adds is smaller than what bfloat16 rounds off x. No
-number is infinite or NaN, and the training loss looks the same: only the loss at low noise shows it.
+lowest noise level c_out is 0.002, and what the network adds is smaller than what bfloat16 rounds off x. So a
+model that casts its inputs to bfloat16 is spoilt. No number is infinite or NaN, and the training loss looks
+the same: only the loss at low noise shows it.
 
-One rule mends it: the model is float32, and the network inside, which is all of the work, is half.
+A policy rounds inputs where products read them: the network, which is all of the work, is half, and the sum
+around it float32.
 """
 
 import argparse
@@ -53,9 +55,13 @@ class Network(nn.Module):
 class Denoiser(nn.Module):
     features: int
     layers: int
+    inputs: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, sigma: jax.Array) -> jax.Array:
+        # A cast that XLA cannot leave out, as it does on CPUs where the next operation is in float32.
+        bits = jnp.finfo(self.inputs)
+        x = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
         s = sigma[:, None]
         root = jnp.sqrt(s**2 + SIGMA_DATA**2)
         c_skip, c_out = (SIGMA_DATA / root) ** 2, s * SIGMA_DATA / root
@@ -104,21 +110,20 @@ def sample(model: nn.Module, params: Any, key: jax.Array, n: int = 2000, steps: 
     return jax.lax.scan(step, levels[0] * jax.random.normal(key, (n, 2)), (levels[:-1], levels[1:]))[0]
 
 
-def policies(precision: jmpp.Precision) -> dict[str, jmpp.Precision]:
-    """The three runs: float32, all in half, and all in half but what surrounds the network."""
-    half = precision.policy.default
-    rules = {"network": half.with_output_dtype("float32")}
+def runs(precision: jmpp.Precision) -> dict[str, tuple[jmpp.Precision, Any]]:
+    """The three runs, with the dtypes of the model's inputs: float32, all in half, and half in products."""
+    half = precision.policy.default.compute_dtype
     return {
-        "float32": jmpp.Precision("float32"),
-        "all in half": precision,
-        "a rule": jmpp.Precision(jmpp.PolicyMap("float32", rules), precision.loss_scale),
+        "float32": (jmpp.Precision("float32"), jnp.float32),
+        "all in half": (precision, half),
+        "mixed": (precision, jnp.float32),
     }
 
 
-def run(name: str, precision: jmpp.Precision, options: Any) -> Row:
+def run(name: str, precision: jmpp.Precision, inputs: Any, options: Any) -> Row:
     """Trains one of the runs; returns its losses by noise level, and points drawn from it."""
     options = argparse.Namespace(**vars(options) | {"out": options.out / name.replace(" ", "_")})
-    model = precision.wrap(Denoiser(options.features, options.layers))
+    model = precision.wrap(Denoiser(options.features, options.layers, inputs))
     tx = precision.loss_scaled(optax.adam(options.learning_rate))
     loss_fn = partial(denoising_loss, model)
 
@@ -148,18 +153,18 @@ def run(name: str, precision: jmpp.Precision, options: Any) -> Row:
 
 
 def judge(rows: list[Row]) -> str | None:
-    """Why the comparison failed, or None: half precision must show at low noise, and the rule mend it."""
-    plain, half, ruled = (row.losses[NOISE_LEVELS[0]] for row in rows)
+    """Why the comparison failed, or None: inputs in half must show at low noise, and mixed precision not."""
+    plain, half, mixed = (row.losses[NOISE_LEVELS[0]] for row in rows)
     if not half > plain + MARGIN:
         return f"all in half has a loss of {half:.3f} at low noise, no more than float32 ({plain:.3f})"
-    if not ruled < plain + MARGIN / 2:
-        return f"with the rule the loss at low noise is {ruled:.3f}, and in float32 {plain:.3f}"
+    if not mixed < plain + MARGIN / 2:
+        return f"in mixed precision the loss at low noise is {mixed:.3f}, and in float32 {plain:.3f}"
     return None
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse("Train a diffusion model under the wrong policy and the right one.", DEFAULTS, argv)
-    rows = [run(name, precision, options) for name, precision in policies(options.precision).items()]
+    rows = [run(name, *how, options) for name, how in runs(options.precision).items()]
     print("loss at noise level " + "".join(f"{sigma:>9g}" for sigma in NOISE_LEVELS))
     for row in rows:
         print(f"{row.name:20}" + "".join(f"{row.losses[sigma]:9.3f}" for sigma in NOISE_LEVELS))

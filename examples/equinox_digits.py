@@ -151,7 +151,7 @@ def compare(steps: int, seed: int, quiet: bool = False) -> list[Row]:
     console.print(table(rows))
     for row in rows[1:]:
         counts = " and ".join(f"{count} in {dtype}" for dtype, count in row.products.items())
-        console.print(f"products of the {row.name} run: {counts} (the head)")
+        console.print(f"products of the {row.name} run: {counts} (patches of 4 pixels, and the head)")
     return rows
 
 

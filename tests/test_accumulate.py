@@ -324,7 +324,6 @@ def test_in_jit_in_scan_and_donated(drop):
     for _ in range(3):
         carry, loss = jitted(carry, (X, Y))
         losses.append(loss)
-    assert jitted._cache_size() == 1
     assert len(traces) == 1
     batches = jax.tree.map(lambda x: jnp.stack([x] * 3), (X, Y))
     scanned, all_losses = jax.jit(lambda c, b: lax.scan(step, c, b))(start(tx), batches)

@@ -615,8 +615,8 @@ def test_constants_of_a_model_are_named_by_module():
             return jnp.square(nn.Dense(4)(x)).sum() / 100000  # plant: constant
 
     model = jmpp.wrap(Mean(), "mixed_float16")
-    variables = {"params": {"Dense_0": {"kernel": array(3, 4, dtype=F32), "bias": array(4, dtype=F32)}}}
-    (found,) = jmpp.audit(model.apply, variables, array(2, 3, dtype=F32), grad=True).constants
+    variables = {"params": {"Dense_0": {"kernel": array(8, 4, dtype=F32), "bias": array(4, dtype=F32)}}}
+    (found,) = jmpp.audit(model.apply, variables, array(2, 8, dtype=F32), grad=True).constants
     assert (found.path, found.written) == ("Mean", "/ 100000")
     assert found.place == f"Mean ({here('constant')})"
 
@@ -732,6 +732,7 @@ class Blocks(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        x = nn.Dense(16)(x)
         if not self.scanned:
             for _ in range(2):
                 x, _ = ScannedBlock()(x)
@@ -766,7 +767,7 @@ class Recurrent(nn.Module):
 
 def test_the_float32_carry_of_a_recurrent_cell_is_no_silent_upcast():
     model = jmpp.wrap(Recurrent(), "mixed_float16")
-    x = array(2, 20, 3, dtype=F32)
+    x = array(2, 20, 8, dtype=F32)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     found = jmpp.audit(lambda v, x: model.apply(v, x).astype(F32), variables, x, grad=True)
     assert not found.upcasts
@@ -999,3 +1000,21 @@ def test_products_of_every_platform_are_listed():
 
     found = jmpp.audit(f, jnp.ones((3, 2)), jnp.ones((4, 3)))
     assert sorted(p.lhs for p in found.products) == ["float16", "float32"]
+
+
+def test_products_of_few_terms_say_why_they_are_float32():
+    def function(x, w):
+        return jnp.tanh(x @ w) @ jnp.ones((16, 16))
+
+    found = jmpp.audit(jmpp.autocast(function, "bfloat16"), jnp.ones((8, 3)), jnp.ones((3, 16)))
+    assert [p.lhs for p in found.products] == ["float32", "bfloat16"]
+    assert "1 product in float32 of fewer than 8 terms, where half precision gains nothing" in found.verdict
+
+
+def test_a_scan_that_sums_from_its_first_half_element_is_listed():
+    def function(w, x):
+        h = x @ w
+        return jax.lax.scan(lambda c, row: (c + row, None), h[0], h[1:])[0] @ w
+
+    found = jmpp.audit(jmpp.autocast(function, "bfloat16"), jnp.eye(8), jnp.ones((1000, 8)))
+    assert [(row.operation, row.terms) for row in found.half_operations] == [("scan", 999)]

@@ -90,7 +90,7 @@ def test_every_product_takes_half_and_results_keep_their_dtypes(case):
         # Not one more than without.
         assert collections.Counter(name for name, *_ in got) == collections.Counter(name for name, *_ in want)
         unlike = [(name, *dtypes) for name, *dtypes in got if set(dtypes) != {half}]
-        if program.own_products:
+        if program.wide_products:
             assert all(set(dtypes) == {"float32"} for _, *dtypes in unlike)
             assert len(unlike) < len(got)
         else:

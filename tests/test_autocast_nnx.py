@@ -10,7 +10,7 @@ from helpers import products
 
 import jmp_policy as jmpp
 
-X = jax.random.normal(jax.random.key(0), (16, 4))
+X = jax.random.normal(jax.random.key(0), (16, 8))
 
 
 class Block(nnx.Module):
@@ -24,7 +24,7 @@ class Block(nnx.Module):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.stem = nnx.Linear(4, 8, rngs=rngs)
+        self.stem = nnx.Linear(8, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.head = nnx.Linear(8, 3, rngs=rngs)
@@ -154,7 +154,7 @@ def test_results_may_hold_modules_and_new_state():
 
     class Keeper(nnx.Module):
         def __init__(self):
-            self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
             self.hidden = nnx.Cache(self.linear(x))
@@ -162,7 +162,7 @@ def test_results_may_hold_modules_and_new_state():
 
     keeper = Keeper()
     jmpp.nnx.autocast(lambda m, x: m(x), "float16")(keeper, X)
-    assert keeper.hidden[...].shape == (16, 4)
+    assert keeper.hidden[...].shape == (16, 8)
 
     class Grower(nnx.Module):
         def __init__(self):
@@ -192,7 +192,7 @@ def test_transforms_inside():
             @nnx.split_rngs(splits=3)
             @nnx.vmap
             def make(rngs):
-                return nnx.Linear(4, 4, rngs=rngs)
+                return nnx.Linear(8, 8, rngs=rngs)
 
             self.layers = make(rngs)
 

@@ -11,7 +11,7 @@ from jax import lax
 import jmp_policy as jmpp
 from jmp_policy import autocast, explain, region
 
-W = jnp.eye(4)
+W = jnp.eye(8)
 
 
 def chosen(fn, half, name, *args):
@@ -26,7 +26,7 @@ SMALL = {
     "number / h": lambda h: 1.0 / (h * 1e-2) * 1e-3,
     "integer / h": lambda h: 7 / (h * 1e-2) * 1e-3,
     "closed-over number / h": lambda h: np.float32(3) / (h * 1e-2) * 1e-3,
-    "parameter / h": lambda h: jnp.arange(1.0, 5.0) / (h * 1e-2) * 1e-3,
+    "parameter / h": lambda h: jnp.arange(1.0, 9.0) / (h * 1e-2) * 1e-3,
     "in a jit": lambda h: jax.jit(lambda a, b: a / b)(2.0, h * 1e-2) * 1e-3,
     "in a scan": lambda h: lax.scan(lambda c, _: (c, (c * 1e-2) ** -1), h, None, length=2)[1][1] * 1e-3,
     "pow": lambda h: (h * 1e-2) ** -1.0 * 1e-3,
@@ -40,7 +40,7 @@ def test_quotients_and_powers_of_small_values_are_finite(name):
     def function(x):
         return SMALL[name](x @ W) @ W
 
-    x = jnp.full((2, 4), 1e-3)
+    x = jnp.full((2, 8), 1e-3)
     eps = float(jnp.finfo(jnp.float16).eps)
     np.testing.assert_allclose(autocast(function, "float16")(x), function(x), rtol=8 * eps)
 
@@ -50,7 +50,7 @@ def test_the_derivative_of_a_quotient_is_finite_and_the_quotient_is_half():
         h = jnp.tanh(x @ W)
         return (h / (h * 2 + 1e-3)) @ W
 
-    x = jnp.full((2, 4), 1e-3)
+    x = jnp.full((2, 8), 1e-3)
     functions = (autocast(function, "float16"), function)
     steps = [jax.jit(jax.grad(lambda x, f=f: f(x).sum()), compiler_options=OPTIONS) for f in functions]
     got, expected = (step(x) for step in steps)
@@ -72,7 +72,7 @@ def test_the_derivative_of_a_quotient_is_finite_and_the_quotient_is_half():
 )
 def test_quotients_by_numbers_and_squares_stay_half(name, fn):
     for half in ("float16", "bfloat16"):
-        assert chosen(lambda x: jnp.tanh(fn(x @ W)) @ W, half, name, jnp.ones((2, 4))) == half
+        assert chosen(lambda x: jnp.tanh(fn(x @ W)) @ W, half, name, jnp.ones((2, 8))) == half
 
 
 def test_quotients_stay_half_where_the_range_is_float32s_or_half_is_asked_for():
@@ -83,7 +83,7 @@ def test_quotients_stay_half_where_the_range_is_float32s_or_half_is_asked_for():
         with region("lower"):
             return function(x)
 
-    x = jnp.ones((2, 4))
+    x = jnp.ones((2, 8))
     for name in ("div", "integer_pow"):
         assert chosen(function, "float16", name, x) == "float32"
         assert chosen(function, "bfloat16", name, x) == "bfloat16"
@@ -103,9 +103,9 @@ def depth_network(params, image):
 @pytest.mark.slow
 def test_a_network_with_reciprocals():
     rng = np.random.default_rng(0)
-    shapes = {"body": (6, 8), "disparity": (8, 1), "head": (10, 3)}
+    shapes = {"body": (8, 8), "disparity": (8, 1), "head": (10, 3)}
     params = {name: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32) for name, shape in shapes.items()}
-    image = jnp.asarray(rng.uniform(size=(5, 6)), jnp.float32)
+    image = jnp.asarray(rng.uniform(size=(5, 8)), jnp.float32)
     functions = (autocast(depth_network, "float16"), depth_network)
     steps = [jax.jit(jax.value_and_grad(f), compiler_options=OPTIONS) for f in functions]
     (got, got_grads), (value, grads) = (step(params, image) for step in steps)
@@ -121,9 +121,9 @@ LEAVING = {
     "max": lambda h: jnp.maximum(h, -h) * 1e-3,
     "clip": lambda h: jnp.clip(h, 0.0, 1e3),
     "concatenate": lambda h: jnp.concatenate([h, h])[:2] * 1e-3,
-    "reshape": lambda h: h.reshape(4, 2).T.reshape(2, 4)[::-1] * 1e-3,
+    "reshape": lambda h: h.reshape(8, 2).T.reshape(2, 8)[::-1] * 1e-3,
     "gather": lambda h: h[jnp.array([1, 0])] * 1e-3,
-    "pooling": lambda h: h.max(-1, keepdims=True) * 1e-3 + jnp.zeros(4),
+    "pooling": lambda h: h.max(-1, keepdims=True) * 1e-3 + jnp.zeros(8),
     "cumulative": lambda h: lax.cummax(h) * 1e-3,
     "where": lambda h: jnp.where(h > 70000.0, h * 1e-3, 0.0),
     "jit": lambda h: jax.jit(lambda h: h * 1e-3)(h),
@@ -143,7 +143,7 @@ def test_what_leaves_a_bfloat16_region_is_not_narrowed(name):
             h = (x @ w) * 1e6
         return LEAVING[name](h) @ w
 
-    w, x = W * 0.5, jnp.arange(2.0, 10.0).reshape(2, 4)
+    w, x = W * 0.5, jnp.arange(2.0, 18.0).reshape(2, 8)
     got, expected = autocast(function, "float16")(w, x), function(w, x)
     np.testing.assert_allclose(got, expected, rtol=0.02)
     assert got.dtype == jnp.float32
@@ -213,12 +213,94 @@ def test_a_policy_map_with_two_half_types():
 
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(4, name="large", kernel_init=nn.initializers.constant(1e6))(x)
+            x = nn.Dense(8, name="large", kernel_init=nn.initializers.constant(1e6))(x)
             return nn.Dense(2, name="head")(x / 1e6 if self.divide else x)
 
     policy = jmpp.PolicyMap("mixed_float16", {"large": "mixed_bfloat16"})
-    x = jnp.ones((1, 4))
+    x = jnp.ones((1, 8))
     for divide in (True, False):
         model = jmpp.wrap(Net(divide), policy)
         out = jax.jit(lambda x, model=model: model.init_with_output(jax.random.key(0), x)[0])(x)
         assert bool(jnp.isfinite(out).all()) == divide
+
+
+POSITIONS = 1e5 + jnp.arange(80.0).reshape(10, 8)
+ROWS = jnp.arange(9)
+
+
+def half_rows(x):
+    return x @ W
+
+
+#: Of a half value and an argument that no product reads: what float16 has no range for, bfloat16 no digits.
+JOINED = {
+    "gather": lambda h, p: p[ROWS] - p[ROWS + 1],
+    "take": lambda h, p: jnp.take(p, ROWS, axis=0) - jnp.take(p, ROWS + 1, axis=0),
+    "concatenate": lambda h, p: jnp.diff(jnp.concatenate([h, p], 1), axis=0)[:, 8:],
+    "stack": lambda h, p: jnp.diff(jnp.stack([h, p]), axis=1)[1],
+    "dynamic_update_slice": lambda h, p: jnp.diff(lax.dynamic_update_slice(h, p[:2], (0, 0)), axis=0)[:1],
+    "where": lambda h, p: jnp.where(h > 1e9, h, p[1:2]) - p[:1],
+    "maximum": lambda h, p: jnp.maximum(h, p[1:2]) - p[:1],
+    "column": lambda h, p: (h + p[:, :1]) - (h + p[:1, :1]),
+    "scalar": lambda h, p: (h + 1) * p[1, 1] - (h + 1) * p[0, 1],
+    "less": lambda h, p: jnp.where(h + 1e5 < p[1:2], 1.0, 0.0),
+    "broadcast": lambda h, p: jnp.concatenate([h, jnp.broadcast_to(p[0], h.shape)]) - p[0],
+    "outer product": lambda h, p: jnp.sin(jnp.einsum("i,j->ij", p[:, 0] - 1e5, 1 / p[0] * 1e5)),
+    "few terms": lambda h, p: p[:, :3] @ jnp.eye(3) - p[:1, :3],
+    "ids": lambda h, p: p[(p[:, 0] // 8 % 10).astype(int)] - p[:1],
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_arguments_that_no_product_reads_are_not_rounded(name):
+    def function(x, p):
+        h = half_rows(x)
+        return JOINED[name](h, p), h @ W
+
+    x = jnp.zeros((10, 8))
+    for half in ("float16", "bfloat16"):
+        np.testing.assert_allclose(
+            autocast(function, half)(x, POSITIONS)[0], function(x, POSITIONS)[0], atol=0.01
+        )
+        # Behind them a product reads half.
+        grown = lambda x, p: JOINED[name](half_rows(x), p).reshape(-1)[:8] @ W  # noqa: E731
+        assert explain(grown, half)(x, POSITIONS).of("dot_general")[-1].operands == half
+
+
+def test_biases_scales_and_masks_follow():
+    def function(x, bias, places, keep):
+        h = half_rows(x) + bias
+        return (jnp.where(keep, h * bias + places, 0.0)) @ W
+
+    args = jnp.ones((10, 8)), jnp.ones(8), jnp.ones((1, 8)), jnp.ones((10, 8), bool)
+    for row in explain(function, "float16")(*args).of("add", "mul", "select_n"):
+        assert row.chosen == "float16"
+
+
+def test_rows_of_a_table_go_into_a_product_as_half_and_the_table_is_not_cast_whole():
+    def function(table, ids, w):
+        return table[ids] @ w
+
+    jaxpr = jax.make_jaxpr(autocast(function, "float16"))(jnp.ones((1000, 8)), jnp.arange(4), W)
+    assert "f16[4,8]" in str(jaxpr)
+    assert "f16[1000,8]" not in str(jaxpr)
+
+
+def test_products_of_few_terms_follow_what_is_half():
+    """A head of few terms gains nothing; what is half already is not made float32 for it."""
+
+    def low_rank(x, down, up):
+        return (x @ down @ up) @ W
+
+    rows = explain(low_rank, "float16")(jnp.ones((16, 8)), jnp.ones((8, 4)), jnp.ones((4, 8)))
+    assert [row.operands for row in rows.of("dot_general")] == ["float16"] * 3
+    few = (jnp.ones((16, 3)), jnp.ones((3, 8)))
+    (row,) = explain(jnp.dot, "float16")(*few)
+    assert (row.operands, row.chosen) == ("float32", "float32")
+    assert "it sums 3 terms" in row.why
+    policy = jmpp.PolicyMap("mixed_float16", keep_small_inputs=False)
+    assert explain(jnp.dot, policy)(*few)[0].operands == "float16"
+    conv = explain(lambda x, w: lax.conv(x, w, (1,), "SAME"), "float16")(
+        jnp.ones((1, 2, 9)), jnp.ones((8, 2, 3))
+    )
+    assert conv[0].operands == "float32"

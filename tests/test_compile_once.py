@@ -13,7 +13,7 @@ from jmp_policy._src.report.function import run_compiled
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """Numbers of programs that were compiled, from an empty cache."""
-    monkeypatch.setattr(function, "_kept", type(function._kept)())
+    function._compiled_once.cache_clear()
     found, compile_one = [], jax.stages.Lowered.compile
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self, *a, **k: found.append(1) or compile_one(self, *a, **k)
@@ -76,11 +76,3 @@ def test_a_spectrum_is_compiled_once_and_shows_what_has_changed(compiled):
     second = jmpp.gradient_spectrum(loss_fn, jnp.zeros(4))
     assert (first.largest.largest, second.largest.largest) == (2.0, 16.0)
     assert len(compiled) == 1
-
-
-def test_old_programs_are_forgotten(compiled, monkeypatch):
-    monkeypatch.setattr(function, "_MOST_PROGRAMS", 2)
-    for factor in (1.0, 2.0, 3.0, 1.0):
-        run_compiled(lambda x, factor=factor: x * factor, jnp.ones(2))
-    assert len(compiled) == 4
-    assert len(function._kept) == 2

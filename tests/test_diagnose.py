@@ -26,7 +26,7 @@ from jmp_policy.report import Diagnosis, diagnose
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 FILE = __file__.rsplit("/", 1)[-1]
 BIG = jnp.float32(300.0)
-X = np.full((2, 4), 100.0, np.float32)
+X = np.full((2, 8), 100.0, np.float32)
 
 
 def line_of(mark):
@@ -53,7 +53,7 @@ def to_float32(fn):
     return loss
 
 
-# A model of four layers, of which one overflows: 100 * 200 * 4 is more than 65504.
+# A model of four layers, of which one overflows: 100 * 100 * 8 is more than 65504.
 
 
 class LinenDeep(nn.Module):
@@ -62,15 +62,15 @@ class LinenDeep(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(4):
-            init = nn.initializers.constant(200.0 if i == self.bad else 0.25)
-            x = nn.Dense(4, use_bias=False, name=f"layer_{i}", kernel_init=init)(x)  # mark: linen
+            init = nn.initializers.constant(100.0 if i == self.bad else 0.125)
+            x = nn.Dense(8, use_bias=False, name=f"layer_{i}", kernel_init=init)(x)  # mark: linen
         return x
 
 
 class NnxDeep(nnx.Module):
     def __init__(self, bad):
-        inits = [nnx.initializers.constant(200.0 if i == bad else 0.25) for i in range(4)]
-        make = lambda init: nnx.Linear(4, 4, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))  # noqa: E731
+        inits = [nnx.initializers.constant(100.0 if i == bad else 0.125) for i in range(4)]
+        make = lambda init: nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))  # noqa: E731
         self.layers = nnx.List([make(init) for init in inits])
 
     def __call__(self, x):
@@ -101,13 +101,13 @@ def test_overflow_in_layer_k_is_found_there(kind, jitted, bad):
     assert (found.kind, found.backward, found.finite) == ("overflow", False, False)
     assert found.path == f"{'LinenDeep' if kind == 'linen' else 'NnxDeep'}/{path}"
     assert line(found) == line_of(kind)
-    assert (found.operation, found.dtype, found.shape) == ("dot_general", "float16", (2, 4))
+    assert (found.operation, found.dtype, found.shape) == ("dot_general", "float16", (2, 8))
     assert not found.is_nan
     assert found.largest_in_float32 == 80000.0
-    assert found.largest_before == 200.0
+    assert found.largest_before == 100.0
     kernel = f"params/{path}/kernel" if kind == "linen" else f"model/{path}/kernel"
     assert [o.name for o in found.operands] == ["x" if bad == 0 else "", kernel]
-    assert [o.largest for o in found.operands] == [100.0, 200.0]
+    assert [o.largest for o in found.operands] == [100.0, 100.0]
     assert "float32, or in bfloat16" in found.advice
     assert {"the loss", "the scaled loss"} <= set(found.bad_results)
 
@@ -263,7 +263,8 @@ def test_the_branch_not_taken_is_no_fault():
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        return nn.Dense(4, use_bias=False, kernel_init=nn.initializers.ones)(x), None  # mark: layer
+        init = nn.initializers.constant(0.5)
+        return nn.Dense(8, use_bias=False, kernel_init=init)(x), None  # mark: layer
 
 
 class LinenScan(nn.Module):
@@ -283,13 +284,15 @@ class NnxScan(nnx.Module):
 
     @staticmethod
     def layer(rngs):
-        return nnx.Linear(4, 4, use_bias=False, kernel_init=nnx.initializers.ones, rngs=rngs)
+        init = nnx.initializers.constant(0.5)
+        return nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=rngs)
 
     def __call__(self, x):
         def run(x, layer):
             return layer(x)  # mark: nnx_layer
 
         run = nnx.remat(run) if self.remat else run
+        x = x.astype(self.layers.dtype)  # As the layers return it.
         return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
@@ -304,20 +307,20 @@ def test_scanned_modules(kind, remat):
     assert found.path == {"linen": "LinenScan/stack/Dense_0", "nnx": "NnxScan/layers"}[kind]
     assert line(found) == line_of({"linen": "layer", "nnx": "nnx_layer"}[kind])
     assert found.largest_before == 25600.0
-    assert [o.largest for o in found.operands] == [25600.0, 1.0]
+    assert [o.largest for o in found.operands] == [25600.0, 0.5]
 
 
 class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, x):
-        ones = nn.initializers.ones
-        cell = nn.SimpleCell(4, activation_fn=lambda x: x * 20, kernel_init=ones, recurrent_kernel_init=ones)
+        ones, half = nn.initializers.ones, nn.initializers.constant(0.5)
+        cell = nn.SimpleCell(8, activation_fn=lambda x: x * 20, kernel_init=ones, recurrent_kernel_init=half)
         return nn.RNN(cell, name="rnn")(x)
 
 
 @pytest.mark.slow
 def test_recurrent_layers():
-    x = np.ones((2, 6, 3), np.float32)
+    x = np.full((2, 6, 8), 3 / 8, np.float32)
     loss, params = of_linen(Recurrent(), x=x)
     found = diagnose(loss, params, x)
     assert (found.kind, found.operation, found.trip) == ("overflow", "mul", 2)
@@ -355,7 +358,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         for name in ("body", "head"):
-            x = nn.Dense(4, use_bias=False, name=name, kernel_init=nn.initializers.ones)(x)
+            x = nn.Dense(8, use_bias=False, name=name, kernel_init=nn.initializers.constant(0.5))(x)
         return x
 
 
@@ -372,7 +375,7 @@ def test_overflow_by_the_loss_scale_is_in_the_backward_pass(power, finite):
         return
     assert (found.kind, found.backward, found.is_nan) == ("overflow", True, False)
     assert found.path.startswith("Net")
-    assert found.largest_in_float32 == 2.0**power / 8
+    assert found.largest_in_float32 == 2.0**power / 16
     assert set(found.bad_results) == {"params/body/kernel", "params/head/kernel"}
     assert f"at a loss scale of {2.0**power:g}" in found.advice
     assert "DynamicLossScale" in found.advice
@@ -960,11 +963,11 @@ def overflowing():
 
 def test_as_text():
     text = " ".join(str(overflowing()).split())
-    assert "The first non-finite value is infinite: the result of dot_general (float16[2, 4])" in text
+    assert "The first non-finite value is infinite: the result of dot_general (float16[2, 8])" in text
     assert f"forward, in LinenDeep/layer_2 ({line_of('linen')}); an overflow" in text
-    assert "Largest float16 value before: 200, convert_element_type in LinenDeep/layer_2" in text
+    assert "Largest float16 value before: 100, convert_element_type in LinenDeep/layer_0" in text
     assert "Not finite in the end: the loss, the scaled loss, params/layer_" in text
-    assert "params/layer_2/kernel float16 [4, 4] 200" in text
+    assert "params/layer_2/kernel float16 [8, 8] 100" in text
     assert "Compute 'LinenDeep/layer_2' in float32" in text
 
 
@@ -974,7 +977,7 @@ def test_as_data():
     assert set(data) == {f.name for f in dataclasses.fields(Diagnosis)} | {"verdict"}
     assert data["path"] == "LinenDeep/layer_2"
     assert data["operands"][1] == {
-        "name": "params/layer_2/kernel", "dtype": "float16", "shape": [4, 4], "largest": 200.0,
+        "name": "params/layer_2/kernel", "dtype": "float16", "shape": [8, 8], "largest": 100.0,
     }  # fmt: skip
     assert found.place == f"LinenDeep/layer_2 ({line_of('linen')})"
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):

@@ -216,6 +216,13 @@ def test_readme_numbers_are_the_measured_ones(monkeypatch):
         assert sum(line.startswith("| ") for line in lines) > 3
 
 
+def test_every_operation_on_pytorchs_lists_is_compared(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    lists = importlib.import_module("benchmarks.pages.autocast_lists")
+    compared = {name for group in lists.GROUPS for name in group.names.split()}
+    assert compared == {name for names in lists.TORCH.values() for name in names.split()}
+
+
 def test_readme_shows_its_first_example_early_and_stays_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 200

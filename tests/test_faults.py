@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 try:
     faults = importlib.import_module("benchmarks.reliability.faults")
+    damage = importlib.import_module("benchmarks.reliability.damage")
     long_run = importlib.import_module("benchmarks.reliability.long_run")
     pages = importlib.import_module("benchmarks.pages.files")
 finally:
@@ -118,6 +119,25 @@ def test_a_fault_that_is_not_skipped_is_counted(monkeypatch):
         "same bits",
     }
     faults.undisturbed.cache_clear()
+
+
+def test_damaged_states_are_refused_or_do_no_harm():
+    rows = damage.states(["dynamic", "several losses", "NNX"])
+    as_expected(rows, identical=False)
+    assert all(row.lost == 0 for row in rows)
+    assert sum(row.refused for row in rows) > 500
+
+
+def test_damaged_configs_and_patterns_are_refused_or_do_no_harm():
+    rows = [*damage.configs(300), *damage.patterns(1000)]
+    as_expected(rows, identical=False)
+    assert all(row.lost == 0 and row.runs == row.survived + row.refused for row in rows)
+
+
+def test_every_part_has_a_tiny_form():
+    (row,) = faults.rows("kills", "tiny")
+    assert (row["runs"], row["lost"], row["unexpected"]) == (1, 0, [])
+    assert set(faults.TABLES[0].by["part"]) == set(faults.PARTS)
 
 
 def test_random_sequences_of_overflows():

@@ -329,11 +329,121 @@ def test_a_step_that_was_traced_as_a_whole_does_not_vouch_for_another():
         all_eager(bad, optimizer())
 
 
-def test_eager_steps_vouch_for_themselves_only():
+def test_eager_steps_vouch_for_themselves_only(record):
     tx, other = optimizer(), optimizer()
     all_eager(good, tx)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(5):
+        params, state = step_of(good, tx)(params, state)
+    assert not record._open
     with pytest.warns(UserWarning, match=WARNING):
         all_eager(bad, other)
+
+
+def with_jacfwd(state, params, x=X):
+    return jax.jacfwd(loss_fn)(params, x)
+
+
+def by_formula(state, params, x=X):
+    out = x @ params["w"] + params["b"]
+    return {"w": x.T @ out / out.size * 2, "b": out.sum(0) / out.size * 2}
+
+
+def from_probes(state, params, x=X):
+    """As in evolution strategies: losses at random places, times the way there."""
+    probe = {name: jax.random.normal(jax.random.key(0), p.shape) for name, p in params.items()}
+    change = loss_fn(jax.tree.map(jnp.add, params, probe), x) - loss_fn(params, x)
+    return jax.tree.map(lambda p: change * p, probe)
+
+
+def used_in_one_program():
+    in_jit(good, optimizer())
+
+
+def used_eagerly():
+    all_eager(good, optimizer())
+
+
+def used_in_two_programs():
+    update_in_jit(jax.jit(lambda *args: good(*args)), optimizer(inner=optax.adam(0.1)))
+
+
+@pytest.mark.parametrize("other", [used_in_one_program, used_eagerly, used_in_two_programs])
+@pytest.mark.parametrize("gradient", [with_jacfwd, by_formula, from_probes])
+def test_gradients_without_a_backward_pass_draw_a_warning_whatever_others_did(gradient, other):
+    other()
+    for place in (in_jit, in_scan, in_vmap):
+        with pytest.warns(UserWarning, match=ERROR):
+            place(gradient, optimizer())
+    with pytest.warns(UserWarning, match=WARNING):
+        all_eager(gradient, optimizer())
+
+
+def test_gradients_of_a_line_search_are_those_of_no_scale():
+    used_in_two_programs()
+    tx = optimizer(inner=optax.lbfgs())
+
+    def step(params, state):
+        value, grads = optax.value_and_grad_from_state(loss_fn)(params, state=state)
+        return tx.update(grads, state, params, value=value, grad=grads, value_fn=loss_fn)
+
+    with pytest.raises(ValueError, match=ERROR):
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
+def test_two_optimizers_in_two_programs_each_vouch_for_themselves():
+    first, second = optimizer(), optimizer()
+    states = first.init(PARAMS), second.init(PARAMS)
+    grads = [good(state, PARAMS) for state in states]
+    for tx, g, state in zip((first, second), grads, states, strict=True):
+        trace(tx.update, g, state, PARAMS)
+
+
+def divided(gradient):
+    def by_hand(state, params, x=X):
+        scale = jmpp.get_loss_scale_state(state).loss_scale
+        return jax.tree.map(lambda g: g / scale.loss_scale, gradient(state, params, x))
+
+    return by_hand
+
+
+def clipped_right(state, params, x=X):
+    """Without the scale in them, which is multiplied again."""
+    scale = jmpp.get_loss_scale_state(state).loss_scale
+    clip = optax.clip_by_global_norm(1.0)
+    return scale.scale(clip.update(scale.unscale(good(state, params, x)), optax.EmptyState())[0])
+
+
+def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_warning():
+    outside = [
+        optax.clip_by_global_norm(1.0),
+        optax.clip(1.0),
+        optax.adaptive_grad_clip(0.1),
+        optax.add_decayed_weights(1e-4),
+    ]
+    for before in outside:
+        for place in (in_jit, in_scan, in_train_state, update_in_jit):
+            with pytest.warns(UserWarning, match="gradients that optax has clipped"):
+                place(good, optax.chain(before, optimizer()))
+        in_jit(good, optimizer(inner=optax.chain(before, optax.sgd(0.1))))
+    for gradient in (divided(good), lambda s, *args: s.loss_scale.unscale(good(s, *args))):
+        with pytest.warns(UserWarning, match="divided by the loss scale already"):
+            in_jit(gradient, optimizer())
+    in_jit(clipped_right, optimizer())
+    in_jit(good, optax.chain(optax.scale(0.5), optimizer()))
+    unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
+
+
+def test_check_says_that_gradients_are_too_small_for_their_scale():
+    tx = optimizer(monitor=True)
+    state = tx.init(PARAMS)
+    grads = good(state, PARAMS)
+    jmpp.check(tx.update(grads, state, PARAMS)[1])
+    clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    for small in (clipped, state.loss_scale.unscale(grads)):
+        _, after = tx.update(small, state, PARAMS)
+        with pytest.warns(UserWarning, match="computed without scaled_value_and_grad, or clipped"):
+            jmpp.check(after)
 
 
 def test_a_state_that_was_copied_in_between_is_the_same():

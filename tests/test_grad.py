@@ -171,7 +171,10 @@ def test_retries_repeat_the_step_with_a_smaller_scale(jit):
     params = jnp.ones(2)
     state = tx.init(params)
 
+    traces = []
+
     def step(params, state, limit):
+        traces.append(None)
         value_and_grad = jmpp.scaled_value_and_grad(overflowing, retries=3)
         (value, grads), state = value_and_grad(state, params, limit)
         updates, state = tx.update(grads, state, params)
@@ -191,7 +194,7 @@ def test_retries_repeat_the_step_with_a_smaller_scale(jit):
         assert float(after.loss_scale.loss_scale) == expected
         np.testing.assert_array_equal(updates, [-1.0, -1.0] if applied else [-0.0, -0.0])
     if jit:
-        assert step._cache_size() == 1
+        assert len(traces) == 1
 
 
 def test_retries_inside_shard_map_are_an_error():

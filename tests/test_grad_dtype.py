@@ -24,8 +24,8 @@ from jmp_policy._src.report.lowering.compiler import is_installed
 
 F16, F32 = jnp.float16, jnp.float32
 HALF, WIDE = "p=f32,c=f16,o=f32", "p=f32,c=f16,o=f32,g=f32"
-X = jax.random.normal(jax.random.key(0), (4, 6, 8))
-IDS = jnp.arange(24).reshape(4, 6) % 7
+X = jax.random.normal(jax.random.key(0), (4, 8, 8))
+IDS = jnp.arange(32).reshape(4, 8) % 7
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
 
@@ -69,7 +69,7 @@ class Tokens(nn.Module):
     @nn.compact
     def __call__(self, ids):
         embed = nn.Embed(7, 8)
-        positions = self.param("positions", nn.initializers.normal(), (6, 8))
+        positions = self.param("positions", nn.initializers.normal(), (8, 8))
         return embed.attend(jnp.tanh(embed(ids) + positions))
 
 
@@ -82,7 +82,7 @@ LINEN = {
     "dilated": (nn.Conv(4, (3,), kernel_dilation=(2,), padding="CIRCULAR"), X),
     "local": (nn.ConvLocal(4, (3,)), X),
     "transposed": (nn.ConvTranspose(4, (3,), strides=(2,)), X),
-    "attention": (nn.MultiHeadDotProductAttention(2), X),
+    "attention": (nn.MultiHeadDotProductAttention(1), X),
     "lstm": (nn.RNN(nn.OptimizedLSTMCell(8)), X),
     "gru": (nn.RNN(nn.GRUCell(8)), X),
     "raw": (RawDots(), X),
@@ -130,7 +130,7 @@ class NnxTokens(nnx.Module):
 
 NNX = {
     "linear": (lambda r: nnx.Linear(8, 5, rngs=r), X),
-    "general": (lambda r: nnx.LinearGeneral((6, 8), (2, 3), axis=(1, 2), rngs=r), X),
+    "general": (lambda r: nnx.LinearGeneral((8, 8), (2, 3), axis=(1, 2), rngs=r), X),
     "einsum": (lambda r: nnx.Einsum("bsd,de->bse", (8, 5), (5,), rngs=r), X),
     "conv": (lambda r: nnx.Conv(8, 4, (3,), feature_group_count=2, rngs=r), X),
     "transposed": (lambda r: nnx.ConvTranspose(8, 4, (3,), rngs=r), X),
@@ -263,11 +263,11 @@ def test_off_leaves_no_trace():
 
 
 def test_a_sum_beyond_float16():
-    x = jnp.full((4096, 1), 8.0)
+    x = jnp.full((4096, 8), 8.0)
     for policy, expected in ((HALF, np.inf), (WIDE, 4096 * 8 * 4.0)):
         model = jmpp.wrap(nn.Dense(1, use_bias=False), policy)
         grad = jax.jit(jax.grad(lambda p, m=model: 4.0 * m.apply(p, x).sum()))(
-            {"params": {"kernel": jnp.ones((1, 1))}}
+            {"params": {"kernel": jnp.ones((8, 1))}}
         )
         assert float(grad["params"]["kernel"][0, 0]) == expected
 
@@ -289,7 +289,7 @@ def test_a_frequent_token_keeps_its_gradient():
 
 @pytest.mark.slow
 def test_a_bias_is_summed_in_float32():
-    x, params = jnp.ones((16384, 1)), {"params": {"kernel": jnp.ones((1, 1)), "bias": jnp.zeros(1)}}
+    x, params = jnp.ones((16384, 8)), {"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.zeros(1)}}
     weight = jnp.linspace(1.0, 1.37, 16384)[:, None]
     grads = {}
     for policy in (HALF, WIDE):

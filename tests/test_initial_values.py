@@ -12,14 +12,14 @@ import pytest
 import jmp_policy as jmpp
 
 ROOT = Path(__file__).parent.parent
-X = jnp.linspace(-1, 1, 12).reshape(3, 4)
+X = jnp.linspace(-1, 1, 24).reshape(3, 8)
 
 
 class WeightNormed(nn.Module):
     """A convolution of speech models: the size of a parameter is the initial value of another one."""
 
     def setup(self):
-        self.weight = self.param("weight", nn.initializers.he_normal(), (4, 5))
+        self.weight = self.param("weight", nn.initializers.he_normal(), (8, 5))
         self.size = self.param("size", lambda _: jnp.linalg.norm(self.weight, axis=0))
 
     def __call__(self, x):
@@ -29,7 +29,7 @@ class WeightNormed(nn.Module):
 class Closure(nn.Module):
     @nn.compact
     def __call__(self, x):
-        weight = self.param("weight", nn.initializers.he_normal(), (4, 5))
+        weight = self.param("weight", nn.initializers.he_normal(), (8, 5))
         self.param("size", lambda key, of=weight: jnp.linalg.norm(of, axis=0))
         return x @ weight
 
@@ -37,7 +37,7 @@ class Closure(nn.Module):
 class Argument(nn.Module):
     @nn.compact
     def __call__(self, x):
-        weight = self.param("weight", nn.initializers.he_normal(), (4, 5))
+        weight = self.param("weight", nn.initializers.he_normal(), (8, 5))
         self.param("size", lambda key, of: jnp.linalg.norm(of, axis=0), weight)
         return x @ weight
 
@@ -54,8 +54,9 @@ class Scaled(nn.Module):
         def kernel_init(*args):
             return nn.initializers.lecun_normal()(*args) / scaling
 
+        x = nn.Dense(8, kernel_init=kernel_init, name="query")(x)
         self.variable("cache", "x", jnp.zeros, x.shape, x.dtype)
-        return nn.Dense(4, kernel_init=kernel_init, name="query")(x)
+        return x
 
 
 class Local(nn.Module):
@@ -64,7 +65,7 @@ class Local(nn.Module):
     @nn.compact
     def __call__(self, x):
         dtype = self.dtype
-        return x @ self.param("w", lambda key: nn.initializers.normal()(key, (4, 4), dtype))
+        return x @ self.param("w", lambda key: nn.initializers.normal()(key, (8, 8), dtype))
 
 
 class Inside(nn.Module):
@@ -72,7 +73,7 @@ class Inside(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.BatchNorm(use_running_average=False)(nn.remat(self.cls)()(nn.Dense(4)(x)))
+        return nn.BatchNorm(use_running_average=False)(nn.remat(self.cls)()(nn.Dense(8)(x)))
 
 
 def check_equal(bare, wrapped):
@@ -106,9 +107,9 @@ def test_the_bare_model_runs_only_where_it_must():
         @nn.compact
         def __call__(self, x):
             calls.append(x.dtype.name)
-            shift = self.param("shift", lambda key, shape: jnp.full(shape, 0.1), (4,))
+            shift = self.param("shift", lambda key, shape: jnp.full(shape, 0.1), (8,))
             return (
-                nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, "x")))(x)
+                nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, "x")))(x)
                 + shift
             )
 

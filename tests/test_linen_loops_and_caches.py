@@ -11,7 +11,7 @@ from jax import lax
 import jmp_policy as jmpp
 from tests.helpers import dtypes, products
 
-X = jnp.linspace(-1, 1, 12).reshape(3, 4)
+X = jnp.linspace(-1, 1, 24).reshape(3, 8)
 
 
 class Runs(nn.Module):
@@ -21,12 +21,12 @@ class Runs(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = nn.Dense(4)
+        dense = nn.Dense(8)
         return self.function(dense, dense(x))
 
 
 def zeros():
-    return jnp.zeros((3, 4))
+    return jnp.zeros((3, 8))
 
 
 LOOPS = {
@@ -61,7 +61,7 @@ def test_outside_of_loops_results_are_half_whatever_came():
 FAILING = {
     "carry": lambda dense, h: lax.scan(lambda c, x: (2 * x, None), zeros()[0], h)[0],
     "branches": lambda dense, h: lax.cond(True, lambda: h, zeros),
-    "buffer": lambda dense, h: lax.dynamic_update_slice(jnp.zeros((9, 4)), h, (0, 0)),
+    "buffer": lambda dense, h: lax.dynamic_update_slice(jnp.zeros((9, 8)), h, (0, 0)),
     "select": lambda dense, h: lax.select(h > 0, h, zeros()),
     "fft": lambda dense, h: jnp.fft.irfft(jnp.fft.rfft(h)),
 }
@@ -73,7 +73,7 @@ def test_other_failures_name_the_module_and_the_rule_that_helps(function):
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(4)(Runs(function, name="mixer")(x))
+            return nn.Dense(8)(Runs(function, name="mixer")(x))
 
     with pytest.raises(
         (TypeError, ValueError), match="(?s)float16.*\n\nRuns at 'mixer' computes in float16"
@@ -88,7 +88,7 @@ def test_other_failures_name_the_module_and_the_rule_that_helps(function):
 
 def test_linear_algebra_outside_of_jit():
     def inverse(dense, h):
-        return jnp.linalg.inv(h.T @ h + jnp.eye(4, dtype=h.dtype))
+        return jnp.linalg.inv(h.T @ h + jnp.eye(8, dtype=h.dtype))
 
     with pytest.raises((NotImplementedError, TypeError), match="Runs computes in bfloat16 under its policy"):
         jmpp.wrap(Runs(inverse), "mixed_bfloat16").init(jax.random.key(0), X)
@@ -112,7 +112,7 @@ def test_failures_in_nnx():
             return jnp.fft.irfft(jnp.fft.rfft(x))
 
     with pytest.raises(ValueError, match="Spectral computes in float16 under its policy"):
-        jmpp.wrap(Spectral(), "mixed_float16")(X)
+        jmpp.wrap(Spectral(), "mixed_float16")(X.astype(jnp.float16))
 
 
 class Decoder(nn.Module):
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        query, key, value = (nn.Dense(4, name=name)(x) for name in ("q", "k", "v"))
+        query, key, value = (nn.Dense(8, name=name)(x) for name in ("q", "k", "v"))
         is_initialized = self.has_variable("cache", "key")
         keys = self.variable("cache", "key", jnp.zeros, key.shape, key.dtype)
         values = self.variable("cache", "value", jnp.zeros, value.shape, value.dtype)
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
             key = lax.dynamic_update_slice(keys.value, key, (index.value, 0))
             value = lax.dynamic_update_slice(values.value, value, (index.value, 0))
             keys.value, values.value, index.value = key, value, index.value + len(x)
-        return nn.Dense(4)(nn.softmax(query @ key.T) @ value)
+        return nn.Dense(8)(nn.softmax(query @ key.T) @ value)
 
 
 CACHES = {
@@ -167,12 +167,12 @@ def test_state_that_a_module_makes_in_float32_stays_so():
     class Sums(nn.Module):
         @nn.compact
         def __call__(self, x):
-            total = self.variable("cache", "total", lambda: jnp.zeros(4))
+            total = self.variable("cache", "total", lambda: jnp.zeros(8))
             total.value = total.value + x.sum(0)
             return total.value
 
-    variables = {"cache": {"total": jnp.full(4, 4096.0, jnp.float32)}}
-    _, new = jmpp.wrap(Sums(), "mixed_float16").apply(variables, jnp.ones((3, 4)), mutable=["cache"])
+    variables = {"cache": {"total": jnp.full(8, 4096.0, jnp.float32)}}
+    _, new = jmpp.wrap(Sums(), "mixed_float16").apply(variables, jnp.ones((3, 8)), mutable=["cache"])
     assert new["cache"]["total"].dtype == jnp.float32
     assert new["cache"]["total"][0] == 4099
 
@@ -181,7 +181,7 @@ def test_parameters_made_as_variables_are_cast_where_they_are_read():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return x @ self.variable("params", "w", lambda: jnp.ones((4, 2))).value
+            return x @ self.variable("params", "w", lambda: jnp.ones((8, 2))).value
 
     model = jmpp.wrap(Net(), "mixed_float16")
     variables = model.init(jax.random.key(0), X)

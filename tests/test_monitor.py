@@ -489,3 +489,20 @@ def test_what_the_writer_raises_is_not_hidden():
 def test_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", [jmpp.DynamicLossScale(), {"a": jmpp.DynamicLossScale()}])
+def test_tree_map_params_passes_by_the_magnitudes(scale):
+    params = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    tx = jmpp.loss_scaled(optax.adam(1e-3), scale, monitor=True)
+    state = tx.init(params)
+    doubled = optax.tree_map_params(tx, lambda x: x + 2, state)
+    np.testing.assert_array_equal(doubled.inner_state[0].mu["w"], jnp.full(2, 2.0))
+    assert jax.tree.structure(doubled) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, doubled.gradients, state.gradients)
+
+
+def test_no_parameters_have_no_magnitudes():
+    tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale(), monitor=True)
+    state = jax.lax.scan(lambda s, _: (tx.update({}, s, {})[1], None), tx.init({}), None, 2)[0]
+    assert not [name for name in jax.jit(jmpp.metrics)(state) if name.startswith("grad_")]

@@ -129,7 +129,7 @@ def test_graph_definitions_equal_those_by_hand_where_settings_suffice():
     def make(dtype=None, norm=None):
         rngs = nnx.Rngs(0)
         return nnx.Sequential(
-            nnx.Linear(4, 8, dtype=dtype, rngs=rngs),
+            nnx.Linear(16, 8, dtype=dtype, rngs=rngs),
             nnx.relu,
             nnx.Conv(8, 8, (3,), dtype=dtype, rngs=rngs),
             nnx.Sequential(nnx.LinearGeneral(8, (2, 4), dtype=dtype, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)),

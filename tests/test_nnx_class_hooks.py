@@ -1,4 +1,8 @@
-"""What an NNX class's author has Python run for new subclasses does not run for those the library makes."""
+"""Classes of NNX models that the library stands its own in for.
+
+What a class's author has Python run for new subclasses does not run for the library's, and a module that
+asks about its class gets the answer that it gets without.
+"""
 
 import copy
 import pickle
@@ -11,7 +15,7 @@ from nnx_helpers import loss_fn
 
 import jmp_policy as jmpp
 
-X = jnp.ones((2, 4))
+X = jnp.ones((2, 8))
 SEEN = []
 
 
@@ -41,13 +45,13 @@ class Weight(nnx.Param):
 
 class Holder(nnx.Pytree, Registered, tag="holder"):
     def __init__(self):
-        self.w = nnx.Param(jnp.ones(4))
+        self.w = nnx.Param(jnp.ones(8))
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.w, self.holder = Weight(rngs.normal((4, 4))), Holder()
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.w, self.holder = Weight(rngs.normal((8, 8))), Holder()
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x):
         return self.linear((x * self.holder.w) @ self.w)
@@ -113,3 +117,69 @@ def test_classes_derived_from_a_wrapped_one_are_the_authors():
     assert SEEN[-1] == (Derived, "derived")
     assert "__init_subclass__" not in vars(MixinFirst)
     assert Own.__init_subclass__.__func__ is vars(Own)["__init_subclass__"].__func__
+
+
+class HasHooks(nnx.Module):
+    """Asks, as bases with hooks do, whether somebody has overridden one."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def before(self, x):
+        return x
+
+    def features(self, x):
+        classes = type(self).__mro__
+        below = classes[: classes.index(HasHooks)]
+        asked = type(self).before is HasHooks.before, any("before" in vars(cls) for cls in below)
+        assert asked == self.expected, asked
+        return self.linear(self.before(x))
+
+    def __call__(self, x):
+        assert type(self).features is HasHooks.features
+        return self.features(x)
+
+
+class OverridesNothing(HasHooks):
+    expected = True, False
+
+
+class Overrides(HasHooks):
+    expected = False, True
+
+    def before(self, x):
+        return 2 * x
+
+
+class DefinesItself(HasHooks):
+    before, features = HasHooks.before, HasHooks.features
+    expected = True, True
+
+
+HOOKED = (OverridesNothing, Overrides, DefinesItself)
+
+
+@pytest.mark.parametrize("cls", HOOKED)
+def test_a_module_that_asks_about_its_class_gets_its_own_answer(cls):
+    model = cls(nnx.Rngs(0))
+    half = jmpp.wrap(model, "mixed_float16")
+    expected = model(X)
+    for out in (half(X), half.features(X), jmpp.nnx.autocast(lambda m, x: m(x), "float16")(model, X)):
+        assert jnp.allclose(out, expected, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", HOOKED)
+def test_a_module_that_asks_about_its_class_gets_its_own_answer_in_reports(cls):
+    model = cls(nnx.Rngs(0))
+    for given in (model, jmpp.wrap(model, "mixed_float16")):
+        for report in (jmpp.audit, jmpp.drift, jmpp.gradient_spectrum, jmpp.diagnose):
+            report(loss_fn, given, X)
+            report(lambda model, x: model.features(x).astype(jnp.float32).sum(), given, X)
+    jmpp.sensitivity(loss_fn, model, X)
+    jmpp.summary(model, "mixed_float16", X)
+
+
+def test_a_report_shows_methods_that_are_inherited():
+    spectrum = jmpp.gradient_spectrum(loss_fn, OverridesNothing(nnx.Rngs(0)), X)
+    assert "OverridesNothing.before" in str(spectrum)

@@ -3,12 +3,14 @@
 import concurrent.futures
 import copy
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import products
 
 import jmp_policy as jmpp
 
@@ -83,27 +85,55 @@ def test_methods_from_bases_that_are_no_modules():
     assert jmpp.wrap(Net(), "mixed_float16")(X).dtype == jnp.float32
 
 
-def test_methods_and_partials_that_a_module_keeps_are_those_of_the_wrapped_one():
+KEPT_FUNCTIONS = {
+    "Net.kept": lambda net: net.run,
+    "Net.kept[1]": lambda net: [nnx.relu, net.run],
+    "Net.kept['ops']['run']": lambda net: {"ops": {"run": net.linear.__call__}},
+    "Net.kept[0]": lambda net: (functools.partial(functools.partial(net.run)),),
+    "List.0": lambda net: nnx.Sequential(net.run),
+    "List.1": lambda net: nnx.List([1, functools.partial(nnx.Linear.__call__, net.linear)]),
+}
+
+
+@pytest.mark.parametrize("where", KEPT_FUNCTIONS)
+def test_a_method_or_partial_that_a_module_keeps_is_refused(where):
     class Net(nnx.Module):
         def __init__(self):
             self.linear = linear()
-            self.method = self.run
-            self.partial = functools.partial(lambda layer, x: layer(x), self.linear)
+            self.kept = KEPT_FUNCTIONS[where](self)
 
         def run(self, x):
             return self.linear(x)
 
-        def __call__(self, x):
-            a, b = self.method(x), self.partial(x)
-            assert a.dtype == b.dtype == jnp.float16
-            return a
+    message = f"{re.escape(where)} is a bound method, or a functools.partial, that holds a module"
+    for apply in (jmpp.wrap, jmpp.nnx.cast_params, lambda model, policy: jmpp.summary(model, policy, X)):
+        with pytest.raises(ValueError, match=message):
+            apply(Net(), "mixed_float16")
 
-    bare = Net()
-    assert jmpp.wrap(bare, "mixed_float16")(X).dtype == jnp.float32
-    assert bare.linear(X).dtype == jnp.float32
+
+def test_functions_that_a_module_keeps_and_that_hold_none_stay():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = linear()
+            self.activate = functools.partial(nnx.leaky_relu, negative_slope=0.1)
+            self.methods = {"run": "run", "pool": Pool().run, "relu": nnx.relu, "lower": str.lower}
+
+        def run(self, x):
+            return self.activate(self.linear(x))
+
+        def __call__(self, x):
+            return self.methods["pool"](getattr(self, self.methods["run"])(x))
+
+    class Pool(nnx.Module):
+        def run(self, x):
+            return x
+
+    assert products(jmpp.wrap(Net(), F16), X) == {("dot_general", "float16", "float16"): 1}
     layer = linear()
     with pytest.warns(UserWarning, match=r"The function List.1 closes over a module of the model"):
         jmpp.wrap(nnx.Sequential(layer, lambda x: layer(x)), "mixed_float16")
+    with pytest.warns(UserWarning, match=r"The function Dict.ops\[0\] closes over a module of the model"):
+        jmpp.wrap(nnx.Dict(layer=layer, ops=[lambda x: layer(x)]), "mixed_float16")
 
 
 def test_a_dtype_that_the_class_defines():

@@ -62,17 +62,17 @@ LAYERS = {
     "PReLU": (lambda: nnx.PReLU(), image(2, 8), 0),
     "Dropout": (lambda: nnx.Dropout(0.5, deterministic=True), image(2, 8), 0),
     "Sequential": (lambda: nnx.Sequential(nnx.Linear(8, 4, rngs=R), nnx.relu), image(2, 8), 1),
-    "RNN LSTM": (lambda: nnx.RNN(nnx.LSTMCell(4, 8, rngs=R), rngs=rngs()), image(2, 3, 4), 8),
+    "RNN LSTM": (lambda: nnx.RNN(nnx.LSTMCell(8, 8, rngs=R), rngs=rngs()), image(2, 3, 8), 8),
     "RNN OptimizedLSTM": (
-        lambda: nnx.RNN(nnx.OptimizedLSTMCell(4, 8, rngs=R), rngs=rngs()), image(2, 3, 4), 2
+        lambda: nnx.RNN(nnx.OptimizedLSTMCell(8, 8, rngs=R), rngs=rngs()), image(2, 3, 8), 2
     ),
-    "RNN GRU": (lambda: nnx.RNN(nnx.GRUCell(4, 8, rngs=R), rngs=rngs()), image(2, 3, 4), 2),
-    "RNN Simple": (lambda: nnx.RNN(nnx.SimpleCell(4, 8, rngs=R), rngs=rngs()), image(2, 3, 4), 2),
+    "RNN GRU": (lambda: nnx.RNN(nnx.GRUCell(8, 8, rngs=R), rngs=rngs()), image(2, 3, 8), 2),
+    "RNN Simple": (lambda: nnx.RNN(nnx.SimpleCell(8, 8, rngs=R), rngs=rngs()), image(2, 3, 8), 2),
     "Bidirectional": (
         lambda: nnx.Bidirectional(
-            nnx.RNN(nnx.GRUCell(4, 8, rngs=R), rngs=rngs()), nnx.RNN(nnx.GRUCell(4, 8, rngs=R), rngs=rngs())
+            nnx.RNN(nnx.GRUCell(8, 8, rngs=R), rngs=rngs()), nnx.RNN(nnx.GRUCell(8, 8, rngs=R), rngs=rngs())
         ),
-        image(2, 3, 4),
+        image(2, 3, 8),
         4,
     ),
 }  # fmt: skip
@@ -238,15 +238,15 @@ def test_weight_norms_do_not_round_the_master_weights(norm, policy):
 @pytest.mark.slow
 def test_recurrent_cells_accumulate_in_float32_and_hand_on_half():
     for make in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
-        model = jmpp.wrap(Inside(nnx.RNN(make(4, 8, rngs=R), rngs=rngs())), "mixed_float16")
-        assert model(image(2, 3, 4)).dtype == jnp.float32
+        model = jmpp.wrap(Inside(nnx.RNN(make(8, 8, rngs=R), rngs=rngs())), "mixed_float16")
+        assert model(image(2, 3, 8)).dtype == jnp.float32
         cell = model.layer.cell
-        carry = cell.initialize_carry((2, 4), nnx.Rngs(0))
-        new, out = cell(carry, image(2, 4).astype(jnp.float16))
+        carry = cell.initialize_carry((2, 8), nnx.Rngs(0))
+        new, out = cell(carry, image(2, 8).astype(jnp.float16))
         assert jax.tree.map(lambda c: c.dtype, new) == jax.tree.map(lambda c: c.dtype, carry)
         assert out.dtype == jnp.float16
-    rnn = nnx.RNN(nnx.GRUCell(4, 8, rngs=R), return_carry=True, rngs=rngs())
-    carry, out = jmpp.wrap(rnn, "mixed_float16")(image(2, 3, 4), initial_carry=jnp.ones((2, 8)))
+    rnn = nnx.RNN(nnx.GRUCell(8, 8, rngs=R), return_carry=True, rngs=rngs())
+    carry, out = jmpp.wrap(rnn, "mixed_float16")(image(2, 3, 8), initial_carry=jnp.ones((2, 8)))
     assert carry.dtype == out.dtype == jnp.float32
 
 

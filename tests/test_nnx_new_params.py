@@ -33,7 +33,6 @@ class Attribute(Lazy):
     def weight(self, x):
         if not hasattr(self, "w"):
             self.w = drawn(self.rngs, x, nnx.LoRAParam)
-            assert self.w.dtype == x.dtype
         return self.w[...]
 
 
@@ -105,7 +104,7 @@ def test_what_is_no_parameter_is_stored_as_it_was_made():
     class Net(nnx.Module):
         def __init__(self):
             self.aux = nnx.Variable(jnp.zeros(()))
-            self.w = nnx.Param(jnp.ones(3))
+            self.w = nnx.Param(jnp.ones(8))
 
         def __call__(self, x):
             self.aux[...] = x.astype(jnp.float32).mean()
@@ -116,7 +115,7 @@ def test_what_is_no_parameter_is_stored_as_it_was_made():
             return x * self.w
 
     model = jmpp.wrap(Net(), "mixed_float16")
-    model(X)
+    model(jnp.ones((2, 8)))
     dtypes = {
         name: variable.get_raw_value().dtype.name
         for name, variable in vars(model).items()
@@ -137,7 +136,7 @@ def test_adapters_made_by_code_that_finds_the_module_in_the_stack():
             frame = frame.f_back
         weight = getattr(module, name)
         if not hasattr(module, f"{name}_a"):
-            for end, shape in (("a", (3, 2)), ("b", (2, 4))):
+            for end, shape in (("a", (8, 8)), ("b", (8, 4))):
                 boxed = weight.replace(jnp.ones(shape, weight.get_raw_value().dtype))
                 metadata = nnx.VariableMetadata(boxed.get_value(), metadata=boxed.get_metadata())
                 setattr(module, f"{name}_{end}", nnx.LoRAParam(metadata))
@@ -146,14 +145,15 @@ def test_adapters_made_by_code_that_finds_the_module_in_the_stack():
 
     class Net(nnx.Module):
         def __init__(self):
-            self.w = nnx.Param(jnp.ones((3, 4)), note="kept")
+            self.w = nnx.Param(jnp.ones((8, 4)), note="kept")
 
         def __call__(self, x):
             return adapted_product(x, "w")
 
     model = jmpp.wrap(Net(), "mixed_float16")
-    model(X)
+    x = jnp.ones((2, 8))
+    model(x)
     assert stored(model, nnx.LoRAParam) == {"float32"}
     assert model.w_a.note == "kept"
-    products = jmpp.audit(nnx.jit(lambda model, x: model(x)), model, X).products
+    products = jmpp.audit(nnx.jit(lambda model, x: model(x)), model, x).products
     assert {(p.lhs, p.rhs) for p in products} == {("float16", "float16")}

@@ -1,5 +1,7 @@
 """The train step with NNX modules: scaled gradients, `nnx.Optimizer`, state kept on a skipped step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from nnx_helpers import CASES, MLP, Raw, stored
 import jmp_policy as jmpp
 
 X = jax.random.normal(jax.random.key(0), (16, 32))
+SCALE = jmpp.StaticLossScale(8.0)
 
 
 def loss_fn(model, x):
@@ -297,3 +300,22 @@ def test_one_decision_for_all_devices():
     assert not bool(jmpp.grads_finite(optimizer))
     for a, b in zip(values(nnx.state(model)), before, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("scaled_value_and_grad", lambda f: functools.partial(jmpp.scaled_value_and_grad(f), SCALE)),
+        ("scaled_value_and_grad", lambda f: lambda m, x: jmpp.scaled_value_and_grad(f, (1, 0))(SCALE, m, x)),
+        ("accumulate_gradients", lambda f: functools.partial(jmpp.accumulate_gradients(f, 2), SCALE)),
+        (
+            "spectrum_value_and_grad",
+            lambda f: functools.partial(jmpp.spectrum_value_and_grad(f), SCALE, None),
+        ),
+        ("autocast", lambda f: jmpp.autocast(f, "bfloat16")),
+    ],
+)
+def test_functions_of_arrays_refuse_modules_and_name_their_like(name, make):
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=rf"lose its updates.*jmp_policy\.nnx\.{name}"):
+        make(lambda m, x: (m(x) ** 2).mean())(model, jnp.ones((8, 4)))

@@ -224,7 +224,7 @@ def test_a_custom_scan_body_returns_its_carry_as_it_came():
         def __call__(self, xs):
             carry, out = nnx.scan(
                 lambda body, c, x: body(c, x), in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0)
-            )(self.body, jnp.zeros(8, jnp.float32), xs)
+            )(self.body, jnp.zeros(8, jnp.float32), xs.astype(jnp.float16))
             assert (carry.dtype, out.dtype) == (jnp.float32, jnp.float16)
             return out
 
@@ -325,7 +325,7 @@ def test_a_modules_own_dtype_is_overruled_or_kept():
             self.dtype = dtypes.get("dtype")
 
         def __call__(self, x):
-            h, _ = self.cell(x * 0, x)
+            h, _ = self.cell(self.unset(x) * 0, x)
             return [v.dtype.name for v in (self.set(x), self.unset(x), self.embed(jnp.arange(2)), h)] + [
                 str(jnp.dtype(self.dtype or jnp.float16))
             ]
@@ -342,22 +342,26 @@ def test_a_modules_own_dtype_is_overruled_or_kept():
     assert jmpp.wrap(embed, jmpp.PolicyMap("bfloat16", keep_module_dtypes=True)).dtype == jnp.bfloat16
     assert jmpp.wrap(Own(dtype=jnp.bfloat16), kept)(X)[0] == "bfloat16"
     assert bare.set.dtype == jnp.float32
-    # The new policy replaces the old one, which has not left its dtypes behind as wishes.
-    again = jmpp.wrap(jmpp.wrap(bare, "mixed_bfloat16"), kept)
-    assert nnx.graphdef(again) == nnx.graphdef(model)
+    # The policy has not left its dtypes behind as wishes.
+    assert nnx.graphdef(jmpp.wrap(model, kept)) == nnx.graphdef(model)
 
 
-def test_wrapping_again_replaces_the_policy():
+def test_wrapping_again_is_refused_unless_the_policies_are_equal():
     case = next(c for c in CASES if c.name == "encoder")
-    bare = case()
-    once = jmpp.wrap(bare, "mixed_bfloat16")
-    twice = jmpp.wrap(
-        jmpp.wrap(bare, jmpp.PolicyMap("mixed_float16", {"layers/0": "float32"})), "mixed_bfloat16"
-    )
-    assert nnx.graphdef(once) == nnx.graphdef(twice)
-    assert nnx.graphdef(jmpp.wrap(once, "float32")) == nnx.graphdef(jmpp.wrap(bare, "float32"))
+    bare, rules = case(), jmpp.PolicyMap("mixed_bfloat16", {"layers/0": "float32"})
+    once, ruled = jmpp.wrap(bare, "mixed_bfloat16"), jmpp.wrap(bare, rules)
+    assert nnx.graphdef(jmpp.wrap(once, "mixed_bfloat16")) == nnx.graphdef(once)
+    assert nnx.graphdef(jmpp.wrap(ruled, rules)) == nnx.graphdef(ruled)
+    for model, policy in ((ruled, "mixed_bfloat16"), (once, rules), (once, "float32"), (ruled, "float32")):
+        with pytest.raises(ValueError, match="is wrapped already, under .*give the bare module"):
+            jmpp.wrap(model, policy)
     assert jmpp.nnx.policy_of(once) == jmpp.get_policy("mixed_bfloat16")
     assert jmpp.nnx.policy_of(bare) is None
+    # A part that has its own policy would lose it, too.
+    with pytest.raises(ValueError, match="^layers/0 is wrapped already, under 'p"):
+        jmpp.wrap(nnx.Sequential(jmpp.wrap(Net(), "mixed_float16")), "mixed_bfloat16")
+    own = jmpp.nnx.wrap(Net(), "mixed_float16", methods=["__call__"])
+    assert nnx.graphdef(jmpp.wrap(own, "mixed_float16")) == nnx.graphdef(own)
 
 
 def test_part_of_a_wrapped_model_is_under_its_policy():
@@ -505,9 +509,9 @@ class Residual(nnx.Sequential):
         super().__init__(nnx.Linear(8, 8, rngs=rngs()))
 
     def __call__(self, x):
-        out = x + super().__call__(x)
+        out = super().__call__(x)
         assert out.dtype == jnp.float16
-        return out
+        return x + out
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,6 @@
 """`loss_scaled` around every optax optimizer: clean steps, overflow steps, states."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -76,9 +77,12 @@ OPTIMIZERS = _aliases() | WRAPPERS
 def steps(tx, params, grad_fns, wrapped):
     """Runs jitted updates; returns every (params, state)."""
 
+    traces = []
+
     # What the step closes over is compared by value: the same objects on every call.
     @jax.jit
     def step(params, state, factor):
+        traces.append(None)
         value, grads = jax.value_and_grad(quadratic)(params)
         given = jax.tree.map(lambda g: g * factor, grads)
         # lbfgs and polyak_sgd want the value; line searches evaluate the loss themselves.
@@ -92,7 +96,7 @@ def steps(tx, params, grad_fns, wrapped):
     for factor in grad_fns:
         params, state, updates = step(params, state, factor)
         seen.append((params, state, updates))
-    return seen, step._cache_size()
+    return seen, len(traces)
 
 
 def bits(tree):
@@ -221,11 +225,12 @@ def test_states_are_strongly_typed_from_the_start():
 @pytest.mark.slow
 def test_states_may_be_donated_and_scales_reused():
     scale = jmpp.DynamicLossScale()
-    tx = jmpp.loss_scaled(optax.adam(0.1), scale)
+    tx, traces = jmpp.loss_scaled(optax.adam(0.1), scale), []
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        grads = jax.tree.map(lambda p: p * 2.0**16, params)
+        traces.append(None)
+        grads = jax.tree.map(lambda p: p * state.loss_scale.loss_scale, params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -235,7 +240,7 @@ def test_states_may_be_donated_and_scales_reused():
         for _ in range(3):
             params, state = step(params, state)
     assert float(scale.loss_scale) == 2.0**16
-    assert step._cache_size() == 1
+    assert len(traces) == 1
 
 
 def test_states_that_keep_the_parameters_may_be_donated_with_them():
@@ -292,6 +297,7 @@ def by_hand(inner):
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.filterwarnings("ignore:.*computed in this function without it")
 def test_no_branch_and_no_more_copies_bytes_or_memory_than_by_hand():
     params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
 
@@ -562,3 +568,22 @@ def test_check_and_metrics():
     jmpp.check(state, max_consecutive_skips=4)
     with pytest.raises(jmpp.LossScaleStuckError, match="3 steps skipped in a row"):
         jmpp.check(state, max_consecutive_skips=3)
+
+
+def test_a_number_in_the_place_of_the_loss_scale_is_refused():
+    tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())
+    state = tx.init(PARAMS)
+    number = optax.tree_utils.tree_set(state, loss_scale=jnp.float32(4.0))
+    uses = (
+        lambda s: jmpp.scaled_value_and_grad(lambda p: p["b"].sum())(s, PARAMS),
+        lambda s: tx.update(PARAMS, s, PARAMS),
+        jmpp.metrics,
+    )
+    for use in uses:
+        with pytest.raises(TypeError, match=r"is a number \(4.0\).*dataclasses.replace"):
+            use(number)
+    scale = dataclasses.replace(jmpp.get_loss_scale_state(state).loss_scale, loss_scale=4.0)
+    good = optax.tree_utils.tree_set(state, loss_scale=scale)
+    for use in uses:
+        use(good)
+    assert float(jmpp.metrics(good)["loss_scale"]) == 4.0

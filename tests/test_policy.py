@@ -1,9 +1,12 @@
 """Policies, their texts, and casting."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +15,7 @@ import jmp_policy as jmpp
 from jmp_policy._src.core.dtype_words import best_half_dtype
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half, promote_dtype
 
-NAMES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+NAMES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,15 @@ def test_text_round_trip(params, compute, output, grad):
         ("c=bool", "not floating"),
         ("", "Unknown policy ''"),
         ("mixed_fp8", "Unknown policy 'mixed_fp8'. Eight bits .* every tensor needs a scale"),
+        ("c=f8", "Unknown dtype 'f8' in policy 'c=f8'. Eight bits .*recipe=fp8_current"),
+        ("p=f32,c=e4m3", "Unknown dtype 'e4m3'.* Eight bits"),
+        ("p=f32,c=f2", "Unknown dtype 'f2' in policy 'p=f32,c=f2'"),
+        ("p=f4", "Unknown dtype 'f4'"),
+        ("c=e", "Unknown dtype 'e'"),
+        ("p=d", "Unknown dtype 'd'"),
+        ("c=>f2", "Unknown dtype '>f2'"),
+        ("c=float", "Unknown dtype 'float'"),
+        ("c=longdouble", "Unknown dtype 'longdouble'"),
     ],
 )
 def test_bad_texts(text, message):
@@ -81,6 +93,30 @@ def test_bad_types():
         jmpp.Policy(jnp.float32, jnp.float16, None)
     with pytest.raises(ValueError, match="Unknown dtype 'float61'"):
         jmpp.Policy("float61", "float16", "float32")
+    for foreign in (np.dtype(">f2"), np.dtype(np.longdouble), jnp.ones(2), ["f16"], 16):
+        with pytest.raises(ValueError, match="Unknown dtype"):
+            jmpp.Policy("float32", foreign, "float32")
+
+
+@pytest.mark.parametrize("take", [
+    lambda word: jmpp.autocast(jnp.sin, f"c={word}"),
+    lambda word: jmpp.region(word).__enter__(),
+    lambda word: jmpp.half_moments(optax.adam(0.1), mu=word),
+    lambda word: jmpp.sensitivity(jnp.sum, jnp.ones(2), dtype=word),
+    lambda word: jmpp.recommend(jnp.sum, jnp.ones(2), dtype=word),
+    lambda word: jmpp.accumulate_gradients(jnp.sum, 2, accumulator_dtype=word),
+])  # fmt: skip
+@pytest.mark.parametrize("word", ["f8", "e", "f2", ">f2"])
+def test_words_for_dtypes_are_the_same_everywhere(take, word):
+    with pytest.raises(ValueError, match=re.escape(repr(word))):
+        take(word)
+
+
+def test_a_value_of_a_policys_dict_sets_its_own_key_only():
+    for settings in ({"compute": "f16,output=f32"}, {"compute": "f16", "c": "f32"}, {"compute": 16}, {}):
+        with pytest.raises(ValueError, match=r"Unknown dtype|sets 'compute' twice|the mapping is empty"):
+            jmpp.Policy.from_dict(settings)
+    assert jmpp.Policy.from_dict({"c": jnp.float16, "recipe": None}) == jmpp.get_policy("c=f16")
 
 
 @pytest.mark.parametrize("kind", [lambda d: d, np.dtype, lambda d: np.dtype(d).name])
@@ -119,7 +155,7 @@ def test_what_is_not_floating_passes_as_the_same_object(leaf):
         assert cast(tree) is tree
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", *NAMES[4:]])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", *NAMES[4:6]])
 @pytest.mark.parametrize("make", [jnp.ones, np.ones, jax.ShapeDtypeStruct])
 def test_floating_leaves_are_cast(make, dtype):
     x = make((2, 3), dtype)

@@ -1,5 +1,6 @@
 """One setting of a config becomes a policy and a loss scale, and goes back into a config."""
 
+import functools
 import json
 import pickle
 import re
@@ -307,3 +308,61 @@ def test_reading_a_config_asks_for_no_device():
         "assert not jax._src.xla_bridge._backends"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(("word", "read"), [("false", False), ("No", False), ("on", True), (" TRUE ", True)])
+def test_flags_are_read_as_yaml_writes_them(word, read):
+    for name in ("keep_module_dtypes", "float32_islands", "keep_small_inputs"):
+        for settings in ({"policy": "fp16", name: word}, {"policy": "fp16", name: read}):
+            assert getattr(jmpp.from_config(settings).policy, name) is read
+        assert getattr(jmpp.PolicyMap("float32", **{name: word}), name) is read
+
+
+@pytest.mark.parametrize("value", ["", "falsch", 0, 1, None, [], 0.0])
+def test_what_is_no_flag_is_refused(value):
+    with pytest.raises(
+        ValueError, match=re.escape(f"keep_module_dtypes must be true or false, got {value!r}")
+    ):
+        jmpp.from_config({"policy": "fp16", "keep_module_dtypes": value})
+
+
+def test_numbers_may_be_text_and_are_not_booleans():
+    settings = {"growth_interval": "500", "loss_scale": "1e3", "growth_factor": "4"}
+    scale = jmpp.from_config({"policy": "fp16", "loss_scale": settings}).loss_scale
+    assert (scale.growth_interval, float(scale.loss_scale), scale.growth_factor) == (500, 1000.0, 4.0)
+    for name, value in (("loss_scale", True), ("growth_factor", True), ("growth_interval", "5.5")):
+        with pytest.raises(ValueError, match=name):
+            jmpp.from_config({"policy": "fp16", "loss_scale": {name: value}})
+
+
+CYCLIC: dict = {"policy": "fp16"}
+CYCLIC["rules"] = [["head", CYCLIC]]
+DEEP = functools.reduce(lambda inner, _: [inner], range(5000), "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "fp16", "loss_scale": 10**400}, "loss_scale must be finite"),
+        ({"policy": "fp16", "loss_scale": {"growth_factor": 10**5000}}, "growth_factor must be finite"),
+        ({"policy": "fp16", "loss_scale": {"growth_interval": 10**5000}}, "growth_interval must be between"),
+        ({"policy": 10**5000}, "a value of type int"),
+        ("[" * 5000, "looks like JSON and is none"),
+        ({"policy": "fp16", "rules": DEEP}, "more than 20 levels deep at rules/0/0/0/0/0/0/0/..."),
+        (CYCLIC, "more than 20 levels deep at rules/0/1/rules/0/1/rules/0/..."),
+        ({"policy": "fp16", "rules": 5}, "'rules' are pairs of pattern and policy"),
+        ({"policy": "fp16", "rules": False}, "'rules' are pairs of pattern and policy"),
+        ({"policy": "fp16", "loss_scale": {}}, "mapping from losses to loss scales is empty"),
+        ({"policy": "fp16", "loss_scale": {"a": {"b": 8}}}, "Unknown key 'b'"),
+        ({"policy": "fp16", "loss_scale": {1: 8}}, "Losses are named by text"),
+        ({"policy": "fp16", "loss_scale": {"type": None}}, "Unknown type None"),
+        ({"policy": "fp16", "loss_scale": True}, "Unknown loss scale True"),
+        ({"policy": {}}, "the mapping is empty"),
+        ({"params": "f32", "compte": "f16"}, "Unknown part 'compte=f16'"),
+        ({"policy": "fp16", "rules": {"body": "fp16", "head": "fp61"}}, "The rule for 'head' has no policy"),
+        ({"policy": "fp16", "rules": [["head", "c=f8"]]}, "Eight bits"),
+    ],
+)
+def test_damaged_configs_are_refused_where_they_are_read(settings, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        jmpp.from_config(settings)

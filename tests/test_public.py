@@ -328,3 +328,9 @@ def test_type_checkers_see_the_names_that_are_loaded_later(module):
         assert getattr(loaded, alias.name) is getattr(importlib.import_module(node.module), alias.name)
     at_once = {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert set(public_names(module)) <= at_once | {node.names[0].name for node in seen}
+
+
+def test_a_pickle_of_the_first_version_says_what_to_do():
+    written = b"cjmp_policy._state\nLossScaledState\n."  # As version 0.1.0 named it.
+    with pytest.raises(ModuleNotFoundError, match=r"jmp_policy\._state.*0\.1\.0.*msgpack.*restore_state"):
+        pickle.loads(written)

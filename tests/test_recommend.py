@@ -12,9 +12,9 @@ from planted_models import PLANTED
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
-from jmp_policy._src.report.sensitivity import float32_modules, product_cost
-from jmp_policy._src.report.sensitivity.float32_modules import Choice
-from jmp_policy._src.report.sensitivity.probes import Effect, Effects
+from jmp_policy._src.report.sensitivity.chosen_modules import Choice, overflowing, rows_of, rules_of, within
+from jmp_policy._src.report.sensitivity.first_order import Effect, Effects
+from jmp_policy._src.report.sensitivity.recommendation import compared
 
 
 @pytest.mark.once
@@ -67,26 +67,26 @@ OWN = {
 )
 def test_rules_are_the_fewest_that_say_it(wide, rules):
     choice = Choice(effects(OWN), dict.fromkeys(wide, "because"))
-    assert float32_modules.rules_of(choice) == rules
+    assert rules_of(choice) == rules
     for path in OWN:
         assert (rules.resolve(path).compute_dtype == np.float32) == (path in wide)
-    rows = float32_modules.rows_of(choice, rules)
+    rows = rows_of(choice, rules)
     assert [row.pattern for row in rows] == ["", *(pattern for pattern, _ in rules.overrides)]
 
 
 def test_the_worst_go_first_until_the_rest_fits():
-    choice = float32_modules.within(float32_modules.overflowing(effects(OWN)), 0.021)
+    choice = within(overflowing(effects(OWN)), 0.021)
     assert list(choice.reasons) == ["a/c"]
     assert (
         choice.reasons["a/c"] == "brings 69.2 % of the square of the gradient's error; 7 values become zero"
     )
-    assert list(float32_modules.within(choice, 1e-3).reasons) == ["a/c", "a"]
+    assert list(within(choice, 1e-3).reasons) == ["a/c", "a"]
     assert choice.predicted == pytest.approx(math.sqrt(4e-4 + 7e-8))
 
 
 def test_overflow_needs_no_budget():
     own = {"a": Effect(overflow=3), "b": Effect(gradient_overflow=2), "c": Effect(), "d": Effect()}
-    choice = float32_modules.overflowing(effects(own, {"c": Effect(overflow=1200)}))
+    choice = overflowing(effects(own, {"c": Effect(overflow=1200)}))
     assert choice.reasons == {
         "a": "3 values exceed the range of float16",
         "b": "2 cotangents exceed the range of float16",
@@ -94,12 +94,12 @@ def test_overflow_needs_no_budget():
     }
 
 
-X = jax.random.normal(jax.random.key(1), (8, 4))
+X = jax.random.normal(jax.random.key(1), (8, 8))
 
 
 @pytest.mark.slow
 def test_a_model_is_taken_for_its_loss():
-    model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
+    model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)
     found = jmpp.recommend(model, variables, X, probes=1, target="h100", dtype="bfloat16")
     assert isinstance(found, jmpp.Recommendation)
@@ -117,15 +117,14 @@ def test_a_model_is_taken_for_its_loss():
 
 @pytest.mark.once
 def test_an_nnx_model_and_a_budget_from_batches():
-    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     found = jmpp.recommend(model, X, probes=1, batches=[(2 * X,)])
     assert found.dtype == "float16"
     assert found.policy == jmpp.PolicyMap("mixed_float16")
     # The gradient of the kernels is 4 times as large: both are 0.6 of their mean away from it.
     assert found.budget == pytest.approx(0.06, rel=0.05)
     found = jmpp.recommend(model, X, probes=1, dtype="float16", budget=1e-9)
-    assert found.policy == jmpp.PolicyMap("float32")
-    assert found.measured == 0
+    assert (found.measured, found.half_share) == (0, 0)
 
 
 class Kink(nn.Module):
@@ -143,9 +142,9 @@ class Kink(nn.Module):
 @pytest.mark.once
 def test_modules_whose_rounding_turns_decisions_are_found():
     z = jax.random.normal(jax.random.key(1), (4, 8))
-    arguments = jnp.ones((1, 1)), z
+    arguments = jnp.zeros((1, 8)).at[0, 0].set(1), z
     params = Kink().init(jax.random.key(0), *arguments)["params"]
-    params["decided"] = {"kernel": jnp.full((1, 1), 1 + 2**-12), "bias": -jnp.ones(1)}
+    params["decided"] = {"kernel": jnp.full((8, 1), 1 + 2**-12), "bias": -jnp.ones(1)}
 
     def loss_fn(params, *arguments):
         return Kink().apply({"params": params}, *arguments).astype(jnp.float32)
@@ -159,9 +158,9 @@ def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
     card = find_target("A100")
     loss = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2).products
     half = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 2).products
-    cost = product_cost.compared(loss, half, card)
+    cost = compared(loss, half, card)
     assert cost == (1.0, 0.0, pytest.approx(312 / 19.5))
-    assert math.isnan(product_cost.compared(loss, half, None).speedup)
+    assert math.isnan(compared(loss, half, None).speedup)
 
 
 @pytest.mark.slow

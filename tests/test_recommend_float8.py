@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 import jmp_policy as jmpp
-from jmp_policy._src.report.sensitivity import float8_modules, recommend
-from jmp_policy._src.report.sensitivity.half_program import Loss
+from jmp_policy._src.report.sensitivity import recommend
+from jmp_policy._src.report.sensitivity.chosen_modules import Float8, in_float8
+from jmp_policy._src.report.sensitivity.traced_loss import Loss
 
 X = jax.random.normal(jax.random.key(0), (32, 32))
 
@@ -41,7 +42,7 @@ def choose(base, budget, before=0.0):
     loss = Loss(loss_of, planted(), (X,), {}, False, "recommend")
     exact = recommend._gradient(loss, 1.0)
     base = jmpp.PolicyMap(*base)
-    return float8_modules.chosen(
+    return in_float8(
         loss, base, "fp8_current", before, budget, lambda rules: recommend._error(loss, rules, 1.0, exact)
     )
 
@@ -62,7 +63,7 @@ def test_a_module_that_8_bits_ruin_stays_in_half():
     assert (row.pattern, row.policy) == ("spiky", str(jmpp.get_policy(HALF)))
     assert "of the square of the error that the recipe adds" in row.reason
     assert row.predicted**2 == pytest.approx(choice.added["spiky"])
-    assert float8_modules.chosen(
+    assert in_float8(
         Loss(loss_of, planted(), (X,), {}, False, ""), choice.base, "fp8_current", 0.4, 0.3, lambda _: 0.0
     )[0].rules() == jmpp.PolicyMap(HALF)
 
@@ -92,7 +93,7 @@ def test_rules_give_the_recipe_to_these_modules_and_no_others(base, chosen, rule
         pairs = dict(overrides).items()
         return jmpp.PolicyMap(texts.get(default, default), {p: texts.get(t, t) for p, t in pairs})
 
-    choice = float8_modules.Float8(
+    choice = Float8(
         policy_map(*base),
         "fp8_current",
         dict.fromkeys(paths.values(), 1),
@@ -107,7 +108,7 @@ def test_rules_give_the_recipe_to_these_modules_and_no_others(base, chosen, rule
 
 def test_siblings_that_stay_share_a_rule():
     paths: dict[str, int] = dict.fromkeys(("a/x", "a/y", "b/x", "b/y"), 1)
-    choice = float8_modules.Float8(jmpp.PolicyMap(HALF), "fp8_current", paths, {}, frozenset({"a/x", "a/y"}))
+    choice = Float8(jmpp.PolicyMap(HALF), "fp8_current", paths, {}, frozenset({"a/x", "a/y"}))
     assert choice.rules() == jmpp.PolicyMap(FLOAT8, {"b": HALF})
 
 

@@ -3,7 +3,10 @@
 import collections
 import dataclasses
 import functools
+import importlib
+import pathlib
 import shutil
+import sys
 
 import flax.serialization
 import jax
@@ -12,7 +15,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import restart_helpers as runs
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -20,6 +22,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+try:
+    runs = importlib.import_module("benchmarks.reliability.restarts")
+finally:
+    sys.path.pop(0)
 
 PARAMS = {"w": jnp.full((8, 4), 0.5, jnp.float32), "b": jnp.arange(4.0)}
 GRADS = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(4)}
@@ -105,11 +113,11 @@ def test_training_goes_on_bit_for_bit(scale, keeper, tmp_path):
     undisturbed = runs.run(runs.init(scale), 6, scale)
     first = runs.run(runs.init(scale), 3, scale)
     saved = KEEPERS[keeper](tmp_path / "at", first, runs.init(scale))
-    compiled = runs.step_of(scale)._cache_size()
     restored = jmpp.restore_state(runs.init(scale), saved)
     assert_same(restored, first)
     assert_same(runs.run(restored, 3, scale), undisturbed)
-    assert runs.step_of(scale)._cache_size() == compiled
+    types = [jax.typeof(x) for x in jax.tree.leaves(first)]  # The same ones compile nothing anew.
+    assert [jax.typeof(x) for x in jax.tree.leaves(restored)] == types
     skipped = int(undisturbed["opt_state"].skipped)
     assert skipped == 2
     assert int(undisturbed["batch_stats"]["count"]) == 6 - skipped
@@ -549,6 +557,133 @@ def test_nothing_is_dropped_or_made_up(name):
     assert_same(jmpp.restore_state(template, saved), state)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         jmpp.restore_state(template, change(saved))
+
+
+BAD_SCALES = (np.nan, np.inf, 0.0, -8.0, 2.0**100, 2.0**-20, 1e-42)
+#: Kind of scale -> leaf -> numbers that no constructor takes and no step leaves behind.
+DAMAGED = {
+    "dynamic": {"loss_scale": BAD_SCALES, "growth_tracker": (-1, 2**31 - 1), "hysteresis_tracker": (-3,)},
+    "static": {"loss_scale": (np.nan, np.inf, 0.0, -8.0, 1e-42)},
+    "statistic": {"loss_scale": BAD_SCALES, "widened": (-1, 2**30), "clean_scale": (np.nan, -1.0)},
+    "pid": {"log2_scale": (np.nan, np.inf, 100.0), "integral": (np.nan,), "previous_error": (np.inf,)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+@pytest.mark.parametrize("way", ["state", "shapes", "nnx"])
+def test_a_loss_scale_that_no_constructor_takes_is_refused(kind, way):
+    tx = jmpp.loss_scaled(ADAMW, runs.SCALES[kind])
+    fresh = tx.init(PARAMS)
+    if way == "nnx":
+        fresh = nnx.state(nnx.Optimizer(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))["opt_state"]
+    saved = flax.serialization.to_state_dict(text_keys(nnx.to_pure_dict(fresh)) if way == "nnx" else fresh)
+    template = jax.eval_shape(lambda: fresh) if way == "shapes" else fresh
+    for name, values in DAMAGED[kind].items():
+        good = at(saved, ("loss_scale", name))
+        for value in values:
+            if way == "nnx" and value in (2.0**100, 2.0**-20, 100.0):
+                continue  # The leaves alone do not say what the bounds are.
+            put("loss_scale", name, value=np.asarray(value, good.dtype))(saved)
+            with pytest.raises(ValueError, match=rf"damaged.*\n  loss_scale/{name}: .*outside"):
+                jmpp.restore_state(template, saved)
+        put("loss_scale", name, value=good)(saved)
+    jmpp.restore_state(template, saved)
+
+
+@pytest.mark.parametrize("name", ["skipped", "consecutive_skips", "steps"])
+def test_negative_counts_of_steps_are_refused(name):
+    saved = moved(SCALED)._replace(**{name: jnp.int32(-5)})
+    with pytest.raises(ValueError, match=f"{name}: -5, outside"):
+        jmpp.restore_state(SCALED.init(PARAMS), saved)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((*MU, "w"), np.full((8, 4), np.nan, np.float32), "inner_state/0/mu/w: not finite"),
+        ((*MU[:-1], "nu", "b"), np.full(4, np.inf, np.float32), "inner_state/0/nu/b: not finite"),
+        ((*MU[:-1], "nu", "b"), np.float32([1, -1, 1, 1]), "nu/b: some values, outside .0, inf."),
+        ((*MU[:-1], "count"), np.int32(-1), "count: -1, a negative count"),
+        (("step",), np.int32(-7), "step: -7, a negative count"),
+        (("params", "w"), np.full((8, 4), np.inf, np.float32), "params/w: not finite"),
+        (("best",), np.float32(np.nan), "best: not finite"),
+    ],
+)
+@pytest.mark.parametrize("shapes", [False, True])
+def test_damage_is_found_where_it_is_looked_for(path, value, message, shapes):
+    opt_state = moved.__wrapped__(SCALED)  # Not what a test on a mesh made.
+    state = {"params": PARAMS, "opt_state": opt_state, "step": jnp.int32(3), "nu": jnp.float32(-1.0)}
+    state["best"] = jnp.float32(0.5 if shapes else np.inf)  # Early stopping begins so.
+    template = jax.eval_shape(lambda: state) if shapes else state
+    saved = flax.serialization.to_state_dict(state)
+    assert_same(jmpp.restore_state(template, saved, check=True), state)
+    put(*path, value=value)(saved)
+    jmpp.restore_state(template, saved)
+    with pytest.raises(ValueError, match=message):
+        jmpp.restore_state(template, saved, check=True)
+
+
+def test_infinite_magnitudes_of_a_skipped_step_are_no_damage():
+    state = moved(MONITORED)
+    assert not np.isfinite(jax.tree.leaves(state.gradients)).all()
+    assert_same(jmpp.restore_state(MONITORED.init(PARAMS), state, check=True), state)
+
+
+def test_a_state_that_is_too_deep_names_the_place():
+    deep = functools.reduce(lambda inner, _: {"a": inner}, range(2000), {})
+    for template, saved in ((PARAMS, {**PARAMS, "w": deep}), ({"w": deep}, {"w": deep})):
+        with pytest.raises(ValueError, match=r"nested more than 100 levels deep at w/a/a/a/a/a/a/a/\.\.\."):
+            jmpp.restore_state(template, saved)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "static"])
+def test_training_leads_a_damaged_scale_back(kind):
+    # What was restored by other means.
+    tx = jmpp.loss_scaled(optax.sgd(0.1), runs.SCALES[kind])
+    leaf = next(iter(DAMAGED[kind]))
+
+    @jax.jit
+    def step(params, state):
+        _, grads = jmpp.scaled_value_and_grad(lambda p: jnp.sum((p - 2) ** 2))(state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for bad in DAMAGED[kind][leaf]:
+        params, state = jnp.ones(3), tx.init(jnp.ones(3))
+        damaged = {leaf: jnp.float32(bad)}
+        state = state._replace(loss_scale=flax.serialization.from_state_dict(state.loss_scale, damaged))
+        for _ in range(50):
+            params, state = step(params, state)
+            assert runs.SCALES[kind].min_loss_scale <= state.loss_scale.loss_scale
+            assert state.loss_scale.loss_scale <= runs.SCALES[kind].max_loss_scale
+            assert not state.loss_scale.stuck
+            jmpp.check(state)
+        np.testing.assert_allclose(params, 2.0, rtol=1e-3)
+
+
+def test_a_scale_that_is_none_is_reported_at_once():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(8.0))
+    for bad in (np.nan, np.inf, 0.0, -8.0):
+        scale = flax.serialization.from_state_dict(
+            jmpp.StaticLossScale(8.0), {"loss_scale": jnp.float32(bad)}
+        )
+        state = tx.update(jnp.ones(3), tx.init(jnp.ones(3))._replace(loss_scale=scale), jnp.ones(3))[1]
+        with pytest.raises(jmpp.LossScaleStuckError, match="damaged checkpoint"):
+            jmpp.check(state)
+
+
+@pytest.mark.parametrize("scale", [jmpp.StaticLossScale(8.0), jmpp.NoOpLossScale()])
+def test_check_ends_a_run_of_sixty_skipped_steps(scale):
+    tx = jmpp.loss_scaled(optax.sgd(0.1), scale)
+    state = tx.init(jnp.ones(3))
+    update = jax.jit(tx.update)
+    for _ in range(59):
+        state = update(jnp.full(3, jnp.nan), state, jnp.ones(3))[1]
+        jmpp.check(state)
+    state = update(jnp.full(3, jnp.nan), state, jnp.ones(3))[1]
+    jmpp.check(state, max_consecutive_skips=None)
+    with pytest.raises(jmpp.LossScaleStuckError, match="60 steps skipped in a row"):
+        jmpp.check(state)
 
 
 def test_a_scaled_state_does_not_fit_an_optimizer_without_scaling():

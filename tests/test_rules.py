@@ -1,5 +1,6 @@
 """`PolicyMap`: matching, inheritance, what is unused."""
 
+import fnmatch
 import pickle
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmp_policy as jmpp
-from jmp_policy._src.policy.patterns import singles_out
+from jmp_policy._src.policy.patterns import matches, patterns_below, singles_out
 
 F32 = jmpp.get_policy("float32")
 names = st.lists(st.sampled_from(["a", "b", "layer_0", "layer_1"]), max_size=4)
@@ -242,3 +243,84 @@ def test_handing_on_in_compute_dtype():
     assert str(part.default) == "params=float32,compute=float16,output=float16"
     assert part.resolve("a") == part.default
     assert part.resolve("b") == jmpp.get_policy("mixed_bfloat16")
+
+
+def test_many_double_stars_take_no_longer_than_one():
+    path = "/".join("abcdefghijklmnopqrstuvwxyz")
+    for stars in (1, 30, 300):
+        rules = jmpp.PolicyMap("float32", {"**/" * stars + "zz": "float16", "**/" * stars + "z": "float64"})
+        assert rules.resolve(path).compute_dtype == jnp.float64
+        inside = rules.relative_to("a/b/c", rules.default)
+        assert inside.resolve("x/z").compute_dtype == jnp.float64
+        assert inside.resolve("x/zzz").compute_dtype == jnp.float32
+
+
+NAMES = st.sampled_from(["a", "b", "ab"])
+PARTS = st.sampled_from(["a", "b", "*", "a*", "**"])
+
+
+@given(st.lists(PARTS, max_size=5), st.lists(NAMES, max_size=3), st.lists(NAMES, min_size=1, max_size=4))
+def test_a_glob_matches_as_its_definition_says(parts, above, below):
+    def by_definition(parts, names):
+        if not parts:
+            return not names
+        if parts[0] == "**":
+            return any(by_definition(parts[1:], names[i:]) for i in range(len(names) + 1))
+        return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and by_definition(parts[1:], names[1:])
+
+    glob = "/".join(parts)
+    assert matches(glob, "/".join(above + below), None) == by_definition(parts, above + below)
+    inside = any(matches(rest, "/".join(below), None) for rest in patterns_below(glob, "/".join(above)))
+    assert inside == by_definition(parts, above + below)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.exp(nn.Dense(8, name="fc")(x))
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="head")(Inner(name="inner")(x))
+
+    def encode(self, x):
+        return self(x)
+
+
+class NNXOuter(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+        self.head = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.head(self.inner(x))
+
+    def encode(self, x):
+        return self(x)
+
+
+@pytest.mark.parametrize("method", ["__call__", "encode"])
+@pytest.mark.parametrize("kind", [Outer, NNXOuter])
+def test_every_path_that_a_report_prints_is_a_rule(kind, method):
+    x = jnp.ones((2, 8))
+
+    def products(rules):
+        model = kind()
+        if kind is NNXOuter:
+            wrapped = jmpp.nnx.wrap(model, rules, methods=["encode"])
+            return jmpp.audit(lambda m, x: getattr(m, method)(x), wrapped, x).products
+        variables = model.init(jax.random.key(0), x)
+        wrapped = jmpp.wrap(model, rules)
+        jmpp.summary(model, rules, x)
+        return jmpp.audit(lambda v, x: wrapped.apply(v, x, method=method), variables, x).products
+
+    half = products("mixed_bfloat16")
+    assert {p.path.partition("/")[0].partition(".")[0] for p in half} == {kind.__name__}
+    for product in half:
+        ruled = {p.path: p.lhs for p in products(jmpp.PolicyMap("mixed_bfloat16", {product.path: "float32"}))}
+        assert ruled == {p.path: "float32" if p.path == product.path else "bfloat16" for p in half}
+    # The name alone is the whole model.
+    whole = jmpp.PolicyMap("mixed_bfloat16", {kind.__name__: "float32"})
+    assert {p.lhs for p in products(whole)} == {"float32"}

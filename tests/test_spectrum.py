@@ -145,15 +145,19 @@ class NnxNet(nnx.Module):
 X = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.0, (8, 4)), F32)
 
 
+#: Layers of 4 features in half, too.
+HALF = jmpp.PolicyMap("mixed_float16", keep_small_inputs=False)
+
+
 def linen_case(wrapped):
-    model = jmpp.wrap(LinenNet(), "mixed_float16") if wrapped else LinenNet()
+    model = jmpp.wrap(LinenNet(), HALF) if wrapped else LinenNet()
     params = model.init(jax.random.key(0), X)["params"]
     return lambda params, x: model.apply({"params": params}, x).astype(F32).mean(), params, "LinenNet"
 
 
 def nnx_case(wrapped):
     model = NnxNet(rngs=nnx.Rngs(0))
-    model = jmpp.wrap(model, "mixed_float16") if wrapped else model
+    model = jmpp.wrap(model, HALF) if wrapped else model
     return lambda model, x: model(x).astype(F32).mean(), model, "NnxNet"
 
 
@@ -854,7 +858,7 @@ def with_state(model):
         (
             lambda: jmpp.spectrum_value_and_grad(jnp.sum)(1.0, *with_state(NnxNet(rngs=nnx.Rngs(0)))),
             TypeError,
-            "use jmp_policy.nnx.spectrum_value_and_grad",
+            "Use jmp_policy.nnx.spectrum_value_and_grad",
         ),
         (
             lambda: jmpp.gradient_spectrum(

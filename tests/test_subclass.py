@@ -19,7 +19,7 @@ from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.products import functions
 
 F16, BF16, INT8 = "float16", "bfloat16", "int8"
-X = jnp.ones((2, 3))
+X = jnp.ones((2, 8))
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_replaced_init_runs_in_clones():
     Config.__init__ = init
     bare = Config(4, depth=2)
     model = jmpp.wrap(bare, F16)
-    for one in (model, model.clone(), model.copy(rate=0.1), type(model)(4, depth=2), jmpp.wrap(model, BF16)):
+    for one in (model, model.clone(), model.copy(rate=0.1), type(model)(4, depth=2), jmpp.wrap(bare, BF16)):
         assert one.config | {"rate": 0, "parent": None} == bare.config | {"rate": 0, "parent": None}
         params = one.init(jax.random.key(0), X)["params"]
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(
@@ -220,16 +220,16 @@ def test_post_init_runs_as_often_as_in_the_bare_module():
     assert (jmpp.wrap(bare, F16).width, type(jmpp.wrap(bare, F16))().width) == (bare.clone().width, 3)
 
 
-class Derived(type(jmpp.wrap(nn.Dense(4), F16))):  # type: ignore[misc]
+class Derived(type(jmpp.wrap(nn.Dense(8), F16))):  # type: ignore[misc]
     """Class that somebody derives from a wrapped one."""
 
     depth: int = 3
 
 
 def test_classes_that_others_derive_from_a_wrapped_one():
-    model = jmpp.wrap(nn.Dense(4), F16)
+    model = jmpp.wrap(nn.Dense(8), F16)
     before = [f.name for f in dataclasses.fields(model)]
-    derived = Derived(4)
+    derived = Derived(8)
     assert [f.name for f in dataclasses.fields(model)] == before
     assert [f.name for f in dataclasses.fields(nn.Dense)] == before
     variables = derived.init(jax.random.key(0), X)
@@ -239,7 +239,7 @@ def test_classes_that_others_derive_from_a_wrapped_one():
     assert again.depth == 3
     assert products(lambda v: again.apply(v, X), variables) == {("dot_general", BF16, BF16): 1}
     assert "depth = 3" in repr(derived)
-    lifted = jmpp.wrap(nn.remat(type(model))(4), F16)
+    lifted = jmpp.wrap(nn.remat(type(model))(8), F16)
     assert "remat" in str(jax.make_jaxpr(lifted.apply)(variables, X))
 
 
@@ -285,7 +285,7 @@ def test_a_library_may_quantise_a_wrapped_model(policy):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
+            return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
 
     for model in (quantised(jmpp.wrap(Net(), policy)), jmpp.wrap(quantised(Net()), policy)):
         variables = jax.eval_shape(model.init, jax.random.key(0), X)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jmp_policy as jmpp
 
-X, Y = jax.random.normal(jax.random.key(1), (8, 4)), jax.random.normal(jax.random.key(2), (8, 2))
+X, Y = jax.random.normal(jax.random.key(1), (8, 16)), jax.random.normal(jax.random.key(2), (8, 2))
 SCALE = jmpp.DynamicLossScale(2.0**20, growth_interval=3)
 #: What the run changes to, and the dtypes by hand of its two layers.
 CHANGES = {
@@ -40,7 +40,7 @@ class Net(nn.Module):
 class NNXNet(nnx.Module):
     def __init__(self, first=None, last=None):
         rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(4, 8, dtype=first, rngs=rngs)
+        self.first = nnx.Linear(16, 8, dtype=first, rngs=rngs)
         self.last = nnx.Linear(8, 2, dtype=last, rngs=rngs)
 
     def __call__(self, x):
@@ -135,7 +135,7 @@ class NNX:
         step(self.model, self.optimizer)
 
     def evaluate(self, policy):
-        return jmpp.wrap(self.model, policy)(X)
+        return jmpp.wrap(self.start, policy)(X)
 
     def everything(self):
         return nnx.state(self.model), nnx.state(self.optimizer)

@@ -12,14 +12,14 @@ from flax.training import train_state
 
 import jmp_policy as jmpp
 
-X = jax.random.normal(jax.random.key(1), (8, 4))
+X = jax.random.normal(jax.random.key(1), (8, 8))
 BAD = X.at[0, 0].set(jnp.inf)
 
 
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
-        return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x)))
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x)))
 
 
 class WithStats(jmpp.linen.TrainState):
@@ -35,8 +35,10 @@ FP16 = {"policy": "fp16", "loss_scale": {"type": "dynamic", "loss_scale": 64.0}}
 
 def started(precision=FP16, cls=WithStats, **options):
     variables = Net().init(jax.random.key(0), X)
-    fields = {"params": variables["params"], "batch_stats": variables["batch_stats"], "tx": optax.adam(0.01)}
-    return cls.create(precision=precision, **{**fields, "apply_fn": Net().apply, **options})
+    fields = {"params": variables["params"], "tx": optax.adam(0.01), "apply_fn": Net().apply}
+    if cls is WithStats:
+        fields["batch_stats"] = variables["batch_stats"]
+    return cls.create(precision=precision, **{**fields, **options})
 
 
 def loss_of(apply_fn, stats, x):
@@ -138,12 +140,42 @@ def test_train_state_refuses_what_is_wired_wrongly():
         started(tx=lines_tx())
     with pytest.raises(ValueError, match="Unknown policy 'fp61'"):
         started("fp61")
+    rules = jmpp.PolicyMap("mixed_float16", {"**/Dense_0": "float32"})
+    for precision in ("fp16", "no"):
+        with pytest.raises(ValueError, match=r"Net is wrapped already.*precision=Precision\(rules\)"):
+            started(precision, apply_fn=jmpp.wrap(Net(), rules).apply)
+    started(jmpp.Precision(rules), apply_fn=jmpp.wrap(Net(), rules).apply)
+
+
+class WithCache(jmpp.linen.TrainState):
+    cache: dict
+    name: str = flax.struct.field(pytree_node=False)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+def test_fields_that_cannot_stay_on_a_skipped_step_are_refused(jit):
+    state = started(cls=WithCache, cache={"k": jnp.zeros(2)}, name="a")
+    grads = jax.tree.map(jnp.ones_like, state.params)
+
+    def applied(**fields):
+        return jit(lambda state, grads: state.apply_gradients(grads=grads, **fields))(state, grads)
+
+    assert_equal(applied(cache={"k": jnp.ones(2)}).cache, {"k": jnp.ones(2)})
+    assert applied(name="a").name == "a"
+    with pytest.raises(ValueError, match=r"apply_gradients\(cache=...\).*differ in structure"):
+        applied(cache={"k": jnp.ones(2), "v": jnp.full(2, jnp.nan)})
+    with pytest.raises(ValueError, match=r"apply_gradients\(cache=...\).*shapes and dtypes"):
+        applied(cache={"k": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"(?s)apply_gradients\(name=...\).*state.replace\(name=...\)"):
+        applied(name="b")
+    with pytest.raises(TypeError, match=r"apply_gradients\(tx=...\)"):
+        applied(tx=optax.sgd(1.0))
 
 
 class NNXNet(nnx.Module):
     def __init__(self, rngs):
-        self.body, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-        self.head = nnx.Linear(4, 2, rngs=rngs)
+        self.body, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 2, rngs=rngs)
 
     def __call__(self, x):
         return self.head(self.norm(self.body(x)))

@@ -124,19 +124,19 @@ def test_a_wrong_config_is_told_and_nothing_runs(load, tmp_path, capsys, text, w
     assert not (tmp_path / "out").exists()
 
 
-def test_half_precision_shows_in_diffusion_and_a_rule_mends_it(load, tmp_path, capsys):
+def test_inputs_in_half_show_in_diffusion_and_mixed_precision_does_not(load, tmp_path, capsys):
     diffusion = load("diffusion")
     args = ["--steps", "80", "--features", "32", "--layers", "1", "--out", str(tmp_path), "--quiet"]
     assert diffusion.main(args) == 0
-    rows = dict(re.findall(r"^(float32|all in half|a rule) +([\d.]+)", capsys.readouterr().out, re.M))
+    rows = dict(re.findall(r"^(float32|all in half|mixed) +([\d.]+)", capsys.readouterr().out, re.M))
     assert float(rows["all in half"]) > float(rows["float32"]) + 0.02
-    assert float(rows["a rule"]) == pytest.approx(float(rows["float32"]), abs=0.01)
+    assert float(rows["mixed"]) == pytest.approx(float(rows["float32"]), abs=0.01)
     # In float32 there is no difference to show, and the example says so.
     row = diffusion.Row("x", dict.fromkeys(diffusion.NOISE_LEVELS, 1.0), np.zeros((1, 2)))
     assert "no more than float32" in diffusion.judge([row] * 3)
     worse = row._replace(losses=dict.fromkeys(diffusion.NOISE_LEVELS, 1.1))
     assert diffusion.judge([row, worse, row]) is None
-    assert "with the rule" in diffusion.judge([row, worse, worse])
+    assert "in mixed precision" in diffusion.judge([row, worse, worse])
 
 
 def test_lora_trains_a_published_model_with_frozen_half_weights(load, tmp_path, capsys):

@@ -45,7 +45,7 @@ class Tree(nn.Module):
 def computed(policy, module=None, **kwargs):
     """path -> the dtype that Leaf computed in."""
     model = jmpp.wrap(module or Tree(), policy)
-    x = jnp.ones((2, 3))
+    x = jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
     out, state = model.apply({"params": variables["params"]}, x, mutable=["seen"], **kwargs)
     seen = {
@@ -88,14 +88,14 @@ def test_output_dtype_applies_at_the_border_only():
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(4, name="a")(x)
+            x = nn.Dense(8, name="a")(x)
             dtypes["a"] = x.dtype.name
-            x = nn.Dense(4, name="island")(x)
+            x = nn.Dense(8, name="island")(x)
             dtypes["island"] = x.dtype.name
-            return nn.Dense(4, name="b")(x)
+            return nn.Dense(8, name="b")(x)
 
     model = jmpp.wrap(Outer(), jmpp.PolicyMap("mixed_float16", {"island": "p=f32,c=bf16,o=f32"}))
-    out, _ = model.init_with_output(jax.random.key(0), jnp.ones((1, 4)))
+    out, _ = model.init_with_output(jax.random.key(0), jnp.ones((1, 8)))
     assert dtypes == {"a": F16, "island": F32}
     assert out.dtype == jnp.float32
 
@@ -108,9 +108,9 @@ def test_scalars_of_inner_modules_stay_float32():
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return Loss()(nn.Dense(4)(x))
+            return Loss()(nn.Dense(8)(x))
 
-    model, x = jmpp.wrap(Outer(), "mixed_float16"), jnp.ones((1, 4))
+    model, x = jmpp.wrap(Outer(), "mixed_float16"), jnp.ones((1, 8))
     variables = model.init(jax.random.key(0), x)
     state = jmpp.StaticLossScale(2.0**16)
     _, grads = jmpp.scaled_value_and_grad(lambda v: model.apply(v, x))(state, variables)
@@ -121,13 +121,13 @@ def test_a_call_among_own_methods_crosses_no_border():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return self.loss(nn.Dense(4)(x).astype(jnp.float32))
+            return self.loss(nn.Dense(8)(x).astype(jnp.float32))
 
         def loss(self, logits):
             assert logits.dtype == jnp.float32
             return logits.sum()
 
-    jmpp.wrap(Net(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 4)))
+    jmpp.wrap(Net(), "mixed_float16").init(jax.random.key(0), jnp.ones((1, 8)))
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_norms_are_float32_islands(norm, policy):
 
     kwargs = {"use_running_average": False} if norm is nn.BatchNorm else {}
     kwargs |= {"num_groups": 2} if norm is nn.GroupNorm else {}
-    model = nn.Sequential([nn.Dense(4), Sub(**kwargs, force_float32_reductions=False)])
-    x = 300 * jnp.ones((2, 3, 4)) + jnp.arange(4)  # 300**2 is infinite in float16.
+    model = nn.Sequential([nn.Dense(8), Sub(**kwargs, force_float32_reductions=False)])
+    x = 300 * jnp.ones((2, 3, 8)) + jnp.arange(8)  # 300**2 is infinite in float16.
     wrapped = jmpp.wrap(model, policy)
     variables = wrapped.init(jax.random.key(0), x)
     stats = {**variables.get("batch_stats", {}), "params": variables["params"]["layers_1"]}
@@ -183,7 +183,7 @@ def test_a_sweeping_rule_keeps_the_islands():
 
 
 def test_module_dtypes_are_overruled_unless_kept():
-    model, x = nn.Sequential([nn.Dense(4, dtype=jnp.float32), nn.Dense(4)]), jnp.ones((2, 4))
+    model, x = nn.Sequential([nn.Dense(8, dtype=jnp.float32), nn.Dense(8)]), jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
 
     def found(policy):
@@ -222,10 +222,10 @@ def test_unused_rules_are_errors_that_name_the_nearest_path(rule, near, jit):
     model = jmpp.wrap(Tree(), jmpp.PolicyMap("mixed_float16", {rule: "float32"}))
     init = jax.jit(model.init) if jit else model.init
     with pytest.raises(ValueError, match=near):
-        init(jax.random.key(0), jnp.ones((2, 3)))
-    variables = Tree().init(jax.random.key(0), jnp.ones((2, 3)))
+        init(jax.random.key(0), jnp.ones((2, 8)))
+    variables = Tree().init(jax.random.key(0), jnp.ones((2, 8)))
     with pytest.raises(ValueError, match="matches no module"):
-        model.apply(variables, jnp.ones((2, 3)))
+        model.apply(variables, jnp.ones((2, 8)))
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_module_left_out_of_a_later_run_is_no_error(as_submodule):
     class Inner(nn.Module):
         @nn.compact
         def __call__(self, x, train):
-            x = nn.Dense(4)(x)
+            x = nn.Dense(8)(x)
             return nn.Dropout(0.5, deterministic=False)(x) if train else x
 
     class Outer(nn.Module):
@@ -270,7 +270,7 @@ def test_a_module_left_out_of_a_later_run_is_no_error(as_submodule):
         inner = jmpp.wrap(Inner(), jmpp.PolicyMap("mixed_float16", {rule: "float32"}))
         return Outer(inner) if as_submodule else inner
 
-    x, rngs = jnp.ones((2, 4)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    x, rngs = jnp.ones((2, 8)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     good = model(nn.Dropout)
     variables = good.init(rngs, x, train=True)
     good.apply(variables, x, train=False)
@@ -283,7 +283,7 @@ def test_as_a_submodule_names_and_tree_stay():
         policy: str | None
 
         def setup(self):
-            self.inside = self.wrapped(nn.Dense(4))
+            self.inside = self.wrapped(nn.Dense(8))
 
         def wrapped(self, module):
             return module if self.policy is None else jmpp.wrap(module, self.policy)
@@ -297,13 +297,13 @@ def test_as_a_submodule_names_and_tree_stay():
 
         @nn.compact
         def __call__(self, x):
-            dense = nn.Dense(4)
+            dense = nn.Dense(8)
             dense = dense if self.policy is None else jmpp.wrap(dense, self.policy)
             return Outer(self.policy)(self.given(dense(x)))
 
-    x = jnp.ones((2, 4))
-    bare = Compact(None, nn.Dense(4))
-    outer = Compact("mixed_float16", jmpp.wrap(nn.Dense(4), "mixed_float16"))
+    x = jnp.ones((2, 8))
+    bare = Compact(None, nn.Dense(8))
+    outer = Compact("mixed_float16", jmpp.wrap(nn.Dense(8), "mixed_float16"))
     want, got = bare.init(jax.random.key(0), x), outer.init(jax.random.key(0), x)
     assert jax.tree.structure(want) == jax.tree.structure(got)
     jax.tree.map(np.testing.assert_array_equal, want, got)
@@ -312,31 +312,65 @@ def test_as_a_submodule_names_and_tree_stay():
 
 
 @pytest.mark.slow
-def test_the_innermost_wrap_wins_and_a_second_replaces_the_first():
-    x = jnp.ones((2, 4))
-    inner = jmpp.wrap(nn.Dense(4), "mixed_bfloat16")
-    outer = jmpp.wrap(nn.Sequential([nn.Dense(4), inner]), "mixed_float16")
+def test_the_innermost_wrap_wins():
+    x = jnp.ones((2, 8))
+    inner = jmpp.wrap(nn.Dense(8), "mixed_bfloat16")
+    outer = jmpp.wrap(nn.Sequential([nn.Dense(8), inner]), "mixed_float16")
     variables = outer.init(jax.random.key(0), x)
     found = products(lambda v: outer.apply(v, x), variables)
     assert found == {("dot_general", F16, F16): 1, ("dot_general", BF16, BF16): 1}
-    again = jmpp.wrap(inner, "mixed_float16")
-    assert again == jmpp.wrap(nn.Dense(4), "mixed_float16")
-    assert "bfloat16" not in repr(again)
+
+
+def test_wrapping_again_is_refused_unless_the_policies_are_equal():
+    rules = jmpp.PolicyMap("mixed_float16", {"layers_0": "float32"})
+    model = jmpp.wrap(nn.Sequential([nn.Dense(4)]), rules)
+    assert jmpp.wrap(model, rules) == model
+    for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
+        message = (
+            r"Sequential is wrapped already, under PolicyMap\(.*layers_0.*; wrapped again, under PolicyMap"
+        )
+        with pytest.raises(ValueError, match=message):
+            jmpp.wrap(model, policy)
+
+    class Derived(type(model)):
+        pass
+
+    jmpp.wrap(Derived([nn.Dense(4)]), "mixed_bfloat16")
+
+
+def test_a_submodule_that_asks_about_its_class_gets_its_own_answer():
+    class Base(nn.Module):
+        def before(self, x):
+            return x
+
+        @nn.compact
+        def __call__(self, x):
+            assert type(self).before is Base.before
+            return nn.Dense(4)(self.before(x))
+
+    class Net(Base):
+        pass
+
+    x, wrapped = jnp.ones((2, 8)), jmpp.wrap(Net(), "mixed_float16")
+    outer = nn.Sequential([wrapped])
+    in_half = {("dot_general", "float16", "float16"): 1}
+    assert products(outer.apply, outer.init(jax.random.key(0), x), x) == in_half
+    assert products(wrapped.bind(wrapped.init(jax.random.key(0), x)), x) == in_half
 
 
 def test_bind_hash_equality_pickle_and_repr():
-    model = jmpp.wrap(nn.Dense(4), "mixed_float16")
-    x = jnp.ones((2, 4))
+    model = jmpp.wrap(nn.Dense(8), "mixed_float16")
+    x = jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
     assert model.bind(variables)(x).dtype == jnp.float32
     assert products(lambda v: model.bind(v)(x), variables) == {("dot_general", F16, F16): 1}
-    assert hash(model) == hash(jmpp.wrap(nn.Dense(4), "mixed_float16"))
-    assert model == jmpp.wrap(nn.Dense(4), "mixed_float16") != jmpp.wrap(nn.Dense(4), "float32")
-    assert model != nn.Dense(4)
+    assert hash(model) == hash(jmpp.wrap(nn.Dense(8), "mixed_float16"))
+    assert model == jmpp.wrap(nn.Dense(8), "mixed_float16") != jmpp.wrap(nn.Dense(8), "float32")
+    assert model != nn.Dense(8)
     tree = jmpp.wrap(Tree(), jmpp.PolicyMap("mixed_float16", {"head": "float32"}))
     assert pickle.loads(pickle.dumps(tree)) == tree  # Dense itself cannot be pickled.
     assert isinstance(model, nn.Dense)
-    assert model.features == 4
+    assert model.features == 8
     assert "wrap(Dense(" in repr(model)
     assert "compute=float16" in repr(model)
 
@@ -347,15 +381,15 @@ def test_submodules_of_a_bound_module_are_governed():
         given: nn.Module
 
         def setup(self):
-            self.layers = [nn.Dense(4), nn.Sequential([nn.Dense(4), nn.Dense(4)])]
-            self.head = nn.Dense(4)
+            self.layers = [nn.Dense(8), nn.Sequential([nn.Dense(8), nn.Dense(8)])]
+            self.head = nn.Dense(8)
 
         def __call__(self, x):
             return self.head(self.layers[1](self.layers[0](self.given(x))))
 
-    x = jnp.ones((2, 4))
+    x = jnp.ones((2, 8))
     rules = jmpp.PolicyMap("mixed_float16", {"layers_1/layers_0": "mixed_bfloat16", "head": "float32"})
-    model = jmpp.wrap(Net(nn.Dense(4)), rules)
+    model = jmpp.wrap(Net(nn.Dense(8)), rules)
     variables = model.init(jax.random.key(0), x)
 
     def parts(variables):
@@ -387,24 +421,24 @@ def test_modules_with_attribute_access_and_equality_of_their_own():
 
         @property
         def width(self):
-            return self.zz_width // 10
+            return self.zz_width - 34
 
         @nn.compact
         def __call__(self, x):
             return self.inner(nn.Dense(self.width)(x))
 
-    model = jmpp.wrap(Net(nn.Dense(2)), "mixed_float16")
-    variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
-    found = products(lambda v: model.apply(v, jnp.ones((1, 2))), variables)
+    model = jmpp.wrap(Net(nn.Dense(8)), "mixed_float16")
+    variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    found = products(lambda v: model.apply(v, jnp.ones((1, 8))), variables)
     assert found == {("dot_general", F16, F16): 2}
-    assert (model.zz, model.width, model.inner.features, hash(model)) == (42, 4, 2, 7)
+    assert (model.zz, model.width, model.inner.features, hash(model)) == (42, 8, 8, 7)
     assert model == jmpp.wrap(Net(nn.Dense(3)), "mixed_float16")
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, carry, _):
-        return carry + nn.Dense(4)(nn.LayerNorm()(carry)), None
+        return carry + nn.Dense(8)(nn.LayerNorm()(carry)), None
 
 
 class Stack(nn.Module):
@@ -414,7 +448,7 @@ class Stack(nn.Module):
     def __call__(self, x):
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         scan = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return nn.Dense(4, name="head")(scan(name="scanned")(x, None)[0])
+        return nn.Dense(8, name="head")(scan(name="scanned")(x, None)[0])
 
 
 @pytest.mark.slow
@@ -424,7 +458,7 @@ class Stack(nn.Module):
 def test_rules_inside_a_scan_keep_its_carry(remat, rule, types):
     outer, inner = types
     model = jmpp.wrap(Stack(remat), jmpp.PolicyMap(f"c={outer}", {rule: f"c={inner}"}))
-    x = jnp.ones((2, 4))
+    x = jnp.ones((2, 8))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     found = products(lambda v: model.apply(v, x), variables)
     assert set(found) == {("dot_general", inner, inner), ("dot_general", outer, outer)}
@@ -435,17 +469,17 @@ def test_rules_inside_a_scan_keep_its_carry(remat, rule, types):
 @pytest.mark.parametrize("types", [(F32, F16), (F16, F32)])
 def test_rules_for_recurrent_cells(cell, types):
     model = jmpp.wrap(
-        nn.RNN(cell(4)), jmpp.PolicyMap(f"mixed_{types[0]}".replace("mixed_float32", F32), {cell: types[1]})
+        nn.RNN(cell(8)), jmpp.PolicyMap(f"mixed_{types[0]}".replace("mixed_float32", F32), {cell: types[1]})
     )
-    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 3, 4)))
-    found = products(lambda v: model.apply(v, jnp.ones((2, 3, 4))), variables)
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 3, 8)))
+    found = products(lambda v: model.apply(v, jnp.ones((2, 3, 8))), variables)
     assert set(found) == {("dot_general", types[1], types[1])}
 
 
 class Lifting(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return Stack()(nn.remat(nn.Dense)(4)(x))
+        return Stack()(nn.remat(nn.Dense)(8)(x))
 
 
 @pytest.mark.parametrize("rule", ["", "inner", Lifting])
@@ -456,31 +490,31 @@ def test_what_is_lifted_inherits_the_rule_of_the_module_around_it(rule):
             return Lifting(name="inner")(x)
 
     model = jmpp.wrap(Net(), jmpp.PolicyMap("float32", {rule: "mixed_float16"}))
-    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 4)))
-    found = products(lambda v: model.apply(v, jnp.ones((2, 4))), variables)
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 8)))
+    found = products(lambda v: model.apply(v, jnp.ones((2, 8))), variables)
     assert set(found) == {("dot_general", F16, F16)}
 
 
 @pytest.mark.slow
 def test_rules_keep_neither_parameters_nor_tracers_alive():
-    model = jmpp.wrap(nn.Sequential([nn.Dense(4)]), jmpp.PolicyMap("mixed_float16", {"layers_0": "float32"}))
-    variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
+    model = jmpp.wrap(nn.Sequential([nn.Dense(8)]), jmpp.PolicyMap("mixed_float16", {"layers_0": "float32"}))
+    variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
     kernel = weakref.ref(variables["params"]["layers_0"]["kernel"])
     with jax.checking_leaks():
-        jax.jit(model.apply)(variables, jnp.ones((2, 4)))
-    model.apply(variables, jnp.ones((2, 4)))
+        jax.jit(model.apply)(variables, jnp.ones((2, 8)))
+    model.apply(variables, jnp.ones((2, 8)))
     del variables
     gc.collect()
     assert kernel() is None
 
 
 def test_original_module_is_untouched():
-    bare = nn.Dense(4)
-    variables = bare.init(jax.random.key(0), jnp.ones((2, 4)))
-    jmpp.wrap(bare, "mixed_float16").apply(variables, jnp.ones((2, 4)))
+    bare = nn.Dense(8)
+    variables = bare.init(jax.random.key(0), jnp.ones((2, 8)))
+    jmpp.wrap(bare, "mixed_float16").apply(variables, jnp.ones((2, 8)))
     assert type(bare) is nn.Dense
     assert bare.dtype is None
-    assert products(lambda v: bare.apply(v, jnp.ones((2, 4))), variables) == {("dot_general", F32, F32): 1}
+    assert products(lambda v: bare.apply(v, jnp.ones((2, 8))), variables) == {("dot_general", F32, F32): 1}
 
 
 def test_equal_wraps_share_a_jit_cache_entry():
@@ -491,10 +525,10 @@ def test_equal_wraps_share_a_jit_cache_entry():
         traces.append(model)
         return model.apply(variables, x)
 
-    x = jnp.ones((2, 4))
-    variables = nn.Dense(4).init(jax.random.key(0), x)
+    x = jnp.ones((2, 8))
+    variables = nn.Dense(8).init(jax.random.key(0), x)
     for _ in range(3):
-        run(jmpp.wrap(nn.Dense(4), "mixed_float16"), variables, x)
+        run(jmpp.wrap(nn.Dense(8), "mixed_float16"), variables, x)
     assert len(traces) == 1
 
 
@@ -587,7 +621,7 @@ def test_methods_of_narrower_signatures():
             )
             return out
 
-    x = jnp.ones((1, 4, 4, 3))
+    x = jnp.ones((1, 8, 8, 3))
     bare = Standardised(2, (3, 3)).init(jax.random.key(0), x)
     model = jmpp.wrap(Standardised(2, (3, 3)), "mixed_float16")
     variables = model.init(jax.random.key(0), x)
@@ -633,7 +667,7 @@ def test_the_package_does_not_import_flax():
 
 def test_partial_dropout_streams_are_the_bare_ones():
     model = nn.Sequential([nn.Dropout(0.5, deterministic=False)])
-    x, rngs = jnp.ones((4, 64)), {"dropout": jax.random.key(3)}
+    x, rngs = jnp.ones((8, 64)), {"dropout": jax.random.key(3)}
     want = model.apply({}, x, rngs=rngs)
     got = jmpp.wrap(model, "mixed_float16").apply({}, x, rngs=rngs)
     np.testing.assert_array_equal(want, got)
@@ -641,8 +675,91 @@ def test_partial_dropout_streams_are_the_bare_ones():
 
 @pytest.mark.slow
 def test_wrapped_checkpoint_is_the_bare_one():
-    x = jnp.zeros((2, 4), jnp.int32)
+    x = jnp.zeros((2, 8), jnp.int32)
     wrapped = jmpp.wrap(Encoder(), "mixed_float16").init(jax.random.key(0), x)
     bare = Encoder().init(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, wrapped, bare)
     assert dtypes(wrapped) == dtypes(bare)
+
+
+class Adapted(nn.Module):
+    """Adds to a layer that it shares its scope with, as LoRA and quantisation wrappers do."""
+
+    inner: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.inner)
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner(x) + x @ self.param("a", nn.initializers.normal(), (8, 8))
+
+
+def test_a_rule_for_a_module_that_shares_the_scope_of_another_names_the_other():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Adapted(nn.Dense(8), name="adapted")(x)
+
+    x = jnp.ones((4, 8))
+    variables = Net().init(jax.random.key(0), x)
+    for pattern in ("adapted", "**/adapted"):
+        model = jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {pattern: "float32"}))
+        with pytest.raises(ValueError, match="shares the scope of 'Dense_0'.*Write the rule for 'Dense_0'"):
+            model.apply(variables, x)
+    for pattern in ("Dense_0", "*"):
+        model = jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {pattern: "float32"}))
+        assert set(products(lambda v, m=model: m.apply(v, x), variables)) == {("dot_general", F32, F32)}
+    with pytest.raises(ValueError, match="The nearest paths are 'Dense_0'."):
+        jmpp.wrap(Net(), jmpp.PolicyMap("mixed_float16", {"no": "float32"})).apply(variables, x)
+
+
+def test_perturbations_are_float32_and_what_they_are_added_to_stays_half():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = self.perturb("p", nn.Dense(8)(x))
+            return x @ x.T
+
+    x = jnp.ones((4, 8))
+    model = jmpp.wrap(Net(), "mixed_float16")
+    for variables in (Net().init(jax.random.key(0), x), model.init(jax.random.key(0), x)):
+        assert variables["perturbations"]["p"].dtype == F32
+        assert products(lambda v: model.apply(v, x), variables) == {("dot_general", F16, F16): 2}
+        grads = jax.grad(lambda v: model.apply(v, x).sum())(variables)
+        assert (jnp.abs(grads["perturbations"]["p"]) > 0).all()
+        alone = {"params": variables["params"]}
+        np.testing.assert_array_equal(model.apply(alone, x), model.apply(variables, x))
+
+
+@pytest.mark.parametrize("aux", [False, True])
+def test_a_layer_that_returns_a_pair_keeps_the_stream_half(aux):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x + nn.Dense(8)(x)
+            return (x, jnp.mean(x)) if aux else x
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x + jnp.sin(jnp.arange(8.0))
+            for cls in (Layer, nn.remat(Layer)):
+                x = cls()(x)[0] if aux else cls()(x)
+                assert x.dtype == F16
+            return x
+
+    x = jnp.ones((4, 8))
+    jmpp.wrap(Net(), "mixed_float16").init(jax.random.key(0), x)
+
+
+def test_a_param_method_that_another_library_has_replaced(monkeypatch):
+    flax_own = nn.Module.param
+
+    def param(self, name, init_fn, shape, dtype=None, **kwargs):  # As gemma does when it is imported.
+        return flax_own(self, name, init_fn, shape, dtype, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "param", param)
+    model, x = jmpp.wrap(nn.Dense(8), "mixed_float16"), jnp.ones((4, 8))
+    variables = model.init(jax.random.key(0), x)
+    assert products(lambda v: model.apply(v, x), variables) == {("dot_general", F16, F16): 1}

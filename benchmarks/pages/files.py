@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.counts.float8 import estimated
+from benchmarks.pages import autocast_lists
 from benchmarks.pages.markdown import grouped, section
 from benchmarks.pages.zoo import models
 from benchmarks.table import load
@@ -160,7 +161,10 @@ Numbers = Callable[[], str] | str
 #: Files with measured numbers between markers, and what writes them, a tuple for each pair of markers.
 FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "README.md": ((overhead, gpu),),
-    "docs/autocast.md": ((autocast, "encoder under autocast", "models under autocast"),),
+    "docs/autocast.md": (
+        (autocast_lists.table,),
+        (autocast, "encoder under autocast", "models under autocast"),
+    ),
     "docs/drift.md": (("drift shares",), (drift_cost,)),
     "docs/float8.md": (
         (float8_steps,),

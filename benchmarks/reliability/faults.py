@@ -1,13 +1,15 @@
 """Faults planted on purpose, and whether training survives them: counts, not times.
 
-`python -m benchmarks faults` plants all of them. A run whose outcome is not the expected one is counted as
-such and named in the JSON.
+`python -m benchmarks faults` plants all of them, `python -m benchmarks faults tiny` a few of each part, and
+`python -m benchmarks faults states kills` those of two parts. A run whose outcome is not the expected one
+counts as lost, and is named in the JSON.
 """
 
 import dataclasses
 import functools
+import importlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -22,37 +24,13 @@ from jax.sharding import PartitionSpec as P
 import jmp_policy as jmpp
 from benchmarks.reliability import fault_steps as steps
 from benchmarks.reliability import scale_sequences
+from benchmarks.reliability.row import Row
 from benchmarks.table import Table
 
 VALUES = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
 WHEN = {"first step": (0,), "growth step": (3,), "three in a row": (5, 6, 7), "now and then": (2, 8, 9, 13)}
 RUN = 18
 DEVICES = 8
-
-
-@dataclasses.dataclass
-class Row:
-    """A fault, what is expected, and how often it happened."""
-
-    fault: str
-    expected: str
-    runs: int = 0
-    steps: int = 0
-    skipped: int = 0
-    as_expected: int = 0
-    identical: int | None = None  # Runs whose other steps give the very bits of the run without the fault.
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-
-    def count(self, run: str, held: dict[str, bool], steps: int = 0, skipped: int = 0) -> None:
-        """Adds a run; `same bits` is counted on its own, what else doesn't hold is named."""
-        self.runs += 1
-        self.steps += steps
-        self.skipped += skipped
-        if "same bits" in held:
-            self.identical = (self.identical or 0) + held["same bits"]
-        failed = [name for name, holds in held.items() if not holds and name != "same bits"]
-        self.as_expected += not failed
-        self.unexpected += [f"{run}: {name}" for name in failed]
 
 
 @functools.cache
@@ -219,7 +197,7 @@ def statistics(models: Iterable[str] = steps.MODELS) -> list[Row]:
         "NaN, inf, -inf in the new batch statistics only",
         "the step is taken, `all_finite` keeps the old statistics",
     )
-    stored = Row("NaN in stored batch statistics", "no step skipped, training unharmed, NaN for good")
+    stored = Row("NaN in stored batch statistics", "no step skipped, training unharmed, NaN for good", "lost")
     for name in models:
         start = steps.MODELS[name]().start
         for kind, value in VALUES.items():
@@ -236,13 +214,14 @@ def statistics(models: Iterable[str] = steps.MODELS) -> list[Row]:
 
 def hopeless(models: Iterable[str] = steps.MODELS, values: Iterable[str] = ("NaN", "inf")) -> list[Row]:
     """Faults that never go away: `check` must end the run, and say where."""
-    rows = {
-        "inputs": Row("for ever in the inputs", "`check` ends the run at the floor and names `batch/x`"),
-        "labels": Row("for ever in the labels", "the same, `batch/y`"),
-        "parameters": Row("a stored parameter", "the same, `params/Dense_0/kernel`"),
-        "gradient": Row("for ever in one gradient", "the same, `['Dense_0']['kernel']: 1 NaN`"),
-        "loss": Row("for ever in the loss", "the same, `plant/loss`"),
+    expected = {
+        "inputs": ("for ever in the inputs", "`check` ends the run at the floor and names `batch/x`"),
+        "labels": ("for ever in the labels", "the same, `batch/y`"),
+        "parameters": ("a stored parameter", "the same, `params/Dense_0/kernel`"),
+        "gradient": ("for ever in one gradient", "the same, `['Dense_0']['kernel']: 1 NaN`"),
+        "loss": ("for ever in the loss", "the same, `plant/loss`"),
     }
+    rows = {field: Row(fault, outcome, "refused") for field, (fault, outcome) in expected.items()}
     for (field, row), name, kind in itertools.product(rows.items(), models, values):
         held, taken, skipped = until_check_raises(name, field, VALUES[kind])
         row.count(f"{name}, {kind}", held, taken, skipped)
@@ -324,7 +303,9 @@ def integers() -> list[Row]:
     beyond = Row(
         f"labels, token ids >= {classes} or < -{classes}", "NaN loss: skipped (optax: with finite gradients)"
     )
-    negative = Row(f"labels, token ids from -{classes} to -1", "**not seen**: they count from the end")
+    negative = Row(
+        f"labels, token ids from -{classes} to -1", "**not seen**: they count from the end", "lost"
+    )
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(steps.START))
     for loss_fn, params in losses.items():
         step = jax.jit(functools.partial(steps.taken, tx, loss_fn))
@@ -374,13 +355,13 @@ def interrupted(rounds: int = 5, thread_rounds: int = 4) -> list[Row]:
         held = steps.on_the_host(steps.MODELS[name](), error, at)
         host.count(f"{name}, {error.__name__}, step {at}", held, at + 3)
     kept = Row("KeyboardInterrupt in a callback of a jitted step", "the same")
-    gone = Row("the same with donated buffers", "the state is gone: start from a checkpoint")
+    gone = Row("the same with donated buffers", "the state is gone: start from a checkpoint", "lost")
     for i in range(rounds):
         kept.count(str(i), steps.in_a_callback(donate=False), 2)
         gone.count(str(i), steps.in_a_callback(donate=True), 1)
     threads = Row("8 threads tracing under 9 policies at once, Linen and NNX", "each gets its own dtypes")
     found = steps.threads(DEVICES, thread_rounds)
-    threads.runs, threads.as_expected = found["calls"], found["calls"] - found["wrong"]
+    threads.count_many(found["calls"], found["wrong"])
     threads.unexpected += [str(found["first wrong"])] if found["wrong"] else []
     return [host, kept, gone, threads]
 
@@ -389,14 +370,36 @@ def sequences(number: int = 100_000) -> Row:
     """Random overflows of random dynamic loss scales against the rule in plain Python."""
     found = scale_sequences.compare(number)
     row = Row("random sequences of overflows, random scales", "scale, counters and `stuck` by the rule")
-    row.runs, row.steps, row.skipped = found["sequences"], found["steps"], found["overflows"]
-    row.as_expected = found["sequences"] - found["different"]
+    row.count_many(found["sequences"], found["different"])
+    row.steps, row.skipped = found["steps"], found["overflows"]
     return row
 
 
-def rows() -> list[dict[str, Any]]:
-    parts = (transient, at_the_bounds, sharded, statistics, hopeless, integers, nothing, interrupted)
-    return [dataclasses.asdict(row) for row in (*(row for part in parts for row in part()), sequences())]
+def _later(module: str, name: str, *args: Any) -> Callable[[], list[Row]]:
+    """Calls a function of a module that makes arrays where it is imported, after the devices were set up."""
+    return lambda: getattr(importlib.import_module(f"benchmarks.reliability.{module}"), name)(*args)
 
 
-TABLES = (Table("faults", rows, cpus=DEVICES),)
+#: Part -> what plants its faults, as many as there are and, for "tiny", a few.
+PARTS: dict[str, tuple[Callable[[], list[Row]], Callable[[], list[Row]]]] = {
+    "steps": (transient, lambda: transient(["Linen"], [3])),
+    "bounds": (at_the_bounds, lambda: at_the_bounds(["Linen"])),
+    "devices": (sharded, lambda: sharded([5])),
+    "statistics": (statistics, lambda: statistics(["Linen"])),
+    "for ever": (hopeless, lambda: hopeless(["Linen"], ["NaN"])),
+    "integers": (integers, integers),
+    "empty": (nothing, nothing),
+    "interruptions": (interrupted, lambda: interrupted(1, 1)),
+    "overflows": (lambda: [sequences()], lambda: [sequences(1000)]),
+    "states": (_later("damage", "states"), _later("damage", "states", ["dynamic"])),
+    "configs": (_later("damage", "configs"), _later("damage", "configs", 20)),
+    "patterns": (_later("damage", "patterns"), _later("damage", "patterns", 200)),
+    "kills": (_later("restarts", "killed", 24), _later("restarts", "killed", 1)),
+}
+
+
+def rows(part: str, size: str) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in PARTS[part][size == "tiny"]()]
+
+
+TABLES = (Table("faults", rows, by={"part": PARTS}, size="full", cpus=DEVICES),)

@@ -5,16 +5,16 @@ import typing as _typing
 from jmp_policy._src.core.public import publish_later as _publish_later
 
 if _typing.TYPE_CHECKING:
-    from jmp_policy._src.report.audit.audit import audit as audit
-    from jmp_policy._src.report.audit.findings import Audit as Audit
-    from jmp_policy._src.report.audit.findings import HalfOperation as HalfOperation
-    from jmp_policy._src.report.audit.findings import Product as Product
-    from jmp_policy._src.report.audit.findings import RepeatedCast as RepeatedCast
-    from jmp_policy._src.report.audit.findings import Upcast as Upcast
-    from jmp_policy._src.report.diagnose.diagnose import diagnose as diagnose
-    from jmp_policy._src.report.diagnose.diagnosis import Diagnosis as Diagnosis
-    from jmp_policy._src.report.diagnose.diagnosis import Operand as Operand
-    from jmp_policy._src.report.diagnose.diagnosis import Zero as Zero
+    from jmp_policy._src.report.audit import audit as audit
+    from jmp_policy._src.report.audit_findings import Audit as Audit
+    from jmp_policy._src.report.audit_findings import HalfOperation as HalfOperation
+    from jmp_policy._src.report.audit_findings import Product as Product
+    from jmp_policy._src.report.audit_findings import RepeatedCast as RepeatedCast
+    from jmp_policy._src.report.audit_findings import Upcast as Upcast
+    from jmp_policy._src.report.diagnose import diagnose as diagnose
+    from jmp_policy._src.report.diagnosis import Diagnosis as Diagnosis
+    from jmp_policy._src.report.diagnosis import Operand as Operand
+    from jmp_policy._src.report.diagnosis import Zero as Zero
     from jmp_policy._src.report.drift.drift import assert_drift as assert_drift
     from jmp_policy._src.report.drift.drift import drift as drift
     from jmp_policy._src.report.drift.drift import drift_metrics as drift_metrics
@@ -29,15 +29,15 @@ if _typing.TYPE_CHECKING:
     from jmp_policy._src.report.lowering.kernels import Kernel as Kernel
     from jmp_policy._src.report.lowering.lowered import LoweringReport as LoweringReport
     from jmp_policy._src.report.lowering.lowering import lowering_report as lowering_report
+    from jmp_policy._src.report.lowering.memory import MemoryReport as MemoryReport
+    from jmp_policy._src.report.lowering.memory import MemoryRow as MemoryRow
+    from jmp_policy._src.report.lowering.memory import memory_report as memory_report
     from jmp_policy._src.report.lowering.roofline import Estimate as Estimate
-    from jmp_policy._src.report.memory.memory import MemoryReport as MemoryReport
-    from jmp_policy._src.report.memory.memory import MemoryRow as MemoryRow
-    from jmp_policy._src.report.memory.memory import memory_report as memory_report
-    from jmp_policy._src.report.sensitivity.ranking import Sensitivity as Sensitivity
-    from jmp_policy._src.report.sensitivity.ranking import SensitivityRow as SensitivityRow
     from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
     from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
     from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow as RecommendationRow
+    from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity as Sensitivity
+    from jmp_policy._src.report.sensitivity.sensitivity import SensitivityRow as SensitivityRow
     from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity
     from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum as GradientSpectrum
     from jmp_policy._src.report.spectrum.magnitudes import Magnitudes as Magnitudes
@@ -45,8 +45,8 @@ if _typing.TYPE_CHECKING:
     from jmp_policy._src.report.spectrum.spectrum import SpectrumState as SpectrumState
     from jmp_policy._src.report.spectrum.spectrum import gradient_spectrum as gradient_spectrum
     from jmp_policy._src.report.spectrum.spectrum import spectrum_value_and_grad as spectrum_value_and_grad
-    from jmp_policy._src.report.summary.rows import ModuleRow as ModuleRow
-    from jmp_policy._src.report.summary.rows import Summary as Summary
-    from jmp_policy._src.report.summary.summary import summary as summary
+    from jmp_policy._src.report.summary import ModuleRow as ModuleRow
+    from jmp_policy._src.report.summary import Summary as Summary
+    from jmp_policy._src.report.summary import summary as summary
 else:
     __getattr__, __dir__ = _publish_later(__name__, globals(), {"jmp_policy._src.api.reports": None})

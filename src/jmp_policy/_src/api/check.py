@@ -14,11 +14,13 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.metrics import metrics
 
 if TYPE_CHECKING:
-    from jmp_policy._src.report.diagnose.diagnosis import Diagnosis
+    from jmp_policy._src.report.diagnosis import Diagnosis
 
 #: Steps from which on the share of skipped ones says something: a scale that starts too large needs some.
 _FEW_STEPS = 100
 _MANY_SKIPS = 0.2
+#: Loss scale from which on gradients of at most 1 with the scale in them are suspiciously small.
+_LARGE_SCALE = 2.0**12
 
 
 class LossScaleStuckError(FloatingPointError):
@@ -44,26 +46,29 @@ def check(
     opt_state: PyTree,
     grads: PyTree = None,
     *,
-    max_consecutive_skips: int | None = None,
+    max_consecutive_skips: int | None = 60,
     loss_fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
     has_aux: bool = False,
 ) -> None:
     """Raises when training cannot go on; call it on the host, once in a while.
 
-    It warns when more than a fifth of at least 100 steps so far were skipped, however they lie.
+    It warns when more than a fifth of at least 100 steps so far were skipped, however they lie; and, of
+    `loss_scaled(..., monitor=True)`, when gradients are so small before they are divided by the scale that it
+    seems never to have multiplied them, or that something has clipped or divided them since.
 
     Args:
       opt_state: the optimizer state after an update.
       grads: the gradients of the last step; the message then says which of them are not finite.
-      max_consecutive_skips: also raise after this many skipped steps in a row; for scales that cannot
-        be stuck (`StaticLossScale`, `NoOpLossScale`).
+      max_consecutive_skips: also raise after this many skipped steps in a row, which no scale can help; None
+        for scales that are meant to take longer to their floor.
       loss_fn, args: the loss function and the arguments of the last step, `loss_fn(*args)`; the message then
         says where a value became non-finite: `diagnose` runs it, operation by operation.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Raises:
-      LossScaleStuckError: when gradients overflow at the scale's floor; `.diagnosis` is the result of
+      LossScaleStuckError: when gradients overflow at the scale's floor, or after so many skipped steps, and
+        for a scale that is no positive, finite number; `.diagnosis` is the result of
         `diagnose`, if it ran.
       TypeError: inside `jax.jit`, where nothing can be raised at run time; for `loss_fn` without `args`.
 
@@ -93,13 +98,14 @@ def check(
     found = _hopeless(values, max_consecutive_skips)
     if found is None:
         _warn_of_many_skips(values)
+        _warn_of_small_gradients(values)
         return
     message, scale = found
     if grads is not None:
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
     if loss_fn is not None:
-        from jmp_policy._src.report.diagnose.diagnose import (
+        from jmp_policy._src.report.diagnose import (
             diagnose,  # Reports are loaded where one is asked for.
         )
 
@@ -122,12 +128,18 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
     losses = [name.removeprefix("loss_scale") for name in values if name.split("/")[0] == "loss_scale"]
     skips, skipped = int(values["consecutive_skips"].max()), int(values["skipped_steps"].max())
     for loss in losses:  # "" or "/name"
+        scales = values[f"loss_scale{loss}"]
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            return (
+                f"The loss scale is {scales[()]}, with which every gradient is NaN or 0: it was set so, or "
+                "restored from a damaged checkpoint. jmp_policy.restore_state refuses such a checkpoint."
+            ), 1.0
         stuck = bool(values.get(f"stuck{loss}", np.False_).any())
         in_a_row = int(values.get(f"consecutive_nonfinite{loss}", values["consecutive_skips"]).max())
         if not stuck and (limit is None or in_a_row < limit):
             continue
         whose, count = (f" of {loss[1:]!r}", f"{in_a_row} times in a row, ") if loss else ("", "")
-        scale = float(values[f"loss_scale{loss}"].min())
+        scale = float(scales.min())
         reason = "is at its floor" if stuck else "cannot help"
         return (
             f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
@@ -154,6 +166,21 @@ def _warn_of_many_skips(values: dict[str, np.ndarray]) -> None:
             "model skips one in 2000. Use DynamicLossScale() with its defaults. If that skips as many, the "
             "gradients overflow by themselves: jmp_policy.diagnose(loss_fn, *args, scale=opt_state) says "
             "where, given the batch of a skipped step.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_small_gradients(values: dict[str, np.ndarray]) -> None:
+    largest = max((float(v.max()) for name, v in values.items() if name.startswith("grad_max/")), default=0.0)
+    scale = max(float(v.max()) for name, v in values.items() if name.split("/")[0] == "loss_scale")
+    if scale >= _LARGE_SCALE and 0 < largest * scale <= 1:
+        warnings.warn(
+            f"The largest gradient is {largest:.2g}: loss_scaled has divided {largest * scale:.2g} by the "
+            f"loss scale, {scale:g}. If the loss is not at its minimum, the gradients were computed without "
+            "scaled_value_and_grad, or clipped, normalised or divided before update. What looks at "
+            "gradients belongs inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optimizer), "
+            "loss_scale).",
             UserWarning,
             stacklevel=3,
         )

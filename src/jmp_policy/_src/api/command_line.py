@@ -106,7 +106,7 @@ def _formats(given: Any) -> Any:
 
 
 def _audit(given: Any) -> Any:
-    from jmp_policy._src.report.audit.audit import audit
+    from jmp_policy._src.report.audit import audit
 
     fn, args = _autocast(given)
     return audit(fn, *args, grad=given.grad)
@@ -140,14 +140,14 @@ def _lowering(given: Any) -> Any:
 
 
 def _memory(given: Any) -> Any:
-    from jmp_policy._src.report.memory.memory import memory_report
+    from jmp_policy._src.report.lowering.memory import memory_report
 
     fn, args = _with_gradients(given)
     return memory_report(fn, *args, target=given.target)
 
 
 def _summary(given: Any) -> Any:
-    from jmp_policy._src.report.summary.summary import summary
+    from jmp_policy._src.report.summary import summary
 
     model, inputs = _function(given)
     return summary(model, given.policy, *inputs)

@@ -10,15 +10,15 @@ import numpy as np
 from jmp_policy._src.core.dtype_words import DTYPE_WORDS
 from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, map_changed
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
+from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import selection
 from jmp_policy._src.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     Scaling,
-    number,
-    positive_int,
     scale_leaf,
+    within,
 )
 from jmp_policy._src.policy import policy
 from jmp_policy._src.policy.policy import Policy
@@ -240,6 +240,7 @@ class DynamicLossScale(_PromotingScaling):
         grown = jnp.minimum(self.loss_scale * self.factor, LARGEST_SCALE)
         lowered = jnp.maximum(self.loss_scale / self.factor, self.min_loss_scale)
         scale = jnp.where(finite, jnp.where(grow, grown, self.loss_scale), lowered)
+        scale = within(scale, SMALLEST_SCALE, LARGEST_SCALE)
         return replace(self, loss_scale=scale, counter=jnp.where(grow, 0, counter))
 
 

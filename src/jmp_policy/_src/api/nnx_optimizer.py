@@ -94,9 +94,9 @@ class Optimizer(nnx.Optimizer):
 
 
 def _check_wrapped(model: Any, precision: Precision) -> None:
-    if nnx.graphdef(precision.wrap(model)) == nnx.graphdef(model):
+    if any(policy_of(module) is not None for _, module in nnx.iter_modules(model)):
         return
-    if all(policy_of(module) is None for _, module in nnx.iter_modules(model)):
+    if nnx.graphdef(precision.wrap(model)) != nnx.graphdef(model):
         raise ValueError(
             f"The model ({type(model).__name__}) is not wrapped: it would compute as it was written, "
             "whatever the precision. Make it before the optimizer: model = precision.wrap(model)."

@@ -4,17 +4,19 @@ import copy
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import optax
 
 from jmp_policy._src.api.wrap import wrap
-from jmp_policy._src.core.suggest import check_keys, did_you_mean
+from jmp_policy._src.core.settings import check_depth, check_keys, shown
+from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
+from jmp_policy._src.loss_scaling.loss_scales import check_losses
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
 from jmp_policy._src.loss_scaling.transformation import Transformation
@@ -144,20 +146,24 @@ def from_config(settings: Any) -> Precision:
     if isinstance(settings, str) and settings.strip()[:1] in ("{", '"', "["):
         try:
             settings = json.loads(settings)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"The precision {settings!r} looks like JSON and is none: {error}.") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"The precision {shown(settings)} looks like JSON and is none: {error}."
+            ) from error
+    check_depth(settings, "The precision")
     if not hasattr(settings, "items"):
         return Precision(_policy(settings))
     settings = _plain(settings)
-    if settings and not set(settings) - set(POLICY_KEYS):
+    if set(settings) & set(POLICY_KEYS) and not set(settings) & set(_KEYS):
         return Precision(Policy.from_dict(settings))
     check_keys(settings, _KEYS, "a precision")
     loss_scale = settings.pop("loss_scale", "auto")
     policy = _policy(settings.pop("policy", "float32"))
     if not settings:
         return Precision(policy, loss_scale)
-    rules: Any = settings.get("rules") or ()
-    settings["rules"] = [_rule(pair) for pair in (rules.items() if hasattr(rules, "items") else rules)]
+    rules: Any = settings.get("rules")
+    rules = () if rules is None else list(rules.items()) if hasattr(rules, "items") else rules
+    settings["rules"] = [_rule(pair) for pair in (rules if isinstance(rules, Sequence) else [rules])]
     return Precision(PolicyMap.from_dict({"policy": policy, **settings}), loss_scale)
 
 
@@ -178,7 +184,8 @@ def _policy(value: Any) -> Policy | PolicyMap:
         return value
     if hasattr(value, "items"):
         return Policy.from_dict(_plain(value))
-    known: Any = WORDS.get(str(value).strip().lower(), value)
+    text = value if isinstance(value, str) else shown(value)  # YAML reads no and 16.
+    known: Any = WORDS.get(text.strip().lower(), value)
     try:
         return get_policy(known)
     except ValueError as error:
@@ -186,13 +193,16 @@ def _policy(value: Any) -> Policy | PolicyMap:
 
 
 def _rule(pair: Any) -> tuple[Any, Any]:
-    if isinstance(pair, str) or not hasattr(pair, "__len__") or len(pair) != 2:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
         raise TypeError(
             "'rules' are pairs of pattern and policy, such as [['**/head', 'float32']], or a mapping from "
-            f"pattern to policy; got {pair!r} in them."
+            f"pattern to policy; got {shown(pair)} in them."
         )
     pattern, policy = pair
-    return pattern, _policy(policy)
+    try:
+        return pattern, _policy(policy)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"The rule for {shown(pattern)} has no policy: {error}") from error
 
 
 def _loss_scale(setting: Any) -> Callable[[], Any]:
@@ -200,25 +210,29 @@ def _loss_scale(setting: Any) -> Callable[[], Any]:
 
     Making one asks JAX for its devices, which must not happen before `jax.distributed.initialize`.
     """
+    keys = set(_plain(setting)) if hasattr(setting, "items") else {"type"}
+    if keys & {"type", *inspect.signature(DynamicLossScale).parameters}:
+        return _one_loss_scale(setting)
+    several = {name: _one_loss_scale(one) for name, one in check_losses(_plain(setting)).items()}
+    return lambda: {name: make() for name, make in several.items()}
+
+
+def _one_loss_scale(setting: Any) -> Callable[[], Any]:
     if isinstance(setting, LossScale):
         return lambda: setting
     if hasattr(setting, "items"):
-        settings = _plain(setting)
-        if "type" in settings or set(settings) & set(inspect.signature(DynamicLossScale).parameters):
-            return loss_scale_from_dict(settings)
-        several = {name: _loss_scale(one) for name, one in settings.items()}
-        return lambda: {name: make() for name, make in several.items()}
+        return loss_scale_from_dict(_plain(setting))
     if setting is False or _is_word(setting, "none", "no", "false"):
         return NoOpLossScale
     if _is_word(setting, "dynamic"):
         return DynamicLossScale
     if isinstance(setting, str) and _is_number(setting):  # YAML reads 1e4 as a text.
         setting = float(setting)
-    if isinstance(setting, int | float) and setting is not True:
+    if isinstance(setting, int | float) and not isinstance(setting, bool):
         return loss_scale_from_dict({"type": "static", "loss_scale": setting})
     hint = did_you_mean(setting, ("auto", *TYPES)) if isinstance(setting, str) else ""
     raise ValueError(
-        f"Unknown loss scale {setting!r}.{hint} Known: 'auto', 'dynamic', 'none', a number for a static "
+        f"Unknown loss scale {shown(setting)}.{hint} Known: 'auto', 'dynamic', 'none', a number for a static "
         f"scale, and {{'type': ..., ...}} with the type {', '.join(TYPES)}."
     )
 

@@ -1,10 +1,10 @@
 # ruff: noqa: F401
 """The reports, and all that they return, under their public names."""
 
-from jmp_policy._src.report.audit.audit import audit
-from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
-from jmp_policy._src.report.diagnose.diagnose import diagnose
-from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, Zero
+from jmp_policy._src.report.audit import audit
+from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.diagnose import diagnose
+from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero
 from jmp_policy._src.report.drift.drift import assert_drift, drift, drift_metrics
 from jmp_policy._src.report.drift.findings import Drift, DriftRow, ResultDrift
 from jmp_policy._src.report.formats import Format, Formats, formats
@@ -13,13 +13,11 @@ from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.lowered import LoweringReport
 from jmp_policy._src.report.lowering.lowering import lowering_report
+from jmp_policy._src.report.lowering.memory import MemoryReport, MemoryRow, memory_report
 from jmp_policy._src.report.lowering.roofline import Estimate
-from jmp_policy._src.report.memory.memory import MemoryReport, MemoryRow, memory_report
-from jmp_policy._src.report.sensitivity.ranking import Sensitivity, SensitivityRow
 from jmp_policy._src.report.sensitivity.recommend import recommend
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation, RecommendationRow
-from jmp_policy._src.report.sensitivity.sensitivity import sensitivity
+from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity, SensitivityRow, sensitivity
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitudes, Share
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad
-from jmp_policy._src.report.summary.rows import ModuleRow, Summary
-from jmp_policy._src.report.summary.summary import summary
+from jmp_policy._src.report.summary import ModuleRow, Summary, summary

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import flax.linen as nn
-import jax
 from flax.training import train_state
 
 from jmp_policy._src.api.precision import check_one_loss_scale, from_config
@@ -52,11 +51,12 @@ class TrainState(train_state.TrainState):
             calls is governed by the policy.
           params: the parameters, in param dtype.
           tx: an optax transformation, without `loss_scaled` around it.
-          precision: a `Precision`, or what `from_config` reads: "bf16", a mapping, ...
+          precision: a `Precision`, or what `from_config` reads: "bf16", a mapping, ... It has the rules, too.
           kwargs: other fields of a subclass.
 
         Raises:
-          TypeError, ValueError: for what is no precision; for a `tx` that has a loss scale already.
+          TypeError, ValueError: for what is no precision; for a `tx` that has a loss scale already, and a
+            model that is wrapped already, under another policy.
         """
         precision = from_config(precision)
         module = getattr(apply_fn, "__self__", None)
@@ -96,13 +96,22 @@ class TrainState(train_state.TrainState):
 
         Returns:
           The new state; `step` counts skipped steps too, as Flax's does.
+
+        Raises:
+          TypeError, ValueError: for a field that cannot be chosen at run time: one of another structure than
+            before, or a static one with another value.
         """
         new = super().apply_gradients(grads=grads, **kwargs)
         finite = grads_finite(new.opt_state)
 
         def kept(name: str) -> Any:
-            old, value = getattr(self, name), getattr(new, name)
-            same = jax.tree.structure(old) == jax.tree.structure(value)
-            return select_tree(finite, value, old) if same else value
+            try:
+                return select_tree(finite, getattr(new, name), getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"apply_gradients({name}=...): on a skipped step the field must stay as it was, and "
+                    f"which steps are skipped is known at run time only. {error}\nSet it by "
+                    f"state.replace({name}=...), or give it this structure from the first step on."
+                ) from error
 
         return new.replace(params=kept("params"), **{name: kept(name) for name in kwargs})

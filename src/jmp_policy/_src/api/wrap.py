@@ -22,16 +22,17 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
 
     Returns:
       A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
-      param dtype and cast to compute dtype where they are used, inputs are cast to compute dtype on entering
-      each module (but for scalars, and vectors next to inputs of higher rank, unless a `PolicyMap` has
+      param dtype and cast to compute dtype where they are used, inputs are cast to compute dtype where a
+      product of a layer reads them (but for products of few terms, unless a `PolicyMap` has
       `keep_small_inputs=False`), and outputs to output dtype where they leave the governed part of the
       model. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX module shares its Variables with
       the original.
 
     Raises:
       TypeError: for something that is not a module.
-      ValueError: for an unknown policy; for rules that match no module (Linen: at the first `init` or
-        `apply`; NNX: at once), and for NNX parameters that are not in param dtype.
+      ValueError: for an unknown policy; for a module that is wrapped already, under another one; for rules
+        that match no module (Linen: at the first `init` or `apply`; NNX: at once), and for NNX parameters
+        that are not in param dtype.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

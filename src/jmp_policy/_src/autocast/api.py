@@ -11,7 +11,7 @@ import jax
 from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
-from jmp_policy._src.core.classes import is_instance_of
+from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
@@ -95,13 +95,8 @@ class Settings:
           ValueError: for rules that match no scope.
           TypeError: for NNX modules among the arguments.
         """
-        if any(map(_is_nnx_node, jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_node))):
-            raise TypeError(
-                "autocast traces a function of arrays, and an NNX module that is handed to it would lose its "
-                "updates (batch statistics, random streams). Use jmp_policy.nnx.autocast, which splits and "
-                "merges it."
-            )
-        with self._marked() as seen:
+        check_no_nnx_module("autocast", *jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_node))
+        with self._marked() as seen, _refusals_explained():
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
         planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, join=_join)
@@ -113,7 +108,8 @@ class Settings:
         return Traced(plan, flat.arrays, flat.rebuild)
 
     def _planner_rules(self) -> dict[str, Rule]:
-        by_list = {name: operation_rules.LISTS[op_list] for name, (op_list, _) in self.table.items()}
+        lists = {**operation_rules.LISTS, "lower": operation_rules.Lower(self.policy_map.keep_small_inputs)}
+        by_list = {name: lists[op_list] for name, (op_list, _) in self.table.items()}
         # A name that the caller has put on a list is treated as the list says, moves and casts too.
         own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
         return {**by_list, **own}
@@ -145,6 +141,21 @@ class Settings:
             if text not in self._warned:
                 self._warned.add(text)
                 warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
+
+
+@contextlib.contextmanager
+def _refusals_explained() -> Iterator[None]:
+    """Says what to do where cuDNN's attention, which takes half operands alone, cannot be traced."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if not compat.is_raised_by_cudnn(error):
+            raise
+        raise TypeError(
+            f"cuDNN's attention does not take these operands: {error}. It is traced before autocast lowers "
+            "anything, with float32 operands. Hand it half ones (`query.astype('bfloat16')`, and so key and "
+            "value), or use jmp_policy.wrap for a Flax model."
+        ) from error
 
 
 def taken_recipe(lower: Any) -> tuple[str | None, tuple[Any, ...]]:
@@ -226,10 +237,10 @@ def autocast(
       >>> def loss(w, x):
       ...     return jax.nn.logsumexp(x @ w)
       >>> half = autocast(loss, "float16")
-      >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+      >>> w, x = jnp.ones((8, 2)), jnp.ones((3, 8))
       >>> half(w, x).dtype, jax.grad(half)(w, x).dtype
       (dtype('float32'), dtype('float32'))
-      >>> "f16[4,2]" in str(jax.make_jaxpr(half)(w, x))
+      >>> "f16[8,2]" in str(jax.make_jaxpr(half)(w, x))
       True
     """
     check_function(fn, "autocast")
@@ -246,10 +257,11 @@ def autocast(
         dtypes = [ir.FLOAT32 if ir.is_float32(atom) else None for atom in atoms]
         if ir.is_explicit(compat.open_jaxpr(plan.jaxpr).invars):
             # Op by op, constants would not get the shardings that the trace gave them.
-            return jax.jit(as_function(plan, dtypes))(*arrays)
-        with binding.program(is_body=False):
-            outs = run(plan, list(map(argument, arrays, plan.ins)))
-            made = [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
+            made = jax.jit(as_function(plan, dtypes))(*arrays)
+        else:
+            with binding.program(is_body=False):
+                outs = run(plan, list(map(argument, arrays, plan.ins)))
+                made = [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
         return [ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
 
     return in_half  # type: ignore[return-value]

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jmp_policy._src.autocast.api import Settings, check_function
+from jmp_policy._src.autocast.operation_rules import as_traced
 from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
-from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.policy.policy import PolicyLike
 from jmp_policy._src.policy.rules import PolicyMap
@@ -50,7 +51,7 @@ class Explanation(Report, Sequence[Operation]):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> found = explain(lambda w, x: jnp.tanh(x @ w) @ w, "float16")(jnp.ones((2, 2)), jnp.ones((1, 2)))
+      >>> found = explain(lambda w, x: jnp.tanh(x @ w) @ w, "float16")(jnp.ones((8, 8)), jnp.ones((1, 8)))
       >>> [(operation.operation, operation.operands) for operation in found]
       [('dot_general', 'float16'), ('tanh', 'float16'), ('dot_general', 'float16')]
     """
@@ -94,7 +95,7 @@ def explain(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> rows = explain(lambda w, x: jnp.exp(x @ w), "bfloat16")(jnp.ones((4, 2)), jnp.ones((3, 4)))
+      >>> rows = explain(lambda w, x: jnp.exp(x @ w), "bfloat16")(jnp.ones((8, 2)), jnp.ones((3, 8)))
       >>> [(row.operation, row.operands, row.chosen) for row in rows]
       [('dot_general', 'bfloat16', 'float32'), ('exp', 'float32', 'float32')]
     """
@@ -117,6 +118,17 @@ def _rows(plan: Plan, outer: tuple[str, ...]) -> Iterator[Operation]:
                 yield from _rows(inner, path)
         elif any(map(ir.is_float32, (*step.eqn.invars, *step.eqn.outvars))):
             yield _row(step, "/".join(path))
+            yield from _rows_as_traced(step, step.eqn, path)
+
+
+def _rows_as_traced(step: EqnPlan, outer: Any, path: tuple[str, ...]) -> Iterator[Operation]:
+    """Yields the operations inside one that runs as it was traced: custom_vjps, solvers."""
+    for jaxpr in calls.inner_jaxprs(outer):
+        for eqn in compat.open_jaxpr(jaxpr).eqns:
+            inside = (*path, *filter(lambda name: not is_marker(name), compat.scopes(eqn)))
+            if any(map(ir.is_float32, (*eqn.invars, *eqn.outvars))):
+                yield _row(as_traced(step.rule, eqn, step.why), "/".join(inside))
+            yield from _rows_as_traced(step, eqn, inside)
 
 
 def _row(step: EqnPlan, path: str) -> Operation:

@@ -42,7 +42,7 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
         return "it is one of batches, as in attention"
     if all(value.source == "leaf" for value in ins):
         return "both operands are arguments, as in a first layer"
-    role = role_by_name("/".join((*region.path, *compat.scopes(eqn))))
+    role = role_by_name("/".join((*region.path, *compat.scopes(eqn))), size_of(eqn).n)
     if role:
         return f"by its name it belongs to {role}"
     recipe = region.recipe or ""

@@ -22,12 +22,15 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_table
+from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.matrix_products import terms_of
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
-from jmp_policy._src.weight_grads.dual_values import FLOAT32_PRODUCT
+from jmp_policy._src.products.small_products import few_terms_text, gains_nothing
+from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 
 def _floats(eqn: Any) -> list[bool]:
@@ -96,10 +99,24 @@ AS_TRACED = AsTraced()
 
 
 class Lower(_Bound):
-    """A product: operands to half; a half result, or a float32 one where only float32 operations use it."""
+    """A product: operands to half; a half result, or a float32 one where only float32 operations use it.
+
+    One that sums too few terms to gain is as a multiplication: in half only of what is half already.
+
+    Args:
+      keeps_small: whether there are such products.
+    """
+
+    def __init__(self, keeps_small: bool = True):
+        self._keeps_small = keeps_small
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return _demand_all(eqn, not self._is_lowered(eqn, region))
+        if not self._is_lowered(eqn, region):
+            return _demand_all(eqn, True)
+        return _demand_all(eqn, self._is_small(eqn, region) and _wanted_full(eqn, outs))
+
+    def _is_small(self, eqn: Any, region: Region) -> bool:
+        return self._keeps_small and not region.lower and gains_nothing(eqn)
 
     def _is_lowered(self, eqn: Any, region: Region) -> bool:
         floating = [a for a in eqn.invars if is_floating(ir.dtype_of(a))]
@@ -109,6 +126,7 @@ class Lower(_Bound):
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
             and not ir.asks_for_precision(eqn)
+            and not source_lines.is_drawn(eqn)
         )
 
     def plan(
@@ -117,12 +135,17 @@ class Lower(_Bound):
         if not self._is_lowered(eqn, region):
             if region.half is not None and any(_floats(eqn)) and ir.asks_for_precision(eqn):
                 asked = f"a {eqn.primitive.name} asks for precision={eqn.params['precision']}"
-                why = "full: it asks for a precision of its own"
-                return as_traced(self, eqn, why, f"{asked}, and stays in float32")
+                # Of what is inside JAX's algorithms the user has written nothing.
+                note = "" if source_lines.is_of_algorithm(eqn) else f"{asked}, and stays in float32"
+                return as_traced(self, eqn, "full: it asks for a precision of its own", note)
+            if region.half is not None and source_lines.is_drawn(eqn):
+                return as_traced(self, eqn, "full: draws random numbers")
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
         half, reason = region.half, planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(eqn, region)
+        if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
+            return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
         if _wanted_full(eqn, outs) and not region.lower:
             why = f"lower: {reason}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why, how=How.LOWERED)
@@ -155,6 +178,18 @@ class Lower(_Bound):
         assert half is not None
         full = step.outs[0].dtype == FLOAT32
         return [computed(dot_with_float32_output(eqn, half, arrays) if full else product(eqn, arrays, half))]
+
+
+def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
+    """Returns whether a product with few terms is one of half values, and of weights if it sums any."""
+    operands = [value for value, is_float in zip(ins, _floats(eqn), strict=True) if is_float]
+    made = [value.dtype == half for value in operands if value.source == "computed"]
+    weights_fit = all(
+        value.fits(half) if value.source == "constant" else terms_of(eqn) > 1
+        for value in operands
+        if value.source != "computed"
+    )
+    return any(made) and all(made) and weights_fit
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
@@ -203,7 +238,7 @@ def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -
 
 
 class Promote(_Bound):
-    """An operation in the dtype of its widest operand; parameters, numbers and masks take no part."""
+    """An operation in the dtype of its widest operand; numbers and masks take no part, nor do biases."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         if region.half is None or not any(map(ir.is_float32, eqn.outvars)):
@@ -222,9 +257,9 @@ class Promote(_Bound):
         self, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> tuple[np.dtype, str]:
         half = region.half
-        operands = [(v, a) for v, a in zip(ins, eqn.invars, strict=True) if ir.is_float32(a)]
-        made = [value for value, _ in operands if value.source == "computed"]
-        if not all(value.fits(half) for value, _ in operands if value.source == "constant"):
+        operands = {place: value for place, value in enumerate(ins) if ir.is_float32(eqn.invars[place])}
+        made = [value for value in operands.values() if value.source == "computed"]
+        if not all(value.fits(half) for value in operands.values() if value.source == "constant"):
             return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
         if region.lower:
             return half, "follow: the region asks for half"
@@ -236,9 +271,9 @@ class Promote(_Bound):
             return FLOAT32, f"follow: an operand is {wider[0].name}"
         if not made:
             return FLOAT32, "follow: parameters alone"
-        whole = [ir.shape_of(a) for v, a in operands if v.source == "leaf" and not v.broadcast]
-        if any(ir.shape_of(var) in whole for var in eqn.outvars):
-            return FLOAT32, "follow: a float32 argument of full size"
+        leaves = {place: value for place, value in operands.items() if value.source == "leaf"}
+        if not all(_is_bias(eqn, place, value) for place, value in leaves.items()):
+            return FLOAT32, "follow: a float32 argument"
         return half, "follow: every operand is half"
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
@@ -256,6 +291,27 @@ class Promote(_Bound):
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
         outs = binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]])
         return [computed(out) for out in outs]
+
+
+#: An argument that is added to a half value, or multiplies it, may hold anything: positions or times that
+#: are beyond float16's range, or whose differences are below half's digits. One that is the same for all rows
+#: is taken for a parameter: a bias, a scale.
+_TAKING_BIASES = HAVING[Trait.TAKES_BIAS]
+
+
+def _is_bias(eqn: Any, place: int, value: Value) -> bool:
+    return eqn.primitive.name in _TAKING_BIASES and (value.shared or is_shared(eqn, place))
+
+
+def is_shared(eqn: Any, place: int = 0) -> bool:
+    """Returns whether an operand that is broadcast is the same for all rows of the result, and no number."""
+    small, shape = ir.shape_of(eqn.invars[place]), ir.shape_of(eqn.outvars[0])
+    if all(size == 1 for size in small):
+        return False
+    dims = eqn.params.get("broadcast_dimensions", range(len(shape)))
+    kept = dict(zip(dims, small, strict=True))
+    rows = next((axis for axis, size in enumerate(shape) if size != 1), None)
+    return rows is not None and kept.get(rows, 1) == 1
 
 
 def _is_broadcast_first(cache: CastCache, dtype: Any, atom: Any, like: Any) -> bool:
@@ -315,7 +371,8 @@ class DataMovement(Promote):
         if value.source == "constant" or reorders:
             return EqnPlan(eqn, self, (value.dtype,), (value,), How.MOVED.value, how=How.MOVED)
         # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
-        out = value._replace(broadcast=value.broadcast or is_summed(eqn))
+        shared = eqn.primitive.name == "broadcast_in_dim" and is_shared(eqn)
+        out = value._replace(shared=value.shared or shared)
         return EqnPlan(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
 
     def _plan_activation(self, eqn: Any, value: Value) -> EqnPlan:
@@ -353,10 +410,7 @@ def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
 
 
 class Float32Internal(Promote):
-    """An operation in float32 inside, so that its derivative is; what comes of half is returned in half.
-
-    Rows of a parameter (an embedding) are returned in half too.
-    """
+    """An operation in float32 inside, so that its derivative is; what comes of half is returned in half."""
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
@@ -364,9 +418,7 @@ class Float32Internal(Promote):
         step = super().plan(planner, eqn, ins, outs, region)
         if eqn.primitive.name == "pad" and ins[1].source == "constant":
             return step
-        looked_up = eqn.primitive.name == "gather" and ins[0].source == "leaf" and not _wanted_full(eqn, outs)
-        is_float = ir.is_float32(eqn.invars[0]) and region.half is not None
-        if is_float and (looked_up or step.outs[0].dtype == region.half):
+        if region.half is not None and ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == region.half:
             return inside_float32(self, eqn, region.half, planner.table[eqn.primitive.name][1])
         return step
 

@@ -24,13 +24,13 @@ class Value(NamedTuple):
       dtype: what it will be held in.
       source: where it comes from.
       number: of a constant, what must be representable.
-      broadcast: whether a leaf is copies of a smaller one.
+      shared: whether a leaf was broadcast to rows that are all the same, as a bias is.
     """
 
     dtype: Any
     source: Source = "computed"
     number: float = 0.0
-    broadcast: bool = False
+    shared: bool = False
 
     def fits(self, half: np.dtype) -> bool:
         """Returns whether a constant is in a half dtype's normal range (1e-12 and finfo.min are not)."""

@@ -26,6 +26,15 @@ def is_instance_of(value: Any, module: str, name: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
+def check_no_nnx_module(function: str, *args: Any) -> None:
+    """Raises TypeError for NNX modules, which a function of arrays would flatten and not update."""
+    if any(is_instance_of(x, "flax.nnx", "Pytree") for x in args):
+        raise TypeError(
+            f"{function} is for functions of arrays, and an NNX module that is handed to it would lose its "
+            f"updates (batch statistics, random streams). Use jmp_policy.nnx.{function}, which keeps them."
+        )
+
+
 def make_subclass(
     bare: type,
     namespace: dict[str, Any],

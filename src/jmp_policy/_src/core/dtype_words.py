@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
 
@@ -25,9 +26,17 @@ DTYPE_WORDS: dict[str, Any] = {
     "f64": jnp.float64,
     "fp64": jnp.float64,
     "float64": jnp.float64,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
 }
+#: By the names that JAX gives them: a cast of eight bits and fewer has no scale.
+_NARROW: dict[str, Any] = {
+    name: getattr(jnp, name)
+    for name in (
+        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+        *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"),
+    )
+}
+_KNOWN = {word: np.dtype(dtype) for word, dtype in (DTYPE_WORDS | _NARROW).items()}
+_DTYPES = frozenset(_KNOWN.values())
 
 
 def best_half_dtype(device: Any = None) -> np.dtype:
@@ -55,36 +64,45 @@ def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
     """Parses a floating dtype from its name, a scalar type or a dtype.
 
     Args:
-      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ...
+      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ... Texts are those of `DTYPE_WORDS`
+        and JAX's names: to NumPy "f8" is float64, and "e" float16.
       where: what the word was given for, as the error message says it.
 
     Raises:
       ValueError: for a word that names no dtype, and for a dtype that is not floating.
     """
+    if isinstance(word, np.dtype) and word in _DTYPES:  # The common case, and quick.
+        return word
     if word is None:
         raise ValueError(f"The dtype {where} is None; it must be a floating dtype such as 'float16'.")
     if isinstance(word, str):
         name = word.strip().lower()
         if name == "half":
             return best_half_dtype()
-        if name in DTYPE_WORDS:
-            return np.dtype(DTYPE_WORDS[name])
+        if name in _KNOWN:
+            return _KNOWN[name]
     try:
-        dtype = jnp.dtype(word)
-    except TypeError as error:
-        raise ValueError(_unknown(word, where)) from error
+        # Of an array NumPy would take the dtype.
+        dtype = jnp.dtype(word) if isinstance(word, str | type | np.dtype) else None
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None:
+        raise ValueError(_unknown(word, where))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
             "floating values. Use float16, bfloat16, float32 or float64."
         )
+    if isinstance(word, str) or dtype not in _DTYPES:
+        raise ValueError(_unknown(word, where))
     return dtype
 
 
 def _unknown(word: Any, where: str) -> str:
     words = [*DTYPE_WORDS, "half"]
-    hint = did_you_mean(str(word).strip().lower(), words)
-    return f"Unknown dtype {word!r} {where}.{hint} Known: {', '.join(words)}."
+    text = shown(word)
+    hint = float8_hint(text) or did_you_mean(text.strip("' ").lower(), words)
+    return f"Unknown dtype {text} {where}.{hint} Known: {', '.join(words)}."
 
 
 #: Why a policy has no float8 type, and what to do.
@@ -94,6 +112,11 @@ NO_SCALES = (
     "the recipe of a policy ('mixed_bfloat16,recipe=fp8_current'), Flax's "
     "dot_general_cls=nn.Fp8DirectDotGeneralOp, or the library qwix."
 )
+
+
+def float8_hint(word: str) -> str:
+    """Returns " Eight bits ..." for a word that may ask for a float8 type; else ""."""
+    return f" {NO_SCALES}" if re.search(r"(f|fp|float)8|e4m3|e5m2", word.lower()) else ""
 
 
 def check_has_range(dtype: np.dtype, asked: str) -> None:

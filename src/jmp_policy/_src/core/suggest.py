@@ -1,4 +1,4 @@
-"""Checks words that users write, and suggests the one that a misspelt one was meant to be."""
+"""Suggests the word that a misspelt one was meant to be."""
 
 import difflib
 from collections.abc import Iterable
@@ -14,14 +14,3 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     swapped = [w for w in words if sorted(w) == sorted(word)]
     near = swapped or difflib.get_close_matches(word, words, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def check_keys(settings: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises ValueError for a key that the settings of something do not have."""
-    known = list(known)
-    for key in settings:
-        if key not in known:
-            hint = did_you_mean(str(key), known)
-            raise ValueError(
-                f"Unknown key {key!r} in the settings of {what}.{hint} Known: {', '.join(known)}."
-            )

@@ -10,7 +10,7 @@ parameter, `self.variables`, the table of another module), and one float32 opera
 How it was read does not matter, only what the program does with it. So when the outermost governed call ends,
 the operations that it has put into the program being traced are looked at::
 
-    if no product has a float32 operand: return           # nearly always
+    if no product of 8 terms has a float32 operand: return   # nearly always
     origin = {variable: path, for each array that is stored for a half-precision module}
     for each operation, and those inside calls, loops and branches:
         a product of such a value and data: note it, unless the data is float32 on purpose
@@ -30,6 +30,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import calls, compat, source_lines
 from jmp_policy._src.jaxpr.ir import dtype_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.products.small_products import gains_nothing
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
 _MOVES = HAVING[Trait.MOVES] | HAVING[Trait.KEEPS_WEIGHT] | HAVING[Trait.VIEW]
@@ -86,7 +87,7 @@ def _has_wide_product(rows: Rows) -> bool:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             lhs, rhs, *_ = atoms
-            if _is_wide(lhs.aval.dtype) or _is_wide(rhs.aval.dtype):
+            if (_is_wide(lhs.aval.dtype) or _is_wide(rhs.aval.dtype)) and not gains_nothing(eqn):
                 return True
         elif name in calls.KINDS and any(_has_wide_product(_rows(j)) for j in calls.inner_jaxprs(eqn)):
             return True
@@ -188,7 +189,7 @@ class _Look:
             asked_for = [origin.upcast for origin in known if origin.is_on_purpose()]
             if asked_for:
                 path, upcast = None, asked_for[0]
-            elif name in _PRODUCTS:
+            elif name in _PRODUCTS and not gains_nothing(eqn):
                 self.found.setdefault(path, eqn)
             # Other float32 data would make the result float32 in any case.
             others = (x for x, origin in zip(atoms, operands, strict=True) if origin is None)

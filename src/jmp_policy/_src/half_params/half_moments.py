@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
@@ -114,8 +115,8 @@ def half_moments(
 
 def _dtype(name: str, given: Any) -> Any:
     try:
-        dtype = jnp.dtype(given)
-    except TypeError:
+        dtype = parse_dtype(given, f"of {name}")
+    except ValueError:
         dtype = None
     known = ("bfloat16", "float16", "float32") if name == "mu" else ("bfloat16", "float32")
     if dtype is None or dtype.name not in known:

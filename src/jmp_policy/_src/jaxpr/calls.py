@@ -15,7 +15,7 @@ class Kind(enum.Enum):
     """How an operation runs the jaxprs among its parameters."""
 
     JIT = "jax.jit"
-    CALL = "a call that is only a call"
+    CALL = "a plain call, inlined"
     CHECKPOINT = "jax.checkpoint"
     CUSTOM_JVP = "jax.custom_jvp: with a rule for its tangents"
     CUSTOM_VJP = "jax.custom_vjp: with a forward and a backward pass"
@@ -71,13 +71,13 @@ class Called(NamedTuple):
 
 
 def kind_of(eqn: Any) -> Kind | None:
-    """Returns how an operation runs a jaxpr; None for one that runs none, or in a way nobody here knows."""
+    """How an operation runs a jaxpr; None for one that runs none, or in a way nobody here knows."""
     kind = KINDS.get(eqn.primitive.name)
     return Kind.PLATFORM if kind is Kind.COND and ir.default_branch(eqn) is not None else kind
 
 
 def called(eqn: Any) -> Called | None:
-    """Returns the jaxpr that an operation calls once, if it is such an operation.
+    """The jaxpr that an operation calls once, if it is such an operation.
 
     Of a `lax.platform_dependent` that is the branch without platforms, the index of the branch is skipped:
     other branches compute the same in another way.
@@ -90,7 +90,7 @@ def called(eqn: Any) -> Called | None:
 
 
 def looked_into(eqn: Any) -> Called | None:
-    """Returns the jaxpr that an operation calls once, also where only its shape says so.
+    """The jaxpr that an operation calls once, also where only its shape says so.
 
     An operation that is in no table is taken for a call if a jaxpr among its parameters takes as many
     arguments as it has operands, and gives as many results. A `lax.platform_dependent` is no such call: every
@@ -107,7 +107,7 @@ def looked_into(eqn: Any) -> Called | None:
 
 
 def inner_jaxprs(eqn: Any) -> Sequence[Any]:
-    """Returns the jaxprs inside an operation of which at least one runs; none of kernels and reductions."""
+    """The jaxprs inside an operation of which at least one runs; none of kernels and reductions."""
     if eqn.primitive.name in _NO_CALL:
         return ()
     one = looked_into(eqn)
@@ -161,10 +161,10 @@ def branches(eqn: Any) -> Sequence[Any]:
 
 
 def is_bound(eqn: Any) -> bool:
-    """Returns whether a jit says how its arguments are laid out, or that they may be overwritten."""
+    """Whether a jit says how its arguments are laid out, or that they may be overwritten."""
     return any(eqn.params.get("donated_invars", ())) or ir.has_shardings(eqn.params)
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Returns whether a jit is small and free enough for its operations to take its place."""
+    """Whether a jit is small and free enough for its operations to take its place."""
     return not is_bound(eqn) and len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _SMALL

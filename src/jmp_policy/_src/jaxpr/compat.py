@@ -10,6 +10,7 @@ What could change without an error is checked when it is first used, on a small 
 
 import functools
 import operator
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -47,7 +48,7 @@ def require(found: bool, what: str, package: ModuleType = jax, read_in: str = RE
 
 @functools.cache
 def checked(check: Callable[[], Any], what: str) -> Any:
-    """Returns what a check gives; it runs once, as what it tests can't change while the program runs.
+    """What a check gives; it runs once, as what it tests can't change while the program runs.
 
     The check raises or gives None where the private part, named by `what` for the error, is not as read.
     """
@@ -61,17 +62,17 @@ def checked(check: Callable[[], Any], what: str) -> Any:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns a jaxpr without its constants; from 0.12 on a closed jaxpr is a jaxpr that has them."""
+    """A jaxpr without its constants; from 0.12 on a closed jaxpr is a jaxpr that has them."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """Returns the values of a jaxpr's constant variables; none for an open one."""
+    """The values of a jaxpr's constant variables; none for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def convert_constvars_jaxpr(jaxpr: Any) -> Any:
-    """Returns a jaxpr whose constants have become its first arguments.
+    """A jaxpr whose constants have become its first arguments.
 
     Private: `Jaxpr.replace`. JAX has no public way to make a jaxpr from another one.
     """
@@ -82,8 +83,17 @@ def convert_constvars_jaxpr(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **without)
 
 
+def needed_part(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that no result needs, inside loops and calls too.
+
+    Private: `partial_eval.dce_jaxpr`. Compilers drop the same; JAX has no public way before.
+    """
+    opened = open_jaxpr(jaxpr)
+    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))[0]
+
+
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carries of a scan.
+    """The numbers of constants and of carries of a scan.
 
     Private: `num_consts`, `num_carry` (0.10.2), lengths of `ft_in` (0.12.0). No public way tells them apart.
     """
@@ -99,7 +109,7 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def platforms_of_branches(eqn: Any) -> Sequence[Any] | None:
-    """Returns the platforms of each branch of a `lax.platform_dependent`, None for the default; else None.
+    """The platforms of each branch of a `lax.platform_dependent`, None for the default; else None.
 
     Private: the parameter `branches_platforms`. JAX has no public way to tell such a `cond` from others.
     """
@@ -125,7 +135,7 @@ def _equation(jaxpr: Any, name: str) -> Any:
 
 
 def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
-    """Returns the functions of a custom_jvp (function, rule) or custom_vjp (function, forward, backward).
+    """The functions of a custom_jvp (function, rule) or custom_vjp (function, forward, backward).
 
     They take and return flat lists. Private: `subfuns` among the parameters for binding. JAX has no public
     way to ask an equation for its derivative rules.
@@ -134,7 +144,7 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
 
 
 def without_name_stack() -> Any:
-    """Returns the current source line, for equations that are evaluated where they stand.
+    """The current source line, for equations that are evaluated where they stand.
 
     Private: `source_info_util`. JAX has no public way to say which line an equation comes from.
     """
@@ -142,7 +152,7 @@ def without_name_stack() -> Any:
 
 
 def changed_equation(eqn: Any, primitive: Any, source: Any = None, **params: Any) -> Any:
-    """Returns an equation of another primitive, source line or other parameters, with the same operands.
+    """An equation of another primitive, source line or other parameters, with the same operands.
 
     Private: the field `source_info` of equations. JAX has no public way to change an equation.
     """
@@ -158,7 +168,7 @@ def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
 
 
 def is_saved(saveable: Any) -> bool:
-    """Returns whether a policy of `jax.checkpoint` saves a value, for what it answered.
+    """Whether a policy of `jax.checkpoint` saves a value, for what it answered.
 
     Private: the class of an object that some policies give for False. JAX has no public name for it.
     """
@@ -179,7 +189,7 @@ def _probe_checkpoint_policy() -> bool | None:
 
 
 def residual_places(eqn: Any) -> Sequence[int | None]:
-    """Returns for each residual of a custom_vjp which argument it is; None where the forward pass makes it.
+    """For each residual of a custom_vjp which argument it is; None where the forward pass makes it.
 
     To be asked after its forward function has run. Private: the third result of `out_trees`. JAX has no
     public way to ask which residuals it leaves out of the forward function's results.
@@ -188,8 +198,26 @@ def residual_places(eqn: Any) -> Sequence[int | None]:
     return eqn.params["out_trees"]()[2]
 
 
+def is_raised_by_cudnn(error: BaseException) -> bool:
+    """Returns whether JAX's cuDNN attention refused its operands.
+
+    Private: the name of the package that raises. JAX has no public exception for it.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("jax._src.cudnn")
+
+
+def closed_over(eqn: Any) -> int:
+    """Returns how many of the operands of a custom_vjp, the first ones, its function closes over.
+
+    Private: `num_consts`. JAX has no public way to tell them from arguments.
+    """
+    require("num_consts" in eqn.params, "what a custom_vjp closes over from `num_consts`")
+    return eqn.params["num_consts"]
+
+
 def cotangents(outs: Any) -> Sequence[Any]:
-    """Returns what the backward function of a custom_vjp gives; from 0.12 on it gives a log with it."""
+    """What the backward function of a custom_vjp gives; from 0.12 on it gives a log with it."""
     return outs[0] if isinstance(outs, tuple) and len(outs) == 2 and isinstance(outs[0], list) else outs
 
 
@@ -208,7 +236,7 @@ def _probe_custom_vjp() -> bool | None:
 
 
 def manual_axes(params: dict[str, Any]) -> Any:
-    """Returns the mesh axes that a shard_map equation maps over.
+    """The mesh axes that a shard_map equation maps over.
 
     Private: `manual_axes` (0.10.2), `newly_manual_axes` (0.12.0). JAX has no public way to ask an equation.
     """
@@ -218,7 +246,7 @@ def manual_axes(params: dict[str, Any]) -> Any:
 
 
 def name_of(eqn: Any) -> str:
-    """Returns the name of the function that an equation calls.
+    """The name of the function that an equation calls.
 
     Private: `Jaxpr.debug_info`. JAX has no public way to ask a call for its function's name.
     """
@@ -228,14 +256,14 @@ def name_of(eqn: Any) -> str:
 
 
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Returns what a primitive gives for values, with the parameters of an equation; always a list."""
+    """What a primitive gives for values, with the parameters of an equation; always a list."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 
 @functools.cache
 def _stack_entries() -> tuple[type, type]:
-    """Returns the classes of a name stack's scopes and transforms, found in a program that has both."""
+    """The classes of a name stack's scopes and transforms, found in a program that has both."""
     what = "the scopes and transforms around an operation from the entries of its name stack"
     return checked(_probe_name_stack, what)
 
@@ -254,7 +282,7 @@ def _probe_name_stack() -> tuple[type, type] | None:
 
 
 def scopes(eqn: Any) -> list[str]:
-    """Returns the names of the scopes around an equation, outermost first; transforms are left out.
+    """The names of the scopes around an equation, outermost first; transforms are left out.
 
     Private: the entries of `source_info.name_stack`. JAX prints them with its transforms, and has no public
     way to tell the two apart: "transpose(jvp(a))" may be a user's name.
@@ -267,7 +295,7 @@ def scopes(eqn: Any) -> list[str]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Returns whether an equation's own name stack says that transposing a derivative put it there.
+    """Whether an equation's own name stack says that transposing a derivative put it there.
 
     Private: as for `scopes`.
     """
@@ -279,13 +307,13 @@ def is_transposed(eqn: Any) -> bool:
 
 
 def stack_of(eqn: Any) -> Any:
-    """Returns the name stack of an equation, which prints as profiles show it. Private: as for `scopes`."""
+    """The name stack of an equation, which prints as profiles show it. Private: as for `scopes`."""
     _stack_entries()
     return eqn.source_info.name_stack
 
 
 def stack_within(eqn: Any, first: int, last: int | None) -> Any:
-    """Returns the current name stack, continued by some of the scopes of an equation.
+    """The current name stack, continued by some of the scopes of an equation.
 
     Private: slices of a name stack. `jax.named_scope` adds scopes, but no transforms.
     """
@@ -293,7 +321,7 @@ def stack_within(eqn: Any, first: int, last: int | None) -> Any:
 
 
 def context_of(eqn: Any) -> Any:
-    """Returns the context an equation was traced in (mesh, compute type), to tell equations apart by.
+    """The context an equation was traced in (mesh, compute type), to tell equations apart by.
 
     Private: `JaxprEqn.ctx`. Without it, two operations that differ in it alone would look the same.
     """
@@ -326,7 +354,7 @@ class eqn_context:  # noqa: N801 - used like a function
 
 
 def frames(eqn: Any) -> Sequence[Any]:
-    """Returns the Python frames in which an equation was traced, innermost first; none if JAX kept none.
+    """The Python frames in which an equation was traced, innermost first; none if JAX kept none.
 
     Private: `source_info.traceback`. JAX has no public way to ask where an operation was written.
     """
@@ -350,7 +378,7 @@ def _check_manual_axis_type() -> None:
 
 
 def varying(aval: Any) -> frozenset[str]:
-    """Returns the mesh axes over which a value of this type differs from device to device, inside shard_map.
+    """The mesh axes over which a value of this type differs from device to device, inside shard_map.
 
     `aval` is what `jax.typeof` gives for a value, or `jax.eval_shape` for a result.
     Private: `manual_axis_type.varying`. `jax.typeof` shows them in print, no public attribute has them.
@@ -363,12 +391,12 @@ def varying(aval: Any) -> frozenset[str]:
 
 
 def varies_over_devices(aval: Any) -> bool:
-    """Returns whether a value of this type is local to a device: we are inside shard_map."""
+    """Whether a value of this type is local to a device: we are inside shard_map."""
     return bool(varying(aval))
 
 
 def is_for_one_device(ctx: Any) -> bool:
-    """Returns whether a lowering rule lowers a program for one device, outside of `shard_map` and `pmap`.
+    """Whether a lowering rule lowers a program for one device, outside of `shard_map` and `pmap`.
 
     Private: `module_context.axis_context`. JAX has no public way to ask how many devices a program is for.
     """
@@ -387,7 +415,7 @@ def einsum_with(dot_general: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
-    """Returns the tracer that a value of a staged program is, its equation, and that one's operands.
+    """The tracer that a value of a staged program is, its equation, and that one's operands.
 
     An input or a constant of the trace has None and (). Tracers of vmap and of derivatives stand for those
     inside. Returns None for a value that is not staged, for a number, and where JAX does not tell.

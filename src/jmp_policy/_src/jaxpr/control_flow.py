@@ -156,12 +156,13 @@ def custom_vjp(
     """
     _, user_forward, user_backward = compat.subfunctions(eqn)
     residual_types: list[Any] = []
+    closed = compat.closed_over(eqn)
     whole: Any = jax.custom_vjp(function)
 
     def forward(*arrays: Any) -> Any:
         def flat(*arrays: Any) -> Sequence[Any]:
-            # With each argument: whether it is differentiated.
-            return user_forward(*(part for array in arrays for part in (array, True)))
+            # With each argument: whether it is differentiated. What the function closes over is not.
+            return user_forward(*(part for place, x in enumerate(arrays) for part in (x, place >= closed)))
 
         outs, atoms = _run_traced(run, flat, arrays, eqn.invars)
         places = compat.residual_places(eqn)  # Known once the forward pass was traced.

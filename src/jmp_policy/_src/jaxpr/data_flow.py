@@ -26,7 +26,7 @@ class Ancestors(NamedTuple):
     inputs: list[Any]
 
     def meet(self, other: "Ancestors") -> bool:
-        """Returns whether something that the ones were computed from is among the other's ancestors too.
+        """Whether something that the ones were computed from is among the other's ancestors too.
 
         An equation counts: what else it gives was computed from the same operands.
         """
@@ -34,7 +34,7 @@ class Ancestors(NamedTuple):
 
 
 def ancestors(values: Iterable[Any], stop: Callable[[Any], bool] = lambda eqn: False) -> Ancestors | None:
-    """Returns what values were computed from, as far as the running trace knows; None where none is traced.
+    """What values were computed from, as far as the running trace knows; None where none is traced.
 
     Args:
       values: arrays or tracers; those that are not of a program being traced are passed over.
@@ -58,7 +58,7 @@ def ancestors(values: Iterable[Any], stop: Callable[[Any], bool] = lambda eqn: F
 
 
 def _used(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands that an equation does something with: a jitted function may ignore arguments."""
+    """The operands that an equation does something with: a jitted function may ignore arguments."""
     if calls.kind_of(eqn) is not Kind.JIT:
         return list(operands)
     jaxpr = compat.open_jaxpr(eqn.params["jaxpr"])
@@ -81,11 +81,11 @@ def before_cast(x: Any) -> Any:
 
 
 def transposes(eqn: Any) -> bool:
-    """Returns whether an equation is of a backward pass, or has one inside."""
+    """Whether an equation is of a backward pass, or has one inside."""
     inside = (inner for jaxpr in calls.inner_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns)
     return compat.is_transposed(eqn) or any(map(transposes, inside))
 
 
 def ends_backward_pass(eqn: Any) -> bool:
-    """Returns whether an equation is of a backward pass, or calls a function that has one inside."""
+    """Whether an equation is of a backward pass, or calls a function that has one inside."""
     return compat.is_transposed(eqn) or (calls.kind_of(eqn) in _RUN_ONCE and transposes(eqn))

@@ -30,7 +30,7 @@ def by_devices(
     types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     derivative: Literal["zero", "of anywhere"] = "zero",
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of arrays that is computed in one way or another, by the devices it is compiled for.
+    """A function of arrays that is computed in one way or another, by the devices it is compiled for.
 
     All ways give the same results, bit for bit, but where the caller says otherwise. Keyword arguments,
     hashable ones, are given to all of them.
@@ -89,5 +89,5 @@ def _is_placed(x: jax.Array) -> bool:
 
 
 def _has_known_shape(x: jax.Array) -> bool:
-    """Returns whether all sizes are integers; they are not while a program is exported with symbolic ones."""
+    """Whether all sizes are integers; they are not while a program is exported with symbolic ones."""
     return all(isinstance(size, int) for size in x.shape)

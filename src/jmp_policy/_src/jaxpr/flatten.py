@@ -10,7 +10,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_array(value: Any) -> bool:
-    """Returns whether a leaf is an array that a trace takes, or its type; no Python scalar, no `float0`."""
+    """Whether a leaf is an array that a trace takes, or its type; no Python scalar, no `float0`."""
     # By type: a scalar type (`np.float32`) has a `dtype` and a `shape` too.
     return isinstance(value, _ARRAYS) and value.dtype != jax.dtypes.float0
 
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     structure: Any
 
     def merged(self, arrays: Sequence[Any]) -> Any:
-        """Returns the pytree with other arrays in place of its own."""
+        """The pytree with other arrays in place of its own."""
         leaves = list(self.leaves)
         for place, array in zip(self.places, arrays, strict=True):
             leaves[place] = array
@@ -61,17 +61,17 @@ class Flat(NamedTuple):
 
 def flattened(fn: Callable[..., Any], args: Any, kwargs: Any) -> Flat:
     """Traces a function; arguments and results that are no arrays are static."""
-    given, results = split_arrays((args, kwargs)), []
+    given, results = split_arrays((args, kwargs)), list[Split]()
 
     def flat(*arrays: Any) -> list[Any]:
         new_args, new_kwargs = given.merged(arrays)
-        results.append(split_arrays(fn(*new_args, **new_kwargs)))
-        return results[-1].arrays
+        made = split_arrays(fn(*new_args, **new_kwargs))
+        # Without the tracers of a trace that will be over.
+        leaves = [None if is_array(leaf) else leaf for leaf in made.leaves]
+        results.append(made._replace(arrays=[], leaves=leaves))
+        return made.arrays
 
     jaxpr = jax.make_jaxpr(flat)(*given.arrays)
-    made: Split = results[-1]
-    # Without the tracers of a trace that is over.
-    static = made._replace(arrays=[], leaves=[None if is_array(leaf) else leaf for leaf in made.leaves])
     # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
     arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in given.arrays]
-    return Flat(jaxpr, arrays, static.merged)
+    return Flat(jaxpr, arrays, results[-1].merged)

@@ -27,7 +27,7 @@ _FOREIGN = ("callback", "ffi_call", "custom_call", "_fwd_wrapper", "_bwd_wrapper
 
 
 def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that computes in float32 what another one computes in half precision.
+    """A function that computes in float32 what another one computes in half precision.
 
     The function is traced as it is, and what it does is then done with every float16, bfloat16 and float8
     value replaced by a float32 one. Random numbers stay the same; float64 stays float64. Custom kernels and
@@ -62,7 +62,7 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of a jaxpr, computed in float32.
+    """The results of a jaxpr, computed in float32.
 
     Args:
       jaxpr: closed or not.
@@ -72,7 +72,7 @@ def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def replay_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns what one equation gives in float32, jaxprs inside it included.
+    """What one equation gives in float32, jaxprs inside it included.
 
     Args:
       eqn: an equation of a jaxpr.
@@ -131,12 +131,12 @@ def to_float32(value: Any) -> Any:
 
 
 def is_foreign(name: str) -> bool:
-    """Returns whether an operation runs as it was traced, between casts, also in float32."""
+    """Whether an operation runs as it was traced, between casts, also in float32."""
     return name in _AS_TRACED or name.endswith(_FOREIGN)
 
 
 def _param(value: Any) -> Any:
-    """Returns a parameter of an equation, for operands in float32."""
+    """A parameter of an equation, for operands in float32."""
     if _is_jaxpr(value):
         return _retraced(value)
     if isinstance(value, tuple) and any(map(_is_jaxpr, value)):
@@ -155,7 +155,7 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _retraced(jaxpr: Any) -> Any:
-    """Returns a jaxpr of the same kind, closed or open, whose values are float32 where they were half."""
+    """A jaxpr of the same kind, closed or open, whose values are float32 where they were half."""
     opened = compat.open_jaxpr(jaxpr)
     if not has_half(opened):
         return jaxpr
@@ -179,17 +179,20 @@ def _float32_type(var: Any) -> Any:
 
 
 def has_half(jaxpr: Any) -> bool:
-    """Returns whether a value in a jaxpr, or one in a program inside it, is half."""
-    for eqn in jaxpr.eqns:
-        if any(is_half(ir.dtype_of(atom)) for atom in (*eqn.invars, *eqn.outvars)):
-            return True
-        if any(has_half(compat.open_jaxpr(inner)) for inner in ir.subjaxprs(eqn)):
-            return True
-    return any(is_half(ir.dtype_of(atom)) for atom in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars))
+    """Whether a value in a jaxpr, or one in a program inside it, is half."""
+    opened = compat.open_jaxpr(jaxpr)
+    atoms = (*opened.invars, *opened.constvars, *opened.outvars)
+    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(map(holds_half, opened.eqns))
+
+
+def holds_half(eqn: Any) -> bool:
+    """Whether an operation, or one inside it, has half operands or results."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(map(has_half, ir.subjaxprs(eqn)))
 
 
 def _mentions_half(value: Any) -> bool:
-    """Returns whether a parameter names a half dtype in a way that nobody here knows."""
+    """Whether a parameter names a half dtype in a way that nobody here knows."""
     if isinstance(value, tuple | list):
         return any(map(_mentions_half, value))
     return is_half(value if isinstance(value, np.dtype) else getattr(value, "dtype", None))

@@ -122,7 +122,7 @@ class Interpreter:
         return record
 
     def run(self, jaxpr: Any, values: Sequence[Any], where: Any = None) -> list[Any]:
-        """Returns the results of a jaxpr, closed or not.
+        """The results of a jaxpr, closed or not.
 
         Args:
           jaxpr: the program.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import primitives as jax_primitives
 
 from jmp_policy._src.jaxpr.compat import Literal, constants, open_jaxpr, platforms_of_branches, varying
 
@@ -14,17 +15,17 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def dtype_of(atom: Any) -> Any:
-    """Returns the dtype of an atom of a jaxpr; None for tokens."""
+    """The dtype of an atom of a jaxpr; None for tokens."""
     return getattr(atom.aval, "dtype", None)
 
 
 def shape_of(atom: Any) -> Any:
-    """Returns the shape of an array of a jaxpr."""
+    """The shape of an array of a jaxpr."""
     return atom.aval.shape
 
 
 def has_known_sizes(shape: Sequence[Any]) -> bool:
-    """Returns whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
+    """Whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
     return _INTEGERS.issuperset(map(type, shape))
 
 
@@ -32,24 +33,24 @@ _INTEGERS = frozenset([int])
 
 
 def is_array_of(atom: Any, dtype: np.dtype) -> bool:
-    """Returns whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
+    """Whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
     aval = atom.aval
     return isinstance(aval, ShapedArray) and aval.dtype == dtype
 
 
 def is_float32(atom: Any) -> bool:
-    """Returns whether an atom is a float32 array, the only thing that autocast ever lowers."""
+    """Whether an atom is a float32 array, the only thing that autocast ever lowers."""
     aval = atom.aval  # Not by `is_array_of`: planning a program asks this more than anything else.
     return isinstance(aval, ShapedArray) and aval.dtype == FLOAT32
 
 
 def is_plain_array(atom: Any) -> bool:
-    """Returns whether an atom is an array, and no reference (a mutable array) or token."""
+    """Whether an atom is an array, and no reference (a mutable array) or token."""
     return isinstance(atom.aval, ShapedArray)
 
 
 def has_references(eqn: Any) -> bool:
-    """Returns whether an operation takes or gives anything but arrays."""
+    """Whether an operation takes or gives anything but arrays."""
     return not all(map(is_plain_array, (*eqn.invars, *eqn.outvars)))
 
 
@@ -62,12 +63,12 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def holds_jaxpr(eqn: Any) -> bool:
-    """Returns whether an operation has a jaxpr inside, whose dtypes are fixed."""
+    """Whether an operation has a jaxpr inside, whose dtypes are fixed."""
     return any(True for _ in subjaxprs(eqn))
 
 
 def default_branch(eqn: Any) -> Any:
-    """Returns the branch of a `lax.platform_dependent` that runs where no platform is named.
+    """The branch of a `lax.platform_dependent` that runs where no platform is named.
 
     None for every other operation, and where each branch names its platforms.
     """
@@ -91,7 +92,7 @@ def primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def is_traced(value: Any) -> bool:
-    """Returns whether a value is not known yet."""
+    """Whether a value is not known yet."""
     return isinstance(value, Tracer)
 
 
@@ -103,13 +104,13 @@ def broadcast_like(value: Any, atom: Any) -> Any:
 
 
 def is_explicit(atoms: Sequence[Any]) -> bool:
-    """Returns whether an atom is laid out on a mesh whose axes are part of its type."""
+    """Whether an atom is laid out on a mesh whose axes are part of its type."""
     shardings = [getattr(atom.aval, "sharding", None) for atom in atoms]
     return any(s is not None and jax.sharding.AxisType.Explicit in s.mesh.axis_types for s in shardings)
 
 
 def asks_for_precision(eqn: Any) -> bool:
-    """Returns whether a product has a `precision=` of its own, and not the ambient default."""
+    """Whether a product has a `precision=` of its own, and not the ambient default."""
     precision = eqn.params.get("precision")
     default = (None, (jax.lax.Precision.DEFAULT,) * 2, jax.lax.Precision.DEFAULT)
     if precision in default:
@@ -120,31 +121,31 @@ def asks_for_precision(eqn: Any) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _default_precision(_: Any) -> Any:
-    """Returns what `jax.default_matmul_precision` now puts into every product."""
+    """What `jax.default_matmul_precision` now puts into every product."""
     one = np.ones((1, 1), np.float32)
     return open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns[0].params["precision"]
 
 
 def is_array(value: Any) -> bool:
-    """Returns whether a value is an array, and no symbolic zero, None or tangent of an integer."""
+    """Whether a value is an array, and no symbolic zero, None or tangent of an integer."""
     return getattr(value, "dtype", jax.dtypes.float0) != jax.dtypes.float0 and not isinstance(
         value, jax.custom_derivatives.SymbolicZero
     )
 
 
 def retyped(aval: Any, dtype: Any) -> Any:
-    """Returns a type of arrays with another dtype; its shape, sharding and varying axes stay."""
+    """A type of arrays with another dtype; its shape, sharding and varying axes stay."""
     return aval.update(dtype=dtype, weak_type=False)
 
 
 def zeros(aval: Any) -> Any:
-    """Returns zeros of a type of arrays, inside shard_map over the axes that it varies over."""
+    """Zeros of a type of arrays, inside shard_map over the axes that it varies over."""
     array, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(varying(aval))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a function of arrays like these, in other dtypes."""
+    """The jaxpr of a function of arrays like these, in other dtypes."""
     types = [
         jax.typeof(array) if dtype is None or array.dtype == dtype else retyped(jax.typeof(array), dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)
@@ -153,15 +154,19 @@ def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequen
 
 
 def has_shardings(params: dict[str, Any]) -> bool:
-    """Returns whether a jit equation says how an argument or result is laid out."""
+    """Whether a jit equation says how an argument or result is laid out."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return any(isinstance(s, jax.sharding.Sharding) for s in shardings) or any(x is not None for x in layouts)
 
 
 def as_array(value: Any, atom: Any) -> Any:
-    """Returns a result as an array: a number that stands in the program is one too."""
-    return jax.numpy.asarray(value, dtype_of(atom)) if isinstance(atom, Literal) else value
+    """A result as an array: a number that stands in the program is one too. A weak type stays one."""
+    array = jax.numpy.asarray(value, dtype_of(atom)) if isinstance(atom, Literal) else value
+    if getattr(atom.aval, "weak_type", False) and not jax.typeof(array).weak_type:
+        params = {"new_dtype": dtype_of(atom), "weak_type": True, "sharding": None}
+        return jax_primitives.convert_element_type_p.bind(array, **params)
+    return array
 
 
 def evaluate(

@@ -74,6 +74,8 @@ class Trait(enum.Flag):
     ADDITION = enum.auto()
     #: Adds rows to an array one after another.
     SCATTER_SUM = enum.auto()
+    #: How a model uses a bias or a scale: with an array of rows, and the same for all of them.
+    TAKES_BIAS = enum.auto()
 
 
 class Operation(NamedTuple):
@@ -93,7 +95,7 @@ class Operation(NamedTuple):
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
     _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES, _REDUCES,
-    _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
+    _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM, _TAKES_BIAS,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -175,10 +177,12 @@ OPERATIONS: Mapping[str, Operation] = {
     "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER | _EXACT | _RANKS),
     "top_k": Operation("full", "a decision: ties that half would make", _EXACT | _RANKS),
     # As the widest operand.
-    "add": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
+    "add": Operation(
+        "follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION | _TAKES_BIAS
+    ),
     "add_any": Operation("follow", "a sum of two cotangents", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
     "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
-    "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR),
+    "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR | _TAKES_BIAS),
     "div": Operation(
         "follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _NONLINEAR | _POLE
     ),
@@ -249,7 +253,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "device_put": Operation("follow", "moves data, each operand for itself", _WEIGHT),
     "optimization_barrier": Operation("follow", "identity, each operand for itself", _WEIGHT | _VIEW),
     # In float32 inside, for the sake of the derivative.
-    "gather": Operation("inside", "an embedding: its gradient is a sum over tokens", _KEEPS_WEIGHT | _SAFE),
+    "gather": Operation("inside", "its gradient is a sum over the rows", _KEEPS_WEIGHT | _SAFE),
     "pad": Operation("inside", "the gradient of what it pads with is a sum", _SAFE | _ADDS | _BOUNDED),
     "reduce_max": Operation("inside", "its gradient is a sum over ties", _SAFE | _BOUNDED | _KEEPS_SIGN),
     "reduce_min": Operation("inside", "its gradient is a sum over ties", _SAFE | _BOUNDED | _KEEPS_SIGN),

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -17,7 +18,7 @@ from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
 
 def source_line(eqn: Any) -> str:
-    """Returns where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
+    """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
 
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
     line where no other is known.
@@ -40,7 +41,7 @@ def _users_frame(eqn: Any) -> Any:
 
 
 def caller(eqn: Any) -> tuple[str, int]:
-    """Returns the file and line that called JAX for an operation, be it in a library; ("", 0) if unknown."""
+    """The file and line that called JAX for an operation, be it in a library; ("", 0) if unknown."""
     for frame in compat.frames(eqn):
         if not frame.file_name.startswith((_directory("jax"), _directory("jmp_policy"), "<frozen")):
             return frame.file_name, frame.line_num
@@ -48,13 +49,31 @@ def caller(eqn: Any) -> tuple[str, int]:
 
 
 def is_called_by(eqn: Any, package: str) -> bool:
-    """Returns whether a function of a package ("optax") traced an operation."""
+    """Whether a function of a package ("optax") traced an operation."""
     directory = _directory(package)
     return bool(directory) and any(f.file_name.startswith(directory) for f in compat.frames(eqn))
 
 
+def is_drawn(eqn: Any) -> bool:
+    """Returns whether an operation is one of those with which jax.random draws numbers."""
+    return _is_jaxs(eqn, _files(jax.random.normal, jax.random.multivariate_normal))
+
+
+def is_of_algorithm(eqn: Any) -> bool:
+    """Returns whether JAX's linear algebra or resizing made an operation, and not a call of the user's."""
+    algebra, scipy = jax.lax.linalg, jax.scipy
+    algorithms = (algebra.cholesky, algebra.qdwh, jax.numpy.linalg.pinv, jax.lax.custom_linear_solve)
+    algorithms += (scipy.linalg.expm, scipy.sparse.linalg.gmres, jax.image.resize)
+    return _is_jaxs(eqn, _files(*algorithms))
+
+
+def _is_jaxs(eqn: Any, files: tuple[str, ...]) -> bool:
+    inside = itertools.takewhile(lambda f: f.file_name.startswith(_directory("jax")), compat.frames(eqn))
+    return any(frame.file_name in files for frame in inside)
+
+
 def is_promotion(eqn: Any) -> bool:
-    """Returns whether a conversion was made for a value to meet one of another dtype, not asked for by name.
+    """Whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 
     What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
     Flax's normalisation layers and JAX's sums compute in float32 on purpose.
@@ -66,7 +85,7 @@ def is_promotion(eqn: Any) -> bool:
             if frame.file_name in _norm_files():
                 return False
             return not by_name or "promote_dtype" in frame.function_name
-        if frame.file_name in _reduction_files():
+        if frame.file_name in _files(jax.numpy.sum, jax.numpy.mean):
             return False
         name = _plain(frame.function_name)
         by_name = by_name or name in ("astype", "asarray", "array", "convert_element_type")
@@ -74,7 +93,7 @@ def is_promotion(eqn: Any) -> bool:
 
 
 def _norm_files() -> tuple[str, ...]:
-    """Returns the files of Flax's normalisation layers that are imported: those that define BatchNorm.
+    """The files of Flax's normalisation layers that are imported: those that define BatchNorm.
 
     A name alone says nothing: a user's file may be called normalization.py too.
     """
@@ -83,9 +102,8 @@ def _norm_files() -> tuple[str, ...]:
 
 
 @functools.cache
-def _reduction_files() -> tuple[str, ...]:
-    """Returns the files of JAX's sums and means."""
-    functions = (jax.numpy.sum, jax.numpy.mean)
+def _files(*functions: Any) -> tuple[str, ...]:
+    """The files in which functions of JAX are."""
     return tuple({inspect.unwrap(function).__code__.co_filename for function in functions})
 
 
@@ -94,7 +112,7 @@ def _short(file_name: str) -> str:
 
 
 def _plain(function: str) -> str:
-    """Returns a function's name without where it was defined: "Net.__call__"."""
+    """A function's name without where it was defined: "Net.__call__"."""
     return function.rpartition("<locals>.")[2]
 
 
@@ -124,7 +142,7 @@ _OPERATORS: dict[str, type[ast.operator]] = {
 
 
 def written_constants(eqn: Any) -> list[tuple[float, str]]:
-    """Returns the numbers that stand in the source as operands of an operation.
+    """The numbers that stand in the source as operands of an operation.
 
     Args:
       eqn: an equation of a jaxpr.
@@ -154,7 +172,7 @@ def written_constants(eqn: Any) -> list[tuple[float, str]]:
 
 
 def _numbers(node: ast.expr) -> list[tuple[float, str]]:
-    """Returns the number that an expression is, or those that a call makes an array of."""
+    """The number that an expression is, or those that a call makes an array of."""
     if isinstance(node, ast.Call):
         # jnp.asarray(1e-8, x.dtype), jnp.float32(1e-8).astype(x.dtype)
         parts = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
@@ -168,7 +186,7 @@ def _numbers(node: ast.expr) -> list[tuple[float, str]]:
 
 
 def _statement(file: str, line: int) -> list[Any]:
-    """Returns the expressions of the smallest statement on a line, without those of statements inside it."""
+    """The expressions of the smallest statement on a line, without those of statements inside it."""
     statements = [s for s in _statements(file) if s.lineno <= line <= (s.end_lineno or line)]
     if not statements:
         return []

@@ -40,7 +40,7 @@ class Site(Placed):
       path: names of the scopes around it, joined by slashes: modules of Flax and Haiku, named scopes.
       backward: whether differentiation put it there.
       times: how often one run of the program runs it: the product of the lengths of the scans around it.
-      counted: whether that is all; not so inside a `while`, whose trips nobody knows.
+      counted: whether `times` is exact; inside a `while` it is a lower bound.
       line: where it is in the source.
     """
 
@@ -175,12 +175,12 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
 
 
 def is_backward(eqn: Any) -> bool:
-    """Returns whether an operation's own name stack says that transposing a derivative put it there."""
+    """Whether an operation's own name stack says that transposing a derivative put it there."""
     return compat.is_transposed(eqn)
 
 
 def site_of(eqn: Any, outer: Site) -> Site:
-    """Returns where an equation is, in a program that is called at another site."""
+    """Where an equation is, in a program that is called at another site."""
     names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))
     backward = outer.backward or is_backward(eqn)
@@ -194,5 +194,5 @@ _REMAT = ("rematted_computation", "checkpoint", "remat")
 
 
 def size(atom: Any) -> int:
-    """Returns the number of elements of an atom of a jaxpr; 0 for tokens and the like."""
+    """The number of elements of an atom of a jaxpr; 0 for tokens and the like."""
     return math.prod(getattr(atom.aval, "shape", (0,)))

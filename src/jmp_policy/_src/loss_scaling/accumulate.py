@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import strip_weak_type
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, positive_int
+from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.microbatch_loop import (
     Batch,
     MicrobatchResult,
@@ -113,6 +115,7 @@ def accumulate_gradients(
         return MicrobatchResult(unscaled, as_arrays(aux), grads, state)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        check_no_nnx_module("accumulate_gradients", params)
         scale = find_loss_scale(scale_or_opt_state, loss)
         mean, dropped = run_window(window, step, scale, params, None, (args, kwargs))
         result = ((mean.loss, mean.aux) if has_aux else mean.loss, mean.grads)

@@ -14,8 +14,9 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.pytree import made_from, pytree_dataclass, replace, set_fields, static
+from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
-from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, number, positive_int, scale_leaf
+from jmp_policy._src.loss_scaling.loss_scale import Scaling, bounds, scale_leaf, within
 
 #: A scale above all others: the place of one that is not known yet.
 _UNKNOWN = 2.0**127
@@ -150,8 +151,8 @@ class StatisticLossScale(Scaling):
         forgotten = jnp.where(usable, jnp.float32(_UNKNOWN), self.failed_scale)
         return replace(
             self,
-            loss_scale=jnp.clip(scale, self.min_loss_scale, self.max_loss_scale),
-            stuck=~finite & (self.loss_scale <= self.min_loss_scale),
+            loss_scale=within(scale, self.min_loss_scale, self.max_loss_scale),
+            stuck=~finite & (self.loss_scale == self.min_loss_scale),
             widened=widened,
             clean_scale=jnp.where(usable, self.loss_scale, self.clean_scale),
             failed_scale=jnp.where(finite, forgotten, self.loss_scale),
@@ -256,7 +257,7 @@ class PIDLossScale(Scaling):
         finite = jnp.asarray(grads_finite, jnp.bool_)
         error = jnp.where(finite, jnp.float32(1), jnp.float32(-self.overflow_weight))
         limit = jnp.float32(self.integral_limit)
-        integral = jnp.clip(self.integral + error, -limit, limit)
+        integral = within(self.integral + error, -limit, limit)
         change = (
             jnp.float32(self.kp) * error
             + jnp.float32(self.ki) * integral
@@ -266,10 +267,10 @@ class PIDLossScale(Scaling):
         high = _log2(jnp.float32(self.max_loss_scale))
         return replace(
             self,
-            log2_scale=jnp.clip(self.log2_scale + change, low, high),
+            log2_scale=within(self.log2_scale + change, low, high),
             integral=integral,
             previous_error=error,
-            stuck=~finite & (self.log2_scale <= low),
+            stuck=~finite & (self.log2_scale == low),
         )
 
 

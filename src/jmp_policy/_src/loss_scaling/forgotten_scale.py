@@ -1,17 +1,20 @@
-"""Tells users that they differentiated the loss without its loss scale.
+"""Tells users that they differentiated the loss without its loss scale, or clipped what it multiplied.
 
 `loss_scaled` divides gradients by the scale. Gradients that it never multiplied come out 65536 times too
-small, all of them finite: the model learns that much more slowly, and nothing else shows it. There are two
-ways to notice:
+small, all of them finite: the model learns that much more slowly, and nothing else shows it. So do those that
+somebody has divided already, or clipped to a norm of 1 before. There are two ways to notice:
 
 1. While a program is traced, JAX knows what each value was computed from. Where a step is one jitted
    function, the gradients tell: behind them is a backward pass, and nowhere the loss scale of the state. That
-   is an error.
+   is an error. Where they come of the parameters without a backward pass (`jax.jacfwd`, formulas), and where
+   something has clipped or divided them since, it is a warning.
 2. Gradients that were computed in another jitted function, or outside of any, come without a history. A
-   record of the scales that were ever asked for (`ScaleUse`) decides whether to warn; nothing else reads it.
+   record of the scales that were asked for (`ScaleUse`) decides whether to warn; nothing else reads it.
 """
 
 import collections
+import enum
+import os
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -32,25 +35,32 @@ class ScaleUse:
 
     Each use of a scale is open until an update with it, or with a scale in its place (a copy, a restored
     one), has followed. A use inside a program stays open if the update is not in that program, since the
-    program may run again at any time without being traced.
+    program may run again at any time without being traced: for every optimizer whose state has as many
+    arrays as the one that it was traced for.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[int, weakref.ref[Any]] = {}
-        self._tracers: list[weakref.ref[Any]] = []
+        self._tracers: list[tuple[weakref.ref[Any], int | None]] = []
         self._constants: set[float] = set()
-        self._ever = self._open = self._in_other_programs = False
+        self._open: set[tuple[int, ...]] = set()
+        self._in_other_programs: set[int | None] = set()
 
-    def note(self, scale: Any) -> None:
-        """Takes note that a loss scale was asked for, to multiply a loss by."""
+    def note(self, scale: Any, state: PyTree = None) -> None:
+        """Takes note that a loss scale was asked for, to multiply a loss by; in which state, if in one."""
         self._drop_finished()
-        for leaf in jax.tree.leaves(scale):
-            self._ever = True
-            if isinstance(leaf, jax.core.Tracer):
-                self._tracers.append(weakref.ref(leaf))
-            elif isinstance(leaf, jax.Array):
-                self._open, key = True, id(leaf)
-                self._arrays[key] = weakref.ref(leaf, lambda _, key=key: self._arrays.pop(key, None))
+        leaves = jax.tree.leaves(scale)
+        arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+        if arrays:
+            # Of those that no array stands for any more, the update was in a jitted function that ran again.
+            self._open = {use for use in self._open if not self._arrays.keys().isdisjoint(use)}
+            self._open.add(tuple(map(id, arrays)))
+        for leaf in arrays:
+            key = id(leaf)
+            self._arrays[key] = weakref.ref(leaf, lambda _, key=key: self._arrays.pop(key, None))
+        known = {id(ref()) for ref, _ in self._tracers}
+        new = [x for x in leaves if isinstance(x, jax.core.Tracer) and id(x) not in known]
+        self._tracers += [(weakref.ref(x), _size(state)) for x in new]
 
     def note_product(self, scale: Any, tree: PyTree) -> None:
         """Takes note that a loss scale multiplies a tree; of its value where that is a program's constant."""
@@ -61,17 +71,19 @@ class ScaleUse:
     def close(self, scale: Any) -> None:
         """Takes note that an update divides by a scale that multiplied the gradients in the same program."""
         leaves = jax.tree.leaves(scale)
-        self._tracers = [ref for ref in self._tracers if not any(ref() is leaf for leaf in leaves)]
+        self._tracers = [use for use in self._tracers if not any(use[0]() is leaf for leaf in leaves)]
 
-    def may_have_multiplied(self, scales: PyTree) -> bool:
-        """Whether a scale was asked for that may be one of these; ends the uses open so far."""
+    def may_have_multiplied(self, scales: PyTree, state: PyTree) -> bool:
+        """Whether a scale was asked for that may be one of these of a state; ends one use that was open."""
         self._drop_finished()
-        was_open, self._open = self._open, False
         leaves = jax.tree.leaves(scales)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._ever  # Whatever arrays will take its place.
-        asked = any((ref := self._arrays.get(id(leaf))) is not None and ref() is leaf for leaf in leaves)
-        return asked or was_open or self._in_other_programs or bool(self._tracers)
+        asked = {id(x) for x in leaves if (ref := self._arrays.get(id(x))) is not None and ref() is x}
+        use = next((use for use in self._open if not asked.isdisjoint(use)), None)
+        if use is None and self._open:
+            use = next(iter(self._open))
+        self._open.discard(use or ())
+        in_programs = not self._in_other_programs.isdisjoint((None, _size(state)))
+        return bool(asked) or use is not None or in_programs or bool(self._tracers)
 
     def is_constant(self, factor: Any) -> bool:
         """Whether a loss scale of this value multiplied as a constant of a program."""
@@ -79,9 +91,13 @@ class ScaleUse:
 
     def _drop_finished(self) -> None:
         """Forgets tracers of finished programs. Their uses stay open, as their updates were not seen."""
-        alive = [ref for ref in self._tracers if ref() is not None]
-        self._in_other_programs |= len(alive) < len(self._tracers)
-        self._tracers = alive
+        self._in_other_programs |= {size for ref, size in self._tracers if ref() is None}
+        self._tracers = [use for use in self._tracers if use[0]() is not None]
+
+
+def _size(state: PyTree) -> int | None:
+    """How many arrays a state has, by which one is told from another under every transform."""
+    return None if state is None else len(jax.tree.leaves(state))
 
 
 def _is_known(factor: Any) -> bool:
@@ -99,6 +115,7 @@ class Division(NamedTuple):
       grads: scaled gradients.
       scale: the loss scale of the optimizer's state.
       params: the parameters, or None.
+      state: the optimizer's state.
       fixed: the factor that the optimizer was made with, of a loss scale that never changes; else None.
       is_noted: whether a product with such a scale enters the record; those of other libraries do not.
     """
@@ -106,8 +123,19 @@ class Division(NamedTuple):
     grads: PyTree
     scale: Any
     params: PyTree
+    state: Any
     fixed: Any
     is_noted: bool
+
+
+class History(enum.Enum):
+    """What the running trace shows of gradients."""
+
+    UNKNOWN = enum.auto()
+    MULTIPLIED = enum.auto()
+    NEVER_MULTIPLIED = enum.auto()
+    #: As it seems: they come of the parameters, without a backward pass.
+    COMPUTED_WITHOUT = enum.auto()
 
 
 class ForgottenScaleCheck:
@@ -128,18 +156,24 @@ class ForgottenScaleCheck:
         """
         # A scale without numbers (NoOpLossScale) has none that could be looked for.
         divisions = {n: d for n, d in divisions.items() if jax.tree.leaves(d.scale) and _has_numbers(d.grads)}
-        known = {name: _is_multiplied(division) for name, division in divisions.items()}
-        for name, multiplied in known.items():
-            if multiplied is False:
+        known = {name: _history(division) for name, division in divisions.items()}
+        found = None
+        for name, history in known.items():
+            if history is History.NEVER_MULTIPLIED:
                 raise ValueError(_error(name))
-            if multiplied:
+            if history is History.MULTIPLIED:
                 SCALE_USE.close(divisions[name].scale)
-        if any(known.values()) or not all(d.is_noted for d in divisions.values()):
-            self._is_answered = True
-        if divisions and not self._is_answered:
-            self._is_answered = True
-            if not SCALE_USE.may_have_multiplied([d.scale for d in divisions.values()]):
-                warnings.warn(_warning(next(iter(divisions))), UserWarning, stacklevel=3)
+            if history is History.COMPUTED_WITHOUT:
+                found = _error(name)
+            found = found or _changed_while_scaled(divisions[name])
+        is_unknown = found is None and History.MULTIPLIED not in known.values()
+        if divisions and is_unknown and all(d.is_noted for d in divisions.values()):
+            scales, state = [d.scale for d in divisions.values()], next(iter(divisions.values())).state
+            if not SCALE_USE.may_have_multiplied(scales, state):
+                found = _warning(next(iter(divisions)))
+        if found is not None and not self._is_answered:
+            warnings.warn(found, UserWarning, stacklevel=3)
+        self._is_answered |= bool(divisions)
 
 
 def _has_numbers(grads: PyTree) -> bool:
@@ -147,39 +181,107 @@ def _has_numbers(grads: PyTree) -> bool:
     return any(x.size and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
 
 
-def _is_multiplied(division: Division) -> bool | None:
-    """Whether gradients were computed from their loss scale; None where the trace does not show it.
+def _history(division: Division) -> History:
+    """Whether gradients were computed from their loss scale.
 
     They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale. But they may have been all the same, and the answer is None, where
+    with the scale. But they may have been all the same, and nothing is known, where
 
-    1. the trace has inputs, other than the parameters, in the shapes of all gradients: these may have been
-       computed from them after the backward pass (clipped, preconditioned);
+    1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
+       been computed from them after the backward pass (clipped, preconditioned);
     2. one of these inputs is a number, by which they may have been multiplied then;
     3. the scale never changes, and is a constant of the program.
     """
     leaves = jax.tree.leaves(division.grads)
     of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
     if of_grads is None or of_scale is None:
-        return None
+        return History.UNKNOWN
     if of_grads.meet(of_scale):
-        return True
-    if not any(map(transposes, of_grads.equations)):
-        return None
-    return None if SCALE_USE.is_constant(division.fixed) or _may_be_inputs(leaves, division.params) else False
+        return History.MULTIPLIED
+    has_backward_pass = any(map(transposes, of_grads.equations))
+    of_params = ancestors(jax.tree.leaves(division.params))
+    comes_of_params = of_params is not None and of_grads.meet(of_params)
+    if not has_backward_pass and not (comes_of_params and of_grads.equations):
+        return History.UNKNOWN
+    if SCALE_USE.is_constant(division.fixed) or _may_be_inputs(division):
+        return History.UNKNOWN
+    return History.NEVER_MULTIPLIED if has_backward_pass else History.COMPUTED_WITHOUT
 
 
-def _may_be_inputs(grads: list[Any], params: PyTree) -> bool:
+def _may_be_inputs(division: Division) -> bool:
     """Whether inputs of the trace may be gradients, or a scale, behind these gradients.
 
     Only what happens after the backward pass counts.
     """
-    near, of_params = ancestors(grads, stop=ends_backward_pass), ancestors(jax.tree.leaves(params))
-    known = {} if of_params is None else of_params.nodes
+    grads = jax.tree.leaves(division.grads)
+    near = ancestors(grads, stop=ends_backward_pass)
+    own = ancestors(jax.tree.leaves((division.params, division.state)))
+    known = {} if own is None else own.nodes
     inputs = [] if near is None else [x for x in near.inputs if id(x) not in known]
     may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
     shapes = collections.Counter(map(np.shape, inputs))
     return may_be_scales or collections.Counter(map(np.shape, grads)) <= shapes
+
+
+def _changed_while_scaled(division: Division) -> str | None:
+    """What to say of gradients that optax has clipped, or somebody divided, between backward pass and update.
+
+    Who clips and divides, and multiplies by the scale again, is right.
+    """
+    near = ancestors(jax.tree.leaves(division.grads), stop=ends_backward_pass)
+    if near is None:
+        return None
+    scales = {id(traced[0]) for x in jax.tree.leaves(division.scale) if (traced := compat.traced_by(x))}
+    # Parameters that weight decay adds may come of an earlier update in the same program.
+    of_params = ancestors(jax.tree.leaves(division.params))
+    earlier = {} if of_params is None else of_params.nodes
+    divides = multiplies = False
+    for node in [node for key, node in near.nodes.items() if key not in earlier]:
+        _, eqn, operands = compat.traced_by(node) or (None, None, ())
+        name = "" if eqn is None else eqn.primitive.name
+        if name in _DIVISOR:
+            divides |= _is_cast_of(operands[_DIVISOR[name]], scales)
+        elif name == "mul":
+            multiplies |= any(_is_cast_of(x, scales) for x in operands)
+    if scales.isdisjoint(near.nodes):
+        since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
+        clips = any(map(_is_clipping, since))
+        return _CLIPPED if clips else None
+    return _DIVIDED if divides and not multiplies else None
+
+
+def _is_cast_of(x: Any, scales: set[int]) -> bool:
+    """Whether a value is one of these, cast or broadcast."""
+    while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
+        if len(traced[2]) != 1:
+            return False
+        (x,) = traced[2]
+    return traced is not None
+
+
+def _is_clipping(eqn: Any) -> bool:
+    """Whether an equation is of an optax transformation that clips, or adds weight decay or noise."""
+    files = (frame.file_name for frame in compat.frames(eqn))
+    return any(name.endswith(_CLIPPING) for name in files)
+
+
+#: Which operand divides; "unscale" is that of loss scales.
+_DIVISOR = {"div": 1, "unscale": 0}
+
+_CLIPPING = tuple(os.path.join("optax", "transforms", name) for name in ("_clipping.py", "_adding.py"))
+
+_CLIPPED = (
+    "loss_scaled gets gradients that optax has clipped, or added weight decay or noise to, while the loss "
+    "scale was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
+    "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
+    "optimizer), loss_scale)."
+)
+
+_DIVIDED = (
+    "loss_scaled gets gradients that were divided by the loss scale already, and divides them again: the "
+    "parameters learn as many times more slowly as the scale is large. Give update the gradients as "
+    "scaled_value_and_grad returns them."
+)
 
 
 def _error(loss: str) -> str:

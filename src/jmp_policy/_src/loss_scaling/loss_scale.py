@@ -16,6 +16,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
+from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
@@ -27,6 +28,8 @@ from jmp_policy._src.loss_scaling.small_arrays import divide
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+
+_COUNTS = ("growth_tracker", "hysteresis_tracker", "clean_steps", "skipped", "consecutive_skips", "steps")
 
 
 @runtime_checkable
@@ -234,17 +237,50 @@ class DynamicLossScale(Scaling):
         tolerated = jnp.where(finite, self.hysteresis_tracker, self.hysteresis_tracker - 1)
         grow = clean >= self.growth_interval
         back_off = ~finite & (tolerated <= 0)
-        at_floor = self.loss_scale <= self.min_loss_scale
+        at_floor = self.loss_scale == self.min_loss_scale
         scale = jnp.where(grow, _times_factor(self.loss_scale, self.growth_factor), self.loss_scale)
         scale = jnp.where(back_off, _times_factor(self.loss_scale, self.backoff_factor), scale)
         return replace(
             self,
-            loss_scale=jnp.clip(scale, self.min_loss_scale, self.max_loss_scale),
+            loss_scale=within(scale, self.min_loss_scale, self.max_loss_scale),
             growth_tracker=jnp.where(grow, 0, clean),
             # Kept from falling below 0, where 2**31 overflows would wrap it.
             hysteresis_tracker=jnp.where(grow, self.hysteresis, jnp.maximum(tolerated, 0)),
             stuck=back_off & at_floor,
         )
+
+
+def within(scale: Any, low: Any, high: Any) -> jax.Array:
+    """A scale, or the nearest bound; the upper one for NaN, from which a few overflows lead down.
+
+    From the lower one, growth would take 2000 steps for each factor of two.
+    """
+    return jnp.where(scale <= high, jnp.maximum(scale, low), high)
+
+
+def leaf_limits(name: str, scale: Any) -> tuple[float, float] | None:
+    """Between which numbers a leaf of a loss scale, or of the state of `loss_scaled`, must lie.
+
+    Args:
+      name: of the leaf.
+      scale: the loss scale, whose bounds count; where only its leaves are known, what holds them.
+
+    Returns:
+      The least and the greatest number, or None for other leaves.
+    """
+    if name in _COUNTS:
+        return 0, 2**31 - 2  # One less than an int32 holds: the next step may add one.
+    low = getattr(scale, "min_loss_scale", SMALLEST_SCALE)
+    high = getattr(scale, "max_loss_scale", LARGEST_SCALE)
+    return {
+        "loss_scale": (float(np.float32(low)), float(np.float32(high))),
+        "log2_scale": (math.floor(math.log2(low)), math.ceil(math.log2(high))),
+        "clean_scale": (SMALLEST_SCALE, 2.0**127),
+        "failed_scale": (SMALLEST_SCALE, 2.0**127),
+        "widened": (0, 1000),
+        "integral": (-LARGEST_SCALE, LARGEST_SCALE),
+        "previous_error": (-LARGEST_SCALE, LARGEST_SCALE),
+    }.get(name)
 
 
 def _times_factor(scale: jax.Array, factor: float) -> jax.Array:
@@ -315,27 +351,3 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
     return {"min_loss_scale": low, "max_loss_scale": high}
-
-
-def positive_int(value: Any, name: str) -> int:
-    """Checks a static count, and returns it as an int from 1 to 2**31 - 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} must be a whole number, got {value!r} of {type(value).__name__}.")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be between 1 and 2**31 - 1, got {value}.")
-    return int(value)
-
-
-def number(value: Any, name: str, above: float = -math.inf, below: float = math.inf) -> float:
-    """Checks a static number, and returns it as a finite float strictly between two bounds."""
-    try:
-        result = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be a number known before tracing, got {value!r} of {type(value).__name__}."
-        ) from error
-    if not math.isfinite(result) or not above < result < below:
-        limits = [f"greater than {above:g}"] * (above > -math.inf)
-        limits += [f"less than {below:g}"] * (below < math.inf)
-        raise ValueError(f"{name} must be finite and {' and '.join(limits) or 'a number'}, got {result:g}.")
-    return result

@@ -43,7 +43,7 @@ from jmp_policy._src.loss_scaling.loss_scale import (
 )
 from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
 from jmp_policy._src.loss_scaling.small_arrays import Decision, fusable_flag
-from jmp_policy._src.loss_scaling.state import LossScaledState
+from jmp_policy._src.loss_scaling.state import LossScaledState, check_no_number
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
 
@@ -153,9 +153,14 @@ def loss_scaled(
             gradients=no_magnitudes(params) if groups else None,
         )
 
+    def magnitudes(grads: dict[str, PyTree], scales: Mapping[str, LossScale], axis_name: Any = None) -> Any:
+        # A leaf where there is no group: `optax.tree_map_params` calls `init` with a placeholder, and takes
+        # the result for a prefix of the state.
+        return magnitudes_by_loss(grads, scales, groups, axis_name) or jnp.zeros(())
+
     def no_magnitudes(params: PyTree) -> Any:
         as_gradients = dict.fromkeys(initial, float8_state.derivatives(params))
-        return jax.tree.map(jnp.zeros_like, magnitudes_by_loss(as_gradients, initial, groups))
+        return jax.tree.map(jnp.zeros_like, magnitudes(as_gradients, initial))
 
     def unscale(grads: Any, scales: Mapping[str, LossScale]) -> dict[str, PyTree]:
         """Gradients by loss, as float32 and divided by the scale that they were multiplied by."""
@@ -166,13 +171,14 @@ def loss_scaled(
         updates: PyTree, state: Any, params: PyTree = None, *, overflowed: Any = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
+        check_no_number(state)
         scaled = by_name(updates)
         scales = state.loss_scale.scales if several else {"": state.loss_scale}
         left_out = loss_scales.flags(overflowed, initial) if several else {"": overflowed}
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
         grads = unscale(scaled, scales)
-        check_multiplied({n: _division(scaled[n], scales[n], initial[n], params) for n in initial})
+        check_multiplied({n: _division(scaled[n], scales[n], initial[n], params, state) for n in initial})
         gradients, run = grads, transformation.update
         if has_float8 := holds_float8_state(updates):
             gradients, run = float8_state.derivatives(grads), float8_state.around(run, params)
@@ -204,15 +210,17 @@ def loss_scaled(
             skipped=count_if(skipped, state.skipped),
             consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            gradients=magnitudes_by_loss(gradients, scales, groups, axis_name) if groups else None,
+            gradients=magnitudes(gradients, scales, axis_name) if groups else None,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _division(grads: PyTree, scale: LossScale, initial: LossScale, params: PyTree) -> Division:
+def _division(
+    grads: PyTree, scale: LossScale, initial: LossScale, params: PyTree, state: LossScaledState
+) -> Division:
     fixed = initial.loss_scale if isinstance(initial, StaticLossScale) else None
-    return Division(grads, scale, params, fixed, isinstance(scale, Scaling))
+    return Division(grads, scale, params, state, fixed, isinstance(scale, Scaling))
 
 
 def _each_finite(grads: dict[str, PyTree], axis_name: Any) -> dict[str, jax.Array]:

@@ -79,13 +79,19 @@ class LossScales:
 
 def check(scales: Mapping[Any, Any]) -> dict[str, LossScale]:
     """Checks the mapping from losses to loss scales that `loss_scaled` was given."""
-    if not scales:
-        raise ValueError("loss_scaled got no loss scale: the mapping from losses to loss scales is empty.")
-    for name, scale in scales.items():
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"Losses are named by text, as in {{'adversarial': scale}}; got {name!r}.")
+    for name, scale in check_losses(scales).items():
         check_loss_scale(scale, f" for the loss {name!r}")
     return dict(scales)
+
+
+def check_losses(settings: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Checks the names in a mapping from losses to loss scales, or to their settings."""
+    if not settings:
+        raise ValueError("There is no loss scale: the mapping from losses to loss scales is empty.")
+    for name in settings:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Losses are named by text, as in {{'adversarial': loss_scale}}; got {name!r}.")
+    return settings
 
 
 def start(scales: Mapping[str, LossScale]) -> LossScales:

@@ -88,7 +88,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     stuck = getattr(scale, "stuck", None)
     if stuck is not None:
         values["stuck"] = stuck
-    for group, of_group in (state.gradients or {}).items():
+    gradients = state.gradients if isinstance(state.gradients, Mapping) else {}
+    for group, of_group in gradients.items():
         values.update({f"grad_{name}/{group}": value for name, value in of_group.items()})
     return values
 

@@ -7,16 +7,20 @@ scales add may be missing, and a change of dtype is an error.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
+from jmp_policy._src.core.settings import check_depth
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
+from jmp_policy._src.loss_scaling.loss_scale import leaf_limits
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)
@@ -25,10 +29,12 @@ _ABSENT = object()
 #: state that was read without a target has no class.
 _LOSS_SCALED = frozenset(("grads_finite", "skipped"))
 _MASTERS = frozenset(("inner_state", "masters"))
+#: What optax calls means of squared gradients, whose square root is taken.
+_SECOND_MOMENTS = ("nu", "nu_max", "sum_of_squares", "v_row", "v_col")
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyTree:
+def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False, check: bool = False) -> PyTree:
     """Fits a saved training state into the structure, the dtypes and the shardings of this program's state.
 
     Use it after any restore, also of a checkpoint that differs from the program's state: made by an older
@@ -43,6 +49,8 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
         target, Flax state dicts), or the state of the optimizer that `loss_scaled` or `master_weights` wraps
         now.
       cast: convert numbers that were saved in another precision, instead of raising.
+      check: refuse also what a damaged checkpoint may hold: NaN and infinite numbers (where the template's
+        are finite), and negative counters and second moments of optimizers. It reads every value once.
 
     Returns:
       The template with every saved value, placed as the template's is; where the template says nothing of
@@ -55,7 +63,8 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
       result may share buffers with `saved`.
 
     Raises:
-      ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype.
+      ValueError: naming the paths, for what is missing, left over, of another shape, or of another dtype; for
+        loss scales that no constructor takes (NaN, 0, outside of the template's bounds), and their counters.
       TypeError: when the template is an optimizer instead of its state.
 
     Example:
@@ -72,11 +81,12 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False) -> PyT
             f"restore_state needs a state to fill, got a transformation ({type(template).__name__}); pass "
             "what its init(params) returns."
         )
-    pairs = list(_match("", template, saved))
+    pairs = _pairs(template, saved)
     _check_structure(pairs)
     pairs = [p for p in pairs if p.wanted is not _ABSENT]
     values = [p.default() if p.field else _converted(p, cast) for p in pairs]
     _check_types(dataclasses.replace(p, given=v) for p, v in zip(pairs, values, strict=True))
+    _check_values(pairs, values, check)
     placed = [_placed(value, p.wanted) for p, value in zip(pairs, values, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(template), placed)
 
@@ -104,9 +114,21 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
       ValueError: 1 restored value is not of the type that was expected:
         w: float32[2] -> bfloat16[2]: saved in lower precision; the float32 values (masters) are lost
     """
-    pairs = [dataclasses.replace(p, field="") for p in _match("", expected, restored, exact=True)]
+    pairs = [dataclasses.replace(p, field="") for p in _pairs(expected, restored, exact=True)]
     _check_structure(pairs)
     _check_types(pairs)
+
+
+class _Limits(NamedTuple):
+    """Between which numbers a leaf must lie: `always`, or where damage is looked for."""
+
+    low: float
+    high: float
+    always: bool = True
+
+
+#: Magnitudes of the last gradients, for `metrics`, are infinite after a skipped step.
+_ANYTHING = _Limits(-np.inf, np.inf, always=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,6 +144,7 @@ class _Pair:
     wanted: Any
     given: Any = _ABSENT
     field: str = ""
+    limits: _Limits | None = None
 
     def default(self) -> Any:
         """The value of a freshly initialised state."""
@@ -140,7 +163,20 @@ class _Pair:
         return jnp.full(self.wanted.shape, self.field == "grads_finite", self.wanted.dtype)
 
 
-def _match(path: str, wanted: Any, given: Any, field: str = "", exact: bool = False) -> Iterator[_Pair]:
+def _pairs(template: Any, saved: Any, exact: bool = False) -> list[_Pair]:
+    check_depth(template, "The state", limit=100)
+    check_depth(saved, "What was saved", limit=100)
+    return list(_match("", template, saved, exact=exact))
+
+
+def _match(
+    path: str,
+    wanted: Any,
+    given: Any,
+    field: str = "",
+    exact: bool = False,
+    limits: _Limits | None = None,
+) -> Iterator[_Pair]:
     """Yields every leaf of the template with the saved leaf, in the template's order; then leaves only saved.
 
     With `exact`, parameters and whole variables that hold nothing else do not match. Nodes without leaves
@@ -148,7 +184,7 @@ def _match(path: str, wanted: Any, given: Any, field: str = "", exact: bool = Fa
     """
     children, found = _children(wanted), _children(given)
     if children is None or _is_box(wanted, children):
-        yield from _match_leaf(path, wanted, given, field)
+        yield from (dataclasses.replace(p, limits=limits) for p in _match_leaf(path, wanted, given, field))
         return
     # Whole variables name the parameters. Beside the state of float8 layers they must, and Flax's TrainState
     # then gives the optimizer what is under the name; without that state it gives it what it has.
@@ -162,10 +198,19 @@ def _match(path: str, wanted: Any, given: Any, field: str = "", exact: bool = Fa
         found = saved = {"inner_state": given}
     if _is_loss_scale(wanted) and children.keys() & saved.keys():
         field = field or "loss_scale"
+    is_of_scale = field == "loss_scale" or wraps == _LOSS_SCALED
+    has_moments = hasattr(wanted, "_fields") or children.keys() >= {"count", "mu", "nu"}
     for name, child in children.items():
         is_field = (wraps and name != "inner_state") or name == COLLECTION
         child_field = name if is_field else field
-        yield from _match(_join(path, name), child, saved.get(name), child_field, exact)
+        inside = limits if limits and not limits.always else None
+        if is_of_scale and (found_limits := leaf_limits(name, wanted)):
+            inside = _Limits(*found_limits)
+        elif wraps == _LOSS_SCALED and name == "gradients":
+            inside = _ANYTHING
+        elif has_moments and name in _SECOND_MOMENTS:
+            inside = _Limits(0, np.inf, always=False)
+        yield from _match(_join(path, name), child, saved.get(name), child_field, exact, inside)
     if found is None:
         yield _Pair(path, _ABSENT, given)
     for name, child in saved.items():
@@ -272,6 +317,41 @@ def _check_types(pairs: Iterable[_Pair]) -> None:
     if changes:
         values = "1 restored value is" if len(changes) == 1 else f"{len(changes)} restored values are"
         raise ValueError(f"{values} not of the type that was expected:\n{_first(changes)}")
+
+
+def _check_values(pairs: list[_Pair], values: list[Any], check: bool) -> None:
+    damage = [
+        f"{p.path}: {what}"
+        for p, value in zip(pairs, values, strict=True)
+        if p.given is not _ABSENT and (what := _damage(p, value, check))
+    ]
+    if damage:
+        raise ValueError(
+            f"What was saved is damaged, or of a program with other bounds:\n{_first(damage)}\nRestore an "
+            "older checkpoint. To begin with the template's loss scale, remove the saved loss_scale."
+        )
+
+
+def _damage(pair: _Pair, value: Any, check: bool) -> str:
+    """Describes what no training state has in a leaf; returns "" where there is nothing."""
+    if isinstance(value, jax.core.Tracer) or pair.limits is _ANYTHING:
+        return ""
+    if pair.limits and (check or pair.limits.always):
+        low, high, _ = pair.limits
+        number = jnp.asarray(value)  # NumPy warns of NaN.
+        if not jnp.all((number >= low) & (number <= high)):
+            return f"{_text(value)}, outside [{low:g}, {high:g}]"
+    if not check or _kind(value) is None:
+        return ""
+    if not all_finite(value):
+        known = isinstance(pair.wanted, jax.ShapeDtypeStruct) or all_finite(pair.wanted)
+        return "not finite" if known or np.isnan(np.asarray(value)).any() else ""
+    is_count = _kind(value) is jnp.integer and _shape(value) == ()
+    return f"{_text(value)}, a negative count" if is_count and value < 0 else ""
+
+
+def _text(value: Any) -> str:
+    return f"{np.asarray(value).item():g}" if _shape(value) == () else "some values"
 
 
 def _change(wanted: Any, given: Any) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.core.settings import check_keys, shown
 
 
 class FromDict:
@@ -76,11 +76,12 @@ class FromDict:
                 f"{cls.__name__}.from_dict reads settings of the type {own!r}, and these are of the type "
                 f"{kind!r}. jmp_policy.from_config({{'loss_scale': ...}}).loss_scale reads all types."
             )
-        check_keys(values, cls._arguments(), f"the loss scale {own!r}")
+        check_keys(values, ["type", *cls._arguments()], f"the loss scale {own!r}")
         try:
             return cls(**values)
         except TypeError as error:
-            raise ValueError(f"The loss scale {dict(settings.items())!r} cannot be made: {error}.") from error
+            given = shown(dict(settings.items()))
+            raise ValueError(f"The loss scale {given} cannot be made: {error}.") from error
 
 
 def _type_in_configs(cls: type) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale, StatisticLossScale
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale, StaticLossScale
@@ -42,10 +43,11 @@ def loss_scale_from_dict(settings: Mapping[str, Any]) -> Callable[[], LossScale]
     Raises:
       ValueError: for an unknown type or argument, and for values that the class refuses.
     """
-    kind = str(settings.get("type", "dynamic")).lower()
-    if kind not in TYPES:
+    given = settings.get("type", "dynamic")
+    kind = given.lower() if isinstance(given, str) else shown(given)
+    if kind not in TYPES or not isinstance(given, str):
         raise ValueError(
-            f"Unknown type {settings['type']!r} of a loss scale.{did_you_mean(kind, TYPES)} "
+            f"Unknown type {shown(given)} of a loss scale.{did_you_mean(kind, TYPES)} "
             f"Known: {', '.join(TYPES)}."
         )
     values = {**settings, "type": kind}

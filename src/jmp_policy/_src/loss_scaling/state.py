@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jmp_policy._src.core.classes import imported_attr
@@ -83,10 +84,10 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
       scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
       loss: name of the loss whose scale is meant, where there are several.
     """
-    scale = scale_or_state
+    scale, state = scale_or_state, None
     if not is_scale(scale):
         found = find_one(scale)
-        scale = unwrapped(found.state.loss_scale)
+        state, scale = found.state, unwrapped(found.state.loss_scale)
         if found.is_guarded and jax.tree.leaves(scale):
             warnings.warn(
                 "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
@@ -97,7 +98,7 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
             )
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)
-    SCALE_USE.note(scale)
+    SCALE_USE.note(scale, state)
     return scale
 
 
@@ -120,7 +121,19 @@ def find_one(opt_state: PyTree) -> Found:
             f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
             "mean by passing that part of the state, or its .loss_scale, instead of the whole."
         )
+    check_no_number(found[0].state)
     return found[0]
+
+
+def check_no_number(state: LossScaledState) -> None:
+    """Raises TypeError for a number in the place of the loss scale, as optax's `tree_set` puts it there."""
+    scale = state.loss_scale
+    if isinstance(scale, jax.Array | np.ndarray | np.generic | int | float):
+        raise TypeError(
+            f"The loss scale of this optimizer state is a number ({scale}), without counters and bounds. Put "
+            "it into the loss scale: optax.tree_utils.tree_set(opt_state, loss_scale="
+            "dataclasses.replace(jmp_policy.get_loss_scale_state(opt_state).loss_scale, loss_scale=4.0))."
+        )
 
 
 def _find(tree: PyTree, prefix: str = "", is_guarded: bool = False) -> list[Found]:

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtypes import promote_dtype
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import float16_loss
 from jmp_policy._src.loss_scaling.float8_state import next_histories
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state, positive_int
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state
 from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
@@ -81,7 +83,8 @@ def scaled_value_and_grad(
       the scale that the gradients were computed with. Pass that to `update`.
 
     Raises:
-      TypeError: when `fun` returns no scalar.
+      TypeError: when `fun` returns no scalar; for an NNX module, which `jmp_policy.nnx.scaled_value_and_grad`
+        takes.
       ValueError: when no loss scale, or more than one, is found; for a name that is missing or unknown.
 
     Example:
@@ -117,6 +120,8 @@ def scaled_value_and_grad(
         return value, restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+        check_no_nnx_module("scaled_value_and_grad", *[args[i] for i in numbers if i < len(args)])
         scale = find_loss_scale(scale_or_opt_state, loss)
         if not retries:
             return once(scale, args, kwargs)

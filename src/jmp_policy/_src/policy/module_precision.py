@@ -1,22 +1,29 @@
 """What the rules decide for one module, and the casts that follow: of its inputs, and of its outputs.
 
-Inputs are cast to compute dtype, but for small ones: scalars, and vectors next to larger inputs. A noise
-level or a time costs nothing in float32, and half precision spoils what is computed from it:
+Inputs are rounded where they are used. Flax's layers cast theirs by their `dtype`. A module hands on what it
+is given, but for an input that may meet a parameter of the module's own in a product::
 
-    def __call__(self, x, sigma):               # x: (batch, height, width, channels), sigma: (batch,)
-        c_noise = jnp.log(sigma) / 4
-        angles = 2e4 * c_noise[:, None]         # an error of 2**-9 in c_noise is one of 40 in the angle
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, ids):             # x: (batch, 64), ids: (batch, 26), as float32
+            w = self.param("w", init, (64, 128))
+            table = self.param("table", init, (10_000, 16))
+            rows = table[ids.astype(int)]       # ids came as they were: no axis of a parameter has 26
+            return x @ w, rows                  # x came in half: `w` has an axis of 64
 
-A floating input is small if its rank is 1 or 0 and another input of the call has a higher rank. So the only
-vector of a model that is mapped over its examples (`jax.vmap`) is cast, and so is what a layer is called with
-alone. Modules inside the outermost governed one are passed small inputs on, alone too (an embedding of
-`c_noise`); there a float32 vector is taken for one, unless it comes with a half vector, as the state of a
-recurrent cell does.
+Of those, small inputs stay float32 too: scalars, vectors next to larger inputs, and what has fewer than 8
+features. A noise level, a time or a coordinate costs nothing in float32, and half precision spoils what is
+computed from it: `sin(2e4 * t)` with an error of 2**-9 in `t` is off by 40 radians.
+
+An image that enters a model with convolutions is cast. The only vector of a model that is mapped over its
+examples (`jax.vmap`) is cast, and so is what a module is called with alone. Modules inside the outermost
+governed one are passed small inputs on, alone too (an embedding of a noise level); there a float32 vector is
+taken for one, unless it comes with a half vector, as the state of a recurrent cell does.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -41,7 +48,8 @@ class ModulePrecision:
     """Policy of one module, and whether the module is a float32 island.
 
     A float32 island is a module that computes in float32 inside a half-precision model, such as a
-    normalisation layer; it takes and returns the compute dtype of its policy.
+    normalisation layer, or one whose product sums fewer than `FEW` numbers; it takes and returns the compute
+    dtype of its policy.
 
     Args:
       policy: its policy.
@@ -70,19 +78,26 @@ class ModulePrecision:
         """The dtype of parameters where they are used."""
         return self.param_dtype if self.island else self.policy.compute_dtype
 
-    def recipe_at(self, path: str) -> str | None:
-        """The float8 recipe of a layer at a path; None where its names say that it is left out."""
+    def as_island(self) -> "ModulePrecision":
+        """The same policy, computed in float32."""
+        return dataclasses.replace(self, island=True)
+
+    def recipe_at(self, path: str, outputs: Any) -> str | None:
+        """The float8 recipe of a layer; None where its path and outputs (`role_by_name`) leave it out."""
         if self.policy.recipe is None or self.island:
             return None
-        is_left_out = not self.recipe_is_asked_for and role_by_name(path)
+        is_left_out = not self.recipe_is_asked_for and role_by_name(path, outputs)
         return None if is_left_out else self.policy.recipe
 
-    def recipe_note(self, path: str) -> str:
+    def recipe_note(self, path: str, outputs: Any) -> str:
         """What to say of the recipe of a layer with products; "" without one."""
-        role = role_by_name(path)
+        role = role_by_name(path, outputs)
         left_out = f"not in float8: {role}" if role else ""
-        return "" if self.policy.recipe is None else self.recipe_at(path) or left_out
+        return "" if self.policy.recipe is None else self.recipe_at(path, outputs) or left_out
 
+
+#: A product that sums fewer numbers has nothing to gain in half precision: Tensor Cores pad it to 8.
+FEW = 8
 
 #: The rank up to which inputs are small in the governed module that is running; None outside of all.
 _RANK = jax.make_user_context(default_value=None)
@@ -106,9 +121,9 @@ class SmallInputs:
         """A context manager: calls of other modules in the with-block are inside of this one."""
         return _RANK(self.rank_inside)
 
-    def output_rank(self, precision: ModulePrecision) -> int:
-        """Up to which rank outputs of the call keep their dtype; scalars always do."""
-        return max(0, self.rank) if self.are_all and precision.keeps_small_inputs else 0
+    def are_outputs_kept(self, precision: ModulePrecision) -> bool:
+        """Whether small outputs of the call keep their dtype; scalars always do."""
+        return self.are_all and precision.keeps_small_inputs
 
 
 def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> SmallInputs:
@@ -121,32 +136,75 @@ def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> S
     outer = _RANK.value
     # No boolean masks, and no keys.
     numbers = [x for x in jax.tree.leaves(inputs, is_leaf) if isinstance(x, ARRAYS) and is_number(x.dtype)]
-    ranks = [len(x.shape) for x in numbers]
     half_ranks = [len(x.shape) for x in numbers if is_half(x.dtype)]
-    wide_ranks = [len(x.shape) for x in numbers if is_floating(x.dtype) and not is_half(x.dtype)]
-    rank = min(1, max(ranks, default=0) - 1)
+    wide = [x for x in numbers if is_floating(x.dtype) and not is_half(x.dtype)]
+    rank = min(1, max((len(x.shape) for x in numbers), default=0) - 1)
     if outer is not None:
         meets_half = max(half_ranks, default=0) > 0
         rank = max(rank, min(outer, 0) if meets_half else outer)
-    are_all = not half_ranks and -1 < max(wide_ranks, default=-1) <= rank
+    are_all = bool(wide) and not half_ranks and all(is_small(x, rank) for x in wide)
     return SmallInputs(rank, are_all, rank if outer is None else max(rank, outer))
 
 
+def is_small(x: Any, rank: int) -> bool:
+    """Whether an array costs nothing in float32: of a rank up to this one, or a table of few features."""
+    shape = x.shape
+    return len(shape) <= rank or (0 < len(shape) <= 2 and shape[-1] < FEW)
+
+
 def cast_inputs(
-    tree: Any, precision: ModulePrecision, small: SmallInputs, is_leaf: Callable[[Any], bool] | None = None
+    tree: Any,
+    precision: ModulePrecision,
+    small: SmallInputs,
+    may_meet: Callable[[tuple[int, ...]], bool],
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Casts floating inputs to compute dtype; small ones no lower than the dtype of float32 parameters."""
-    dtype = precision.compute_dtype
-    kept_rank = small.rank if precision.keeps_small_inputs and is_half(dtype) else -1
-    widest = promote_dtype(precision.policy.param_dtype)
+    """Casts floating inputs to compute dtype, but those that stay as they came.
+
+    Those are no wider than float32, or than the parameters.
+
+    Args:
+      tree: inputs of one call.
+      precision: what the rules mean for the module.
+      small: which inputs are small.
+      may_meet: whether a product may read an input of such a shape: what `meeting` gives.
+      is_leaf: as for `jax.tree.flatten`.
+    """
+    dtype, widest = precision.compute_dtype, promote_dtype(precision.policy.param_dtype)
+    rank = small.rank if precision.keeps_small_inputs else -1
 
     def cast(x: Any) -> Any:
-        is_small = isinstance(x, ARRAYS) and len(x.shape) <= kept_rank and not is_half(x.dtype)
-        if not (is_small and is_floating(x.dtype)):
+        if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or is_half(x.dtype) or not is_half(dtype):
+            return cast_leaf(x, dtype)
+        is_kept = (precision.keeps_small_inputs and is_small(x, rank)) or not may_meet(x.shape)
+        if not is_kept:
             return cast_leaf(x, dtype)
         return cast_leaf(x, widest) if x.dtype.itemsize > widest.itemsize else x
 
     return map_changed(cast, tree, is_leaf)
+
+
+def meeting(
+    own: Iterable[Any] | None, of_model: Callable[[], Iterable[Any]] | None = None
+) -> Callable[[tuple[int, ...]], bool]:
+    """Whether inputs of a module may meet parameters in products, by their shapes.
+
+    Args:
+      own: the parameters of the module itself; None if it is about to make them.
+      of_model: for the outermost module, gives all parameters. An image that enters a model with
+        convolutions counts as read by one: joined with half features it would make them float32.
+    """
+    axes = None if own is None else {size for x in own for size in getattr(x, "shape", ())}
+
+    def may_meet(shape: tuple[int, ...]) -> bool:
+        # The first of several axes is the batch's.
+        if axes is None or any(size in axes for size in (shape[1:] or shape)):
+            return True
+        if of_model is None or len(shape) < 4 or shape[-1] >= FEW:
+            return False
+        return any(len(x.shape) == len(shape) for x in of_model())
+
+    return may_meet
 
 
 def policy_changes(caller: Policy | None, policy: Policy) -> bool:
@@ -171,9 +229,9 @@ def cast_outputs(
     policy: Policy,
     *,
     policy_changes: bool,
-    may_be_scanned: bool,
+    returns_carry: bool,
     may_return_carry_only: bool = False,
-    kept_rank: int = 0,
+    keeps: Callable[[Any], bool] = lambda x: False,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Casts the outputs of a module's method for its caller.
@@ -184,10 +242,10 @@ def cast_outputs(
       policy: the module's policy.
       policy_changes: whether the caller is under another policy, so that the output dtype applies. Between
         modules of one policy, outputs stay in compute dtype.
-      may_be_scanned: whether `lax.scan` may run the method, so that a returned carry (the first of a pair)
-        must keep its dtype.
+      returns_carry: whether the method returns a pair of a carry, which must keep its dtype, and an output,
+        as the body of `lax.scan` does.
       may_return_carry_only: whether the carry may be all that the method returns.
-      kept_rank: the rank up to which outputs for code under the same policy keep their dtype.
+      keeps: whether an output array for code under the same policy keeps its dtype.
       is_leaf: as for `jax.tree.flatten`.
     """
 
@@ -195,14 +253,14 @@ def cast_outputs(
         if policy_changes:
             return cast_leaf(x, policy.output_dtype)
         # Scalars keep their dtype: they cost nothing and are mostly losses, whose cotangent is the scale.
-        is_large = isinstance(x, ARRAYS) and len(x.shape) > kept_rank
-        return cast_leaf(x, policy.compute_dtype) if is_large else x
+        is_cast = isinstance(x, ARRAYS) and len(x.shape) > 0 and not keeps(x)
+        return cast_leaf(x, policy.compute_dtype) if is_cast else x
 
     if may_return_carry_only and given:
         kept = _in_dtypes_of(given[0], out, is_leaf)
         if kept is not None:
             return kept
-    if not (may_be_scanned and isinstance(out, tuple) and len(out) == 2 and given):
+    if not (returns_carry and isinstance(out, tuple) and len(out) == 2 and given):
         return map_changed(cast, out, is_leaf)
     kept = _in_dtypes_of(given[0], out[0], is_leaf)
     carry = map_changed(cast, out[0], is_leaf) if kept is None else kept

@@ -67,24 +67,54 @@ def singles_out(pattern: Pattern) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _glob_matches(glob: str, path: str) -> bool:
-    return _parts_match([p for p in glob.split("/") if p], [n for n in path.split("/") if n])
+    parts = _names(glob)
+    return len(parts) in _places(parts, _names(path))
 
 
-def _parts_match(parts: list[str], names: list[str]) -> bool:
-    if not parts:
-        return not names
-    if parts[0] == "**":
-        return any(_parts_match(parts[1:], names[skip:]) for skip in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _parts_match(parts[1:], names[1:])
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name]
+
+
+def _places(parts: list[str], names: list[str]) -> set[int]:
+    """How far a glob may have come once a path has: each number of parts that can have matched `names`.
+
+    All at once, as an automaton goes: one way after the other would take exponential time for many "**".
+    """
+    places = _beyond_stars(parts, {0})
+    for name in names:
+        found = {at for at in places if at < len(parts)}
+        stay = {at for at in found if parts[at] == "**"}
+        moved = {at + 1 for at in found - stay if fnmatch.fnmatchcase(name, parts[at])}
+        places = _beyond_stars(parts, stay | moved)
+    return places
+
+
+def _beyond_stars(parts: list[str], places: set[int]) -> set[int]:
+    """The places, and those that a "**" leads to by matching nothing."""
+    for at, part in enumerate(parts):
+        if at in places and part == "**":
+            places.add(at + 1)
+    return places
 
 
 def patterns_below(pattern: Pattern, start: str) -> list[Pattern]:
     """What a pattern comes to for the part of a model at `start`, whose paths are counted from there."""
     if isinstance(pattern, str):
-        parts = [part for part in pattern.split("/") if part]
-        rest = _remaining_globs(parts, [name for name in start.split("/") if name])
-        return list(dict.fromkeys("/".join(r) for r in rest if r))
+        parts = _names(pattern)
+        places = _places(parts, _names(start)) - {len(parts)}
+        # What follows a "**" is in the glob that begins with it, too.
+        return ["/".join(parts[at:]) for at in sorted(places) if at == 0 or parts[at - 1] != "**"]
     return [pattern if isinstance(pattern, type) else PredicateOnWholePath(pattern, start)]
+
+
+def path_inside(pattern: Pattern, model: str) -> Pattern:
+    """A path pattern without the model's own name at its start; another pattern as it is."""
+    if not isinstance(pattern, str):
+        return pattern
+    names = _names(pattern)
+    while names and names[0].partition(".")[0] == model:
+        names = names[1:]
+    return "/".join(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +126,6 @@ class PredicateOnWholePath:
 
     def __call__(self, path: str, module: Any) -> bool:
         return self.predicate("/".join(part for part in (self.start, path) if part), module)
-
-
-def _remaining_globs(parts: list[str], names: list[str]) -> list[list[str]]:
-    """The globs that the rest of a path must match after its first parts, `names`, matched."""
-    if not names:
-        return [parts]
-    if not parts:
-        return []
-    if parts[0] == "**":
-        return [
-            parts,
-            *(rest for skip in range(len(names)) for rest in _remaining_globs(parts[1:], names[skip:])),
-        ]
-    return _remaining_globs(parts[1:], names[1:]) if fnmatch.fnmatchcase(names[0], parts[0]) else []
 
 
 def checked_pairs(overrides: Any) -> list[tuple[Pattern, Any]]:

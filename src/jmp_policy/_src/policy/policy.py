@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.dtypes import cast_floating, is_floating, is_half
+from jmp_policy._src.core.dtypes import cast_floating, is_half
+from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.policy.policy_text import dtypes_text, parse_policy, policy_text
+from jmp_policy._src.policy.policy_text import dtypes_text, parse_assignments, parse_policy, policy_text
 from jmp_policy._src.policy.recipes import checked_recipe
 from jmp_policy._src.policy.worthwhile import worthwhile
 
@@ -27,8 +28,7 @@ class Policy:
     Args:
       param_dtype: dtype in which parameters are stored and updated (the master weights). Or the text of a
         policy, in place of the three dtypes: `Policy("mixed_bfloat16", recipe="fp8_current")`.
-      compute_dtype: dtype to which parameters and inputs are cast for the computation. A half one is not for
-        scalars and vectors that come with larger inputs (see `PolicyMap`'s `keep_small_inputs`).
+      compute_dtype: dtype to which parameters, and what products read, are cast for the computation.
       output_dtype: dtype of values that leave the governed part of a model for code under another policy or
         none.
       grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in
@@ -81,11 +81,11 @@ class Policy:
                     object.__setattr__(self, name, getattr(named, name))
         for name in ("param_dtype", "compute_dtype", "output_dtype", "grad_dtype"):
             given = getattr(self, name)
-            is_left_out = name == "grad_dtype" and given is None
-            if not is_left_out and not (isinstance(given, np.dtype) and is_floating(given)):
+            if name != "grad_dtype" or given is not None:
                 object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))
         if self.recipe is not None:
-            given, at, target = str(self.recipe).partition("@")
+            text = self.recipe if isinstance(self.recipe, str) else shown(self.recipe)
+            given, at, target = text.partition("@")
             recipe = checked_recipe(given, self.compute_dtype, dtypes_text(self))
             object.__setattr__(self, "recipe", worthwhile(recipe, target) if at else recipe)
 
@@ -122,7 +122,7 @@ class Policy:
         Raises:
           ValueError: for unknown keys and dtypes.
         """
-        return get_policy(",".join(f"{key}={value}" for key, value in settings.items()))
+        return cls(**parse_assignments(settings))
 
     def __str__(self) -> str:
         return policy_text(self)

@@ -4,12 +4,13 @@ The grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `
 error for an unknown word lists the known ones.
 """
 
-import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.core.dtype_words import DTYPE_WORDS, NO_SCALES, parse_dtype
+from jmp_policy._src.core.dtype_words import DTYPE_WORDS, float8_hint, parse_dtype
+from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.policy.recipes import is_recipe
 
@@ -49,7 +50,7 @@ def parse_policy(text: Any) -> dict[str, Any]:
     if not isinstance(text, str):
         hint = " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
         raise TypeError(
-            f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {text!r} "
+            f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {shown(text)} "
             f"of type {type(text).__name__}.{hint if hasattr(text, 'items') else ''}"
         )
     name = text.strip().lower()
@@ -65,7 +66,7 @@ def parse_policy(text: Any) -> dict[str, Any]:
         raise ValueError(
             f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
         )
-    hint = f" {NO_SCALES}" if re.search(r"(f|fp|float)8", name) else did_you_mean(name, known)
+    hint = float8_hint(name) or did_you_mean(name, known)
     if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
         full = np.dtype(DTYPE_WORDS[name]).name
         hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."
@@ -78,22 +79,40 @@ def parse_policy(text: Any) -> dict[str, Any]:
 def _parse_assignments(text: str) -> dict[str, Any]:
     first, comma, rest = text.partition(",")
     named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE)
+    parts = [part.lower().split("=", 1) for part in (rest if named else text).split(",")]
+    fields = _assigned([[piece.strip() for piece in part] for part in parts], f"policy {text!r}")
+    return parse_policy(first) | fields if named else _with_defaults(fields)
+
+
+def parse_assignments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Parses `{"params": "float32", "compute": "float16"}` to the fields of a `Policy`.
+
+    Raises:
+      ValueError: for unknown keys and dtypes.
+    """
+    if not settings:
+        raise ValueError(f"A policy needs one of the keys {', '.join(POLICY_KEYS)}; the mapping is empty.")
+    return _with_defaults(_assigned(settings.items(), f"policy {shown(dict(settings.items()))}"))
+
+
+def _assigned(parts: Iterable[Any], policy: str) -> dict[str, Any]:
+    """The fields that parts `(key, word)` set."""
     given: dict[str, Any] = {}
-    for part in (rest if named else text).split(","):
-        key, equals, word = (piece.strip().lower() for piece in part.partition("="))
-        key = _SHORT_KEYS.get(key, key)
-        if not equals or key not in (*_WORD_TO_FIELD, _RECIPE):
-            hint = did_you_mean(key, POLICY_KEYS)
+    for part in parts:
+        key = _SHORT_KEYS.get(part[0], part[0])
+        if len(part) < 2 or key not in (*_WORD_TO_FIELD, _RECIPE):
+            hint = did_you_mean(str(key), POLICY_KEYS)
             raise ValueError(
-                f"Unknown part {part.strip()!r} in policy {text!r}.{hint} Parts are key=dtype with "
+                f"Unknown part {'='.join(map(str, part))!r} in {policy}.{hint} Parts are key=dtype with "
                 f"the keys {', '.join(POLICY_KEYS)}."
             )
         if key in given:
-            raise ValueError(f"Policy {text!r} sets {key!r} twice.")
-        given[key] = word if key == _RECIPE else parse_dtype(word, f"in policy {text!r}")
-    fields = {_WORD_TO_FIELD.get(key, key): value for key, value in given.items()}
-    if named:
-        return parse_policy(first) | fields
-    params = given.get("params", np.dtype(np.float32))
-    compute = given.get("compute", params)
+            raise ValueError(f"{policy[0].upper()}{policy[1:]} sets {key!r} twice.")
+        given[key] = part[1] if key == _RECIPE else parse_dtype(part[1], f"in {policy}")
+    return {_WORD_TO_FIELD.get(key, key): value for key, value in given.items()}
+
+
+def _with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    params = fields.get("param_dtype", np.dtype(np.float32))
+    compute = fields.get("compute_dtype", params)
     return {"param_dtype": params, "compute_dtype": compute, "output_dtype": compute, **fields}

@@ -10,7 +10,7 @@ A recipe is one word, so that policies, rules and scopes can name it: "fp8_curre
 
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,16 @@ RECIPES = {
 #: The recipe that keeps state: scales and largest values, in variables of Flax Linen.
 DELAYED = "fp8_delayed"
 
+#: The name of a router, and of one of the wide products of a SwiGLU: only a router has few outputs. Models
+#: with 256 experts are among the largest.
+_GATE, _MOST_EXPERTS = re.compile(r"gate(_?\d+)?"), 256
+
 #: What a name of a layer, or of one above it, ends in or is, and what it tells: where 8 bits cost the most
 #: accuracy and save the least time.
 _KEPT = (
     (re.compile(r"(.*_)?(heads?|logits?(_?dense|_?proj)?|classifier|score)(_?\d+)?"), "a head"),
-    (re.compile(r"(.*_)?router(_?\d+)?|gate(_?\d+)?"), "a router"),
+    (re.compile(r"(.*_)?router(_?\d+)?"), "a router"),
+    (_GATE, "a router"),
     (re.compile(r"(.*_)?(embed(der|dings?)?|patch(es)?|patch_proj\w*|stem)(_?\d+)?"), "a first layer"),
 )
 #: A name that ends in a word of the first pattern, and is none.
@@ -120,14 +125,18 @@ def check_has_no_state(recipe: str | None, what: str) -> None:
         )
 
 
-def role_by_name(path: str) -> str:
+def role_by_name(path: str, outputs: Any = None) -> str:
     """Returns what a layer is by the names on its path, if float8 recipes leave it out; else "".
 
     Args:
       path: "decoder/lm_head". Of its names each counts: what is inside of a head belongs to it.
+      outputs: how many the layer has, or their shape; None where that is not known.
     """
+    is_wide = isinstance(outputs, int | tuple | list) and np.prod(outputs) > _MOST_EXPERTS
     for name in filter(None, path.lower().split("/")):
         for pattern, role in _KEPT:
+            if pattern is _GATE and is_wide:
+                continue
             if pattern.fullmatch(name) and not _NOT_KEPT.fullmatch(name):
                 return role
     return ""

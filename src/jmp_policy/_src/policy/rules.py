@@ -9,12 +9,13 @@ import numpy as np
 
 from jmp_policy._src.core.dtype_words import check_has_range
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.core.settings import check_keys, flag
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.patterns import (
     Pattern,
     checked_pairs,
     matches,
+    path_inside,
     pattern_from_text,
     pattern_to_text,
     patterns_below,
@@ -41,9 +42,9 @@ class PolicyMap:
       float32_islands: compute normalisation layers and the softmax of attention in float32 wherever a
         policy computes in 16 bits or fewer. A rule that matches a normalisation layer by its class or
         by its name overrides this for that layer.
-      keep_small_inputs: where a policy computes in 16 bits or fewer, do not cast floating inputs that are
-        scalars, or vectors next to inputs of higher rank (a noise level or a time per example). They cost
-        nothing, and a logarithm or a high frequency of them is wrong in half precision.
+      keep_small_inputs: where a policy computes in 16 bits or fewer, leave in float32 what costs nothing:
+        scalars, vectors next to larger inputs, few features, and layers whose product sums fewer than 8
+        terms. A high frequency of a time or a noise level is wrong in half precision.
 
     Raises:
       TypeError, ValueError: for something that is not a pattern or not a policy.
@@ -76,9 +77,9 @@ class PolicyMap:
         vars(self).update(
             default=get_policy(default),
             overrides=checked,
-            keep_module_dtypes=bool(keep_module_dtypes),
-            float32_islands=bool(float32_islands),
-            keep_small_inputs=bool(keep_small_inputs),
+            keep_module_dtypes=flag(keep_module_dtypes, "keep_module_dtypes"),
+            float32_islands=flag(float32_islands, "float32_islands"),
+            keep_small_inputs=flag(keep_small_inputs, "keep_small_inputs"),
         )
 
     @functools.cached_property
@@ -226,8 +227,13 @@ FLAGS: dict[str, bool] = PolicyMap.__init__.__kwdefaults__  # type: ignore[assig
 PolicyMapLike: TypeAlias = PolicyMap | Policy | str
 
 
-def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
+def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
     """The rules that are to be applied: a `PolicyMap` as it is, else one without overrides.
+
+    Args:
+      policy: as users give it.
+      model: name of the model that they are for. Paths in reports begin with it ("Net/head",
+        "Net.encode/head"), as those in profiles do; paths in rules begin inside.
 
     Raises:
       ValueError: for policies that compute, store or hand on values in 8 bits, and for those whose
@@ -240,7 +246,19 @@ def as_policy_map(policy: PolicyMapLike) -> PolicyMap:
                 check_has_range(dtype, f"The policy {str(given)!r}")
         if given.grad_dtype not in (None, given.compute_dtype):
             check_grad_dtype(given)
-    return rules
+    if model is None or not rules.overrides:
+        return rules
+    overrides = [(path_inside(pattern, model), override) for pattern, override in rules.overrides]
+    return dataclasses.replace(rules, overrides=overrides)
+
+
+def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:
+    """Makes the error for a module that is wrapped already, under other rules."""
+    return ValueError(
+        f"{module} is wrapped already, under {old!r}; wrapped again, under {new!r}, it would lose that. Keep "
+        "one of the two: give the bare module, as it was before the first wrap, or leave out the second (a "
+        "TrainState takes rules as precision=Precision(rules))."
+    )
 
 
 def check_grad_dtype(policy: Policy) -> None:

@@ -16,8 +16,8 @@ from jmp_policy._src.policy.rules import PolicyMap, path_text
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Paths of the modules that ran, indices of the rules that matched one of them, and paths of the modules
-    whose initial values may depend on half-precision ones.
+    """What has run: paths of modules, indices of the rules that matched one of them, paths of the modules
+    whose initial values may depend on half-precision ones, and the paths that modules left for another's.
 
     It holds paths and no modules: jit caches keep the scopes they were traced under, and a module would keep
     its parameters alive.
@@ -26,6 +26,7 @@ class Seen:
     paths: set[str]
     matched: set[int]
     drawn_in_half: set[str] = dataclasses.field(default_factory=set)
+    moved: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

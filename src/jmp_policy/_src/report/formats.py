@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -122,18 +122,7 @@ def _format(name: str, numbers: Sequence[float]) -> Format:
 
 
 def _becomes(number: float, name: str) -> str:
-    if name == "tf32":
-        return f"{_rounded_to_tf32(number):.9g}"
     with np.errstate(over="ignore", under="ignore"):
+        if name == "tf32":
+            return f"{float(jax.lax.reduce_precision(np.float32(number), 8, 10)):.9g}"
         return f"{float(np.asarray(number, np.float64).astype(jnp.dtype(name))):.9g}"
-
-
-def _rounded_to_tf32(number: float) -> float:
-    """Rounds to a float32 with 10 bits after the leading one, to nearest, ties to even."""
-    with np.errstate(over="ignore", under="ignore"):
-        single = np.float32(number)
-    if not np.isfinite(single):
-        return float(single)
-    bits: Any = int(single.view(np.uint32))
-    bits += 0xFFF + ((bits >> 13) & 1)
-    return float(np.uint32(bits & ~0x1FFF).view(np.float32))

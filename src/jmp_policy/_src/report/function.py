@@ -5,9 +5,8 @@ a loss function may read values that have changed since. So each call traces and
 an argument, those that the function closes over too. What is compared is the text of the lowered program.
 """
 
-import collections
+import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -244,12 +243,6 @@ def as_loss_scale(scale: Any) -> LossScale:
     return StaticLossScale(scale) if is_number else find_loss_scale(scale)
 
 
-#: Programs kept; the one that was not used for longest goes first.
-_MOST_PROGRAMS = 16
-_kept: "collections.OrderedDict[Any, Any]" = collections.OrderedDict()
-_lock = threading.Lock()
-
-
 def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in one compiled program, which is kept for the next call with an equal one.
 
@@ -269,7 +262,7 @@ def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
 
     given = constants, jax.tree.leaves(args)
     lowered = jax.jit(evaluate).lower(*given)
-    compiled = lowered.compile() if _has_constants(jaxpr) else _once(lowered, given)
+    compiled = lowered.compile() if _has_constants(jaxpr) else _compiled_once(_Lowered(lowered, given))
     return jax.tree.unflatten(jax.tree.structure(shapes), compiled(*given))
 
 
@@ -282,17 +275,20 @@ def _has_constants(jaxpr: Any) -> bool:
     )
 
 
-def _once(lowered: Any, given: Any) -> Any:
-    """The compiled program with the text of a lowered one, for arrays that lie where these do."""
-    places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
-    key = lowered.as_text(), places
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
-    compiled = lowered.compile()
-    with _lock:
-        _kept[key] = compiled
-        while len(_kept) > _MOST_PROGRAMS:
-            _kept.popitem(last=False)
-    return compiled
+class _Lowered:
+    """A lowered program; equal to one of the same text, for arrays that lie in the same places."""
+
+    def __init__(self, lowered: Any, given: Any):
+        places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
+        self.lowered, self.key = lowered, (lowered.as_text(), places)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Lowered) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled_once(program: _Lowered) -> Any:
+    return program.lowered.compile()

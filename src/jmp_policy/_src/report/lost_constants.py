@@ -51,7 +51,7 @@ def without_overflow_warnings() -> Iterator[None]:
         yield
 
 
-def lost_constants_text(constants: Sequence[LostConstant]) -> str:
+def text(constants: Sequence[LostConstant]) -> str:
     """Describes lost constants in one phrase, for verdicts; "" without any."""
     return joined([constant.text for constant in constants])
 
@@ -63,7 +63,7 @@ REPAIR = (
 )
 
 
-def lost_constants_table(constants: Sequence[LostConstant]) -> Table:
+def table(constants: Sequence[LostConstant]) -> Table:
     """Makes the table of lost constants."""
     rows = [
         (

@@ -38,7 +38,7 @@ def _cast(dtype: np.dtype, x: Any) -> Any:
 
 
 def argument_marked() -> contextlib.AbstractContextManager[Any]:
-    """Returns a with-block whose casts are marked as those of an argument."""
+    """A with-block whose casts are marked as those of an argument."""
     return jax.named_scope(_ARGUMENT)
 
 
@@ -54,7 +54,7 @@ def should_transform(rules: PolicyMap | Policy) -> bool:
 
 
 def param_cast_kind(eqn: Any) -> Mark | None:
-    """Returns whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
+    """Whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
         return None
     found = _MARKED.search(str(compat.stack_of(eqn)))

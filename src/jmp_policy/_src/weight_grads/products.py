@@ -18,7 +18,7 @@ from jmp_policy._src.products.binding import bind_product
 
 @jax.custom_jvp
 def joined(value: Any, fp32: Any) -> Any:
-    """Returns a half value, as if it were the cast of a float32 one."""
+    """A half value, as if it were the cast of a float32 one."""
     return value
 
 
@@ -47,7 +47,7 @@ def product(
 
 @functools.lru_cache(maxsize=4096)
 def _product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Callable[..., Any]:
-    """Returns one function per kind of product, so that JAX traces it once."""
+    """One function per kind of product, so that JAX traces it once."""
 
     def bound(*operands: Any, **changed: Any) -> Any:
         return bind_product(primitive, operands, dict(params) | changed)[0]
@@ -99,7 +99,7 @@ class _Static:
 
 
 def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any], Any]:
-    """Returns the transpose of a product by one operand, as JAX has it."""
+    """The transpose of a product by one operand, as JAX has it."""
 
     def of_operand(x: Any) -> Any:
         return linear(*taken[:place], x, *taken[place + 1 :])
@@ -108,7 +108,7 @@ def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any]
 
 
 def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
-    """Returns what a transpose gives, in the float32 that its product accumulates in."""
+    """What a transpose gives, in the float32 that its product accumulates in."""
 
     def step(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "convert_element_type" and values[0].dtype == FLOAT32:

@@ -1,21 +1,324 @@
-"""A function whose weight gradients are float32."""
+"""Runs a program so that the gradients of its parameters are float32: each weight is carried as two values.
 
+A half product hands its weight gradient on in half, and a sum of such gradients (over a batch, the rows of a
+look-up, the steps of a loop, the devices of a mesh) is a sum in half. So beside the half value of a weight
+goes the float32 parameter that it was cast from, through the same reshapes, slices and masks, into loops and
+calls. For::
+
+    w16 = w.astype(float16)         # DualWeight(value=w16, fp32=w)
+    v16 = w16.T                     # DualWeight(value=w16.T, fp32=w.T)
+    y = x @ v16                     # Activation(x @ v16); its gradient by the weight goes to w.T, in float32
+
+values are those of the program as it was traced. Nobody reads the float32 twin, and the compiler drops it;
+but the gradient takes its way, and is summed in float32. Products get derivatives of their own (`products`).
+Where a weight meets an activation, what comes of it is an activation.
+"""
+
+import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
+from jax import lax
 
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.flatten import flattened
+from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
+from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads.dual_values import DualValues, read
-from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT
+from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT, Mark, param_cast_kind
+from jmp_policy._src.weight_grads.products import joined, product
+
+#: "own": a parameter, or what was made of parameters alone. "argument": the same of a function's argument,
+#: which may be a parameter. "rows": looked up in one. "copies": of one.
+WeightKind: TypeAlias = Mark | Literal["rows", "copies"]
+
+_WHOLE = ("own", "argument")
+
+#: Of one array that may be a weight, and of others that are none.
+_MOVES = HAVING[Trait.KEEPS_WEIGHT]
+
+#: Name of autocast's products with a float32 result.
+FLOAT32_PRODUCT = "product_with_float32_result"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class DualWeight:
+    """A value made of parameters, as the program has it.
+
+    Args:
+      value: half (or float32, where the program casts back), without a gradient.
+      fp32: the same in float32, from float32 parameters: the way of the gradient.
+      kind: rows and copies are activations where they meet a weight in a product.
+    """
+
+    value: Any
+    fp32: Any
+    kind: WeightKind = dataclasses.field(default="own", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Activation:
+    """A value that a weight had a part in, and that is no weight itself."""
+
+    value: Any
+
+
+def read(value: Any) -> Any:
+    """A value as the program has it, with its gradient."""
+    if isinstance(value, DualWeight):
+        return joined(value.value, value.fp32)
+    return value.value if isinstance(value, Activation) else value
+
+
+class DualValues(Interpreter):
+    """Runs a program on arrays, weights and activations, each of which is one of them.
+
+    Attributes:
+      missed: where a weight gradient stays half, and why.
+    """
+
+    def __init__(self) -> None:
+        self.missed: dict[str, str] = {}
+        self._marked: dict[int, bool] = {}
+
+    def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """A jaxpr as a function of arrays, weights and activations to arrays."""
+        return lambda *values: list(map(read, self.inside(jaxpr, lambda: list(values), False)[0]))
+
+    def inside(self, jaxpr: Any, take: Callable[[], list[Any]], where: Any) -> tuple[list[Any], Any]:
+        """Runs the body of a loop, branch or call; what leaves it is an activation."""
+        with binding.program(is_body=True):
+            return _activations(map(read, self.run(jaxpr, take(), where))), ()
+
+    def at(self, eqn: Any, around: Any) -> bool:
+        """Whether the first named scope of all operations is left out: of the outermost jaxpr alone."""
+        return False
+
+    def context(self, eqn: Any, around: Any) -> Any:
+        """The scopes of an operation, without that which marks the cast of a parameter."""
+        last = -1 if param_cast_kind(eqn) else None
+        return compat.eqn_context(eqn, compat.stack_within(eqn, int(around), last))
+
+    def bind(self, eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
+        """Does an operation itself."""
+        return binding.bind(eqn, *arrays, **changed)
+
+    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+        """Carries are activations: a weight that changes from trip to trip is none."""
+        return Carries(_activations(map(read, loop.start)))
+
+    def cond(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
+        """Runs a branch for an index, which may be an activation."""
+        return super().cond(eqn, [read(values[0]), *values[1:]], where)
+
+    def enters(self, eqn: Any, kind: Kind, values: list[Any]) -> bool:
+        """Whether a call or loop is run: with a weight outside or inside, and if it can be rebuilt."""
+        if not self._concerns(eqn, values):
+            return False
+        return calls.is_inlined(eqn) if kind is Kind.JIT else kind in _ENTERED
+
+    def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
+        """Does an operation that takes weights by a rule, and any other as it was traced."""
+        mark = param_cast_kind(eqn)
+        if mark:
+            return [_cast(eqn, values[0], mark)]
+        kind = calls.kind_of(eqn)
+        if kind is not None and self._concerns(eqn, values):
+            return self._closed_call(eqn, kind, values)
+        weights = [value for value in values if isinstance(value, DualWeight)]
+        if weights:
+            return _RULES.get(eqn.primitive.name, _with_weights)(eqn, values, weights)
+        outs = binding.bind(eqn, *map(read, values))
+        is_active = self._is_marked(eqn) or any(isinstance(value, Activation) for value in values)
+        return _activations(outs) if is_active else outs
+
+    def _closed_call(self, eqn: Any, kind: Kind, values: list[Any]) -> list[Any]:
+        """Does a call that is not run operation by operation."""
+        if kind is Kind.JIT and not calls.is_bound(eqn):
+            call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
+            outs = call(*values)
+            self.missed.update(missed)
+            return _activations(outs)
+        if kind is Kind.CUSTOM_JVP and compat.name_of(eqn) == FLOAT32_PRODUCT:
+            (inner,) = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
+            # Of autocast: a float32 result whose derivatives are half products.
+            return [_product(inner, values, inner.invars[0].aval.dtype)]
+        if kind is not Kind.WHILE:
+            name = eqn.primitive.name
+            why = (
+                "which is bound to its shardings or donations"
+                if name == "jit"
+                else "whose derivative is given"
+            )
+            line = source_lines.source_line(eqn) or "somewhere"
+            self.missed.setdefault(line, f"the weight goes into a {name}, {why}")
+        return _activations(binding.bind(eqn, *map(read, values)))
+
+    def _concerns(self, eqn: Any, values: Sequence[Any]) -> bool:
+        return any(isinstance(value, DualWeight) for value in values) or self._is_marked(eqn)
+
+    def _is_marked(self, eqn: Any) -> bool:
+        """Whether a parameter is cast inside a call or loop."""
+        return any(map(self._has_marks, ir.subjaxprs(eqn)))
+
+    def _has_marks(self, jaxpr: Any) -> bool:
+        if id(jaxpr) not in self._marked:
+            eqns = compat.open_jaxpr(jaxpr).eqns
+            self._marked[id(jaxpr)] = any(param_cast_kind(eqn) or self._is_marked(eqn) for eqn in eqns)
+        return self._marked[id(jaxpr)]
+
+
+#: Calls and loops that are run operation by operation, jits aside. The others bring their own derivative,
+#: have none, or cannot be rebuilt.
+_ENTERED = (Kind.CALL, Kind.CHECKPOINT, Kind.SHARD_MAP, Kind.SCAN, Kind.COND)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
+    """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
+    run = DualValues()
+    function = run.function(jaxpr)
+    function.__name__ = name
+    return jax.jit(function), run.missed
+
+
+def _activations(values: Iterable[Any]) -> list[Any]:
+    return list(map(Activation, values))
+
+
+def _cast(eqn: Any, value: Any, kind: WeightKind) -> DualWeight:
+    """Casts a parameter to half, and keeps the float32 value beside it."""
+    fp32 = read(value)
+    value = binding.bind(eqn, lax.stop_gradient(fp32))[0]
+    return DualWeight(value, lax.convert_element_type(fp32, FLOAT32), kind)
+
+
+def _kind_of(kinds: set[WeightKind]) -> WeightKind:
+    """What weights of these kinds make together."""
+    return "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
+
+
+def _value(value: Any) -> Any:
+    """A value without its gradient, where it is a weight."""
+    return value.value if isinstance(value, DualWeight) else read(value)
+
+
+def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> bool:
+    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
+    if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
+        return False
+    if any(isinstance(value, Activation) for value in operands):
+        return False
+    if all(weight.kind in _WHOLE for weight in weights):
+        return True
+    # Rows that meet others are activations: their gradients are as large.
+    others = (atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not weights[0])
+    return all(ir.shape_of(atom) == () for atom in others)
+
+
+def _dual(eqn: Any, operands: Sequence[Any], kind: WeightKind) -> list[Any]:
+    """Does an operation as it was traced, without a gradient, and in float32 for the gradient."""
+    values = binding.bind(eqn, *(lax.stop_gradient(_value(value)) for value in operands))
+    float32_values = binding.bind(eqn, *map(_fp32_of, operands))
+    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
+
+
+def _fp32_of(value: Any) -> Any:
+    if isinstance(value, DualWeight):
+        return value.fp32
+    return lax.convert_element_type(value, FLOAT32) if is_floating(getattr(value, "dtype", None)) else value
+
+
+def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    kind: WeightKind = operands[0].kind
+    if eqn.primitive.name == "gather":
+        kind = "rows"
+    elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+        kind = "copies"
+    values = binding.bind(eqn, *map(_value, operands))
+    float32_values = binding.bind(eqn, operands[0].fp32, *map(read, operands[1:]))
+    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
+
+
+def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
+    """Does an operation of weights that has no rule of its own.
+
+    What moves one weight moves both of its values. What computes with weights alone computes with both. What
+    is computed with an activation is one.
+    """
+    if eqn.primitive.name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
+        return _moved(eqn, operands)
+    if _makes_weights(eqn, operands, weights):
+        return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
+    if eqn.primitive.name in op_table.BROADCASTING:
+        operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
+    return _activations(binding.bind(eqn, *map(read, operands)))
+
+
+def _stopped(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
+    """Stops the gradient: without the float32 value it has no way."""
+    return binding.bind(eqn, *map(_value, operands))
+
+
+def _converted(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
+    """Casts the half value; the float32 one stays."""
+    if is_floating(eqn.params["new_dtype"]):
+        return [dataclasses.replace(weights[0], value=binding.bind(eqn, weights[0].value)[0])]
+    return _with_weights(eqn, operands, weights)
+
+
+def _identity(eqn: Any, operands: Sequence[Any], _: Sequence[DualWeight]) -> list[Any]:
+    """Names half values, or puts a barrier on them: they are what a policy of jax.checkpoint may save."""
+    outs = binding.bind(eqn, *map(_value, operands))
+    return [
+        dataclasses.replace(value, value=out) if isinstance(value, DualWeight | Activation) else out
+        for out, value in zip(outs, operands, strict=True)
+    ]
+
+
+def _broadcast(value: Any, like: Any) -> Any:
+    """Broadcasts an operand before the operation does, so that its gradient is summed in float32."""
+    if not isinstance(value, DualWeight) or value.value.shape == ir.shape_of(like):
+        return value
+    whole, fp32 = (ir.broadcast_like(x, like) for x in (value.value, value.fp32))
+    return DualWeight(whole, fp32, value.kind)
+
+
+def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
+    """Does a product: of weights alone it is a weight (LoRA's `a @ b`), otherwise an activation."""
+    floats = [v for v, a in zip(operands, eqn.invars, strict=True) if is_floating(ir.dtype_of(a))]
+    if any(v.value.dtype == FLOAT32 for v in floats if isinstance(v, DualWeight)):
+        return Activation(binding.bind(eqn, *map(read, operands))[0])  # Cast back by the program.
+    kinds = {v.kind for v in floats if isinstance(v, DualWeight)}
+    has_whole = bool(kinds.intersection(_WHOLE))
+    is_factor = [isinstance(v, DualWeight) and (v.kind in _WHOLE or not has_whole) for v in operands]
+    values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
+    fp32 = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
+    if sum(is_factor) < len(floats) or "argument" in kinds:
+        return Activation(product(eqn, values, fp32, cotangent=cotangent))
+    # Its cotangent is summed already, and may be beyond half.
+    return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, fp32, result=FLOAT32))
+
+
+#: Operations of weights that are done in a way of their own.
+_RULES: Mapping[str, Callable[[Any, Sequence[Any], Sequence[DualWeight]], Sequence[Any]]] = {
+    "stop_gradient": _stopped,
+    **dict.fromkeys(("name", "optimization_barrier"), _identity),
+    "convert_element_type": _converted,
+    **dict.fromkeys(op_table.LOWERED, lambda eqn, operands, _: [_product(eqn, operands)]),
+}
 
 
 def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
-    """Returns the function, with float32 gradients of every parameter that it casts by `cast_weight`.
+    """The function, with float32 gradients of every parameter that it casts by `cast_weight`.
 
     Where nothing is traced nobody differentiates, and the function runs as it is.
 

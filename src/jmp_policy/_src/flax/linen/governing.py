@@ -18,7 +18,7 @@ import dataclasses
 import flax.linen as nn
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.linen.layers import ISLANDS, original_fields
+from jmp_policy._src.flax.linen.layers import IN_FLOAT32, ISLANDS, original_fields
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import matches, singles_out
 from jmp_policy._src.policy.policy import Policy
@@ -89,8 +89,10 @@ def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     """What the rules of a scope mean for a module."""
     rules = scope.rules
     if not rules.overrides and not rules.keep_module_dtypes:
-        return rules.default_precision[isinstance(module, ISLANDS)]
-    return _precision_by_rules(scope, module, locate(module, scope.location))[0]
+        precision = rules.default_precision[isinstance(module, ISLANDS)]
+    else:
+        precision = _precision_by_rules(scope, module, locate(module, scope.location))[0]
+    return precision.as_island() if IN_FLOAT32 in module.__dict__ else precision
 
 
 def governed(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Location]:

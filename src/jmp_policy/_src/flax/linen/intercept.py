@@ -38,8 +38,8 @@ import jax
 from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import special_calls, stored_variables
-from jmp_policy._src.flax.linen.governing import Location, governed, is_detached, locate
-from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, keeps_carry
+from jmp_policy._src.flax.linen.governing import Location, governed, locate
+from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, is_recurrent, reads, sums_few
 from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
@@ -47,6 +47,7 @@ from jmp_policy._src.policy.module_precision import (
     SmallInputs,
     cast_inputs,
     cast_outputs,
+    is_small,
     policy_changes,
     small_inputs,
 )
@@ -155,7 +156,10 @@ def _interceptor(
         return special_calls.call_marked(scope, module, next_fun, args, kwargs)
     if name == "setup":
         precision, location = governed(scope, module)
-        return _call_shadowed(scope, module, precision, location, next_fun, (), {})
+        out = _call_shadowed(scope, module, precision, location, next_fun, (), {})
+        if (path := locate(module, scope.location).path) != location.path:  # By `nn.share_scope`.
+            scope.seen.moved[scope.relative(location.path)] = scope.relative(path)
+        return out
     if not module.is_initializing() and param_casts.should_transform(scope.rules):
         method: Any = context.orig_method
         return special_calls.call_with_float32_gradients(
@@ -176,11 +180,17 @@ def is_method(module: nn.Module, name: str) -> bool:
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
     precision, location = governed(scope, module)
+    if (few := sums_few(module, precision, args, kwargs)) is not None:
+        precision = precision.as_island()
     if scope.caller is not None and scope.location.is_of_same_module(location):
         # A method called by a method of the same module: the policy does not change, and what it computed
         # in float32 on purpose (logits for its loss method) must stay so.
         return _call_shadowed(scope, module, precision, location, call, args, kwargs)
     small = small_inputs((args, kwargs))
+
+    def keeps(x: Any) -> bool:
+        return few.are_results_few if few else small.are_outputs_kept(precision) and is_small(x, small.rank)
+
     with small.inside():
         try:
             out = _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
@@ -189,15 +199,15 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
             shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
             half_errors.explain(error, *shown, precision)
             raise
-    is_boundary = policy_changes(scope.caller, precision.policy)
+    in_loop = scope.caller is not None and _is_loop_body(args, precision)
     return cast_outputs(
         out,
         args,
         precision.policy,
-        policy_changes=is_boundary,
-        may_be_scanned=not is_boundary or is_detached(scope, module, location),
-        may_return_carry_only=scope.caller is not None and _is_loop_body(args, precision),
-        kept_rank=small.output_rank(precision),
+        policy_changes=policy_changes(scope.caller, precision.policy),
+        returns_carry=in_loop or (scope.caller is not None and is_recurrent(module)),
+        may_return_carry_only=in_loop,
+        keeps=keeps,
     )
 
 
@@ -232,9 +242,9 @@ def _call_shadowed(
         try:
             # What arrives in float32 (an image) is normalised as such: half would lose its range.
             if small is not None and not precision.island:
-                kept = args[:1] if keeps_carry(module) else ()
-                cast_args, kwargs = cast_inputs((args[len(kept) :], kwargs), precision, small)
-                args = (*kept, *cast_args)
+                args, kwargs = cast_inputs(
+                    (args, kwargs), precision, small, reads(module, scope.caller is None)
+                )
             return call(*args, **kwargs)
         finally:
             restore()

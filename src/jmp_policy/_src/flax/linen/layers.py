@@ -2,14 +2,25 @@
 
 import dataclasses
 import functools
-from typing import Any
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 from jax import lax
 
-from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
+from jmp_policy._src.core.dtypes import (
+    ARRAYS,
+    has_complex,
+    is_complex_or_integer,
+    is_dtype_or_none,
+    is_half,
+)
 from jmp_policy._src.flax.linen.attention import attention
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import FEW, ModulePrecision, meeting
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -27,17 +38,75 @@ _HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
 _PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}
 
 
-def keeps_carry(module: nn.Module) -> bool:
-    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone.
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module takes a carry and returns it with its output: cells, and what `nn.scan` makes."""
+    return isinstance(module, nn.RNNCellBase) or _is_scanned(type(module))
 
-    Its cell state then accumulates in float32, as it does when the cell is written with `dtype=float16`;
-    only the products are in half.
+
+@functools.cache
+def _is_scanned(cls: type) -> bool:
+    lifted = (c.__name__ for c in cls.__mro__ if c.__module__ == nn.scan.__module__)
+    return any(name.startswith("Scan") for name in lifted)
+
+
+def reads(module: nn.Module, is_outermost: bool) -> Callable[[tuple[int, ...]], bool]:
+    """Whether a product in a module may read an input of it, by the input's shape."""
+    if module.is_initializing():
+        return meeting(None if _makes_params(type(module)) else ())
+    assert module.scope is not None
+    params = module.scope.variables().get("params", {})
+    own = (nn.meta.unbox(x) for x in params.values() if not isinstance(x, Mapping))
+    return meeting(own, (lambda: jax.tree.leaves(nn.meta.unbox(params))) if is_outermost else None)
+
+
+@functools.cache
+def _makes_params(cls: type[nn.Module]) -> bool:
+    """Whether the code of a class names `param`, as it must to make parameters of its own."""
+    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    functions = (inspect.unwrap(value) for c in own for value in vars(c).values() if callable(value))
+    codes = [f.__code__ for f in functions if hasattr(f, "__code__")]
+    while codes:
+        code = codes.pop()
+        if {"param", "variable"} & {*code.co_names}:
+            return True
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return False
+
+
+class Few(NamedTuple):
+    """That a layer's product sums few numbers.
+
+    Args:
+      are_results_few: whether its results have few features too.
     """
-    if not isinstance(module, nn.RNNCellBase):
-        return False
-    # A lifted class (nn.scan(nn.LSTMCell)) inherits the method of the cell it was made from.
-    return type(module).__call__.__module__ == nn.RNNCellBase.__module__
 
+    are_results_few: bool
+
+
+def sums_few(module: nn.Module, precision: ModulePrecision, args: Any, kwargs: Any) -> Few | None:
+    """Whether a layer sums too few numbers to gain from half precision; None if it does not.
+
+    Depthwise convolutions do as well, but read large arrays.
+    """
+    if not (isinstance(module, _HAS_PRODUCTS) and precision.keeps_small_inputs) or precision.island:
+        return None
+    x = next(iter((*args, *kwargs.values())), None)
+    if not is_half(precision.compute_dtype) or not isinstance(x, ARRAYS) or not x.shape:
+        return None
+    size = x.shape[-1]
+    if isinstance(module, nn.DenseGeneral):
+        axes = module.axis if isinstance(module.axis, Sequence) else (module.axis,)
+        size = math.prod(x.shape[axis] for axis in axes)
+    elif not isinstance(module, nn.Dense) and size < FEW:
+        kernel = module.kernel_size
+        size *= math.prod(kernel) if isinstance(kernel, Sequence) else kernel
+    features = module.features
+    results = math.prod(features) if isinstance(features, Sequence) else features
+    return Few(results < FEW) if size < FEW else None
+
+
+#: Attribute of a module that is running: whether its product sums too few numbers for half precision.
+IN_FLOAT32 = "_jmp_policy_in_float32"
 
 #: Attribute of a module that is running: the fields that its policy overrides, as they were.
 ORIGINAL = "_jmp_policy_original"
@@ -107,8 +176,9 @@ def _has_uncast_params(module: nn.Module) -> bool:
 
 def _dtype_field(module: nn.Module, precision: ModulePrecision) -> Any:
     # The weights that a weight normalisation returns are stored as the layer's own at init.
-    returns_weights = precision.island and isinstance(module, WEIGHT_NORMS)
-    return precision.policy.param_dtype if returns_weights else precision.compute_dtype
+    if not precision.island or isinstance(module, NORMS):
+        return precision.compute_dtype
+    return precision.policy.param_dtype if isinstance(module, WEIGHT_NORMS) else precision.used_param_dtype
 
 
 def _attention_field(module: nn.Module) -> dict[str, Any]:
@@ -128,7 +198,8 @@ def _product_field(module: nn.Module, field: str, precision: ModulePrecision, pa
     is_default = isinstance(module, _HAS_PRODUCTS) and now is None
     if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
         return {}
-    ours, recipe = stand_in(function, precision.compute_dtype), precision.recipe_at(path)
+    ours = stand_in(function, precision.compute_dtype)
+    recipe = precision.recipe_at(path, getattr(module, "features", None))
     if recipe and function is lax.dot_general and is_jaxs_own(function):
         from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.
 

@@ -33,7 +33,14 @@ from jmp_policy._src.core.dtypes import (
     promote_dtype,
 )
 from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
-from jmp_policy._src.flax.linen.layers import ORIGINAL, original_fields, overridden_fields, own_field
+from jmp_policy._src.flax.linen.layers import (
+    IN_FLOAT32,
+    ISLANDS,
+    ORIGINAL,
+    original_fields,
+    overridden_fields,
+    own_field,
+)
 from jmp_policy._src.flax.linen.nnx_bridge import class_under_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE, Scope
@@ -60,16 +67,19 @@ def shadow(
     if "nnx_class" in state and is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = class_under_rules(scope, module, scope.relative(location.path), precision)
     # What an enclosing call of the same instance has put there already comes back afterwards.
-    before = {name: state[name] for name in (*new, ORIGINAL, *_SHADOWS) if name in state}
+    names = (*new, ORIGINAL, IN_FLOAT32, *_SHADOWS)
+    before = {name: state[name] for name in names if name in state}
     original = {name: getattr(module, name) for name in new} | original_fields(module)
     state.update(new)
     state[ORIGINAL] = original
+    if precision.island and not isinstance(module, ISLANDS):
+        state[IN_FLOAT32] = True
     for name, stand_in in _SHADOWS.items():
         if name not in before:
             state[name] = functools.partial(stand_in, module, getattr(module, name))
 
     def restore() -> None:
-        for name in (*new, ORIGINAL, *_SHADOWS):
+        for name in names:
             state.pop(name, None)
         state.update(before)
 
@@ -185,7 +195,17 @@ def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: A
     return cast_variable(module, module_precision(scope, module), variable, col, name, *args, **kwargs)
 
 
-_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}
+def _perturb(
+    module: nn.Module, perturb: Any, /, name: str, value: Any, collection: str = "perturbations"
+) -> Any:
+    """Stands in for `module.perturb`: the variable is float32, as in the bare model; the value stays half."""
+    if not (module.has_variable(collection, name) or module.is_mutable_collection(collection)):
+        return perturb(name, value, collection)
+    wide = jax.tree.map(lambda x: cast_floating(x, promote_dtype(x.dtype)), value)
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), value, perturb(name, wide, collection))
+
+
+_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable, "perturb": _perturb}
 
 
 def cast_scope_reads(scope: Any, module: nn.Module) -> None:

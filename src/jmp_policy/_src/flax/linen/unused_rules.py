@@ -15,7 +15,15 @@ def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: boo
 
     A call of part of the model (`method=`) cannot tell whether a class or predicate matches elsewhere.
     """
-    paths = _variable_paths(variables)
+    paths, moved = _variable_paths(variables), scope.seen.moved
+    for pattern, path in ((p, path) for p, _ in rules.overrides for path in moved if isinstance(p, str)):
+        lasting = (scope.seen.paths | paths) - moved.keys()
+        if matches(pattern, path, None) and not any(matches(pattern, p, None) for p in lasting):
+            raise ValueError(
+                f"The rule for {pattern!r} of {type(module).__name__} does nothing: the module at {path!r} "
+                f"shares the scope of {moved[path]!r} (nn.share_scope), and has its path. Write the rule for "
+                f"{moved[path]!r}."
+            )
     unused = [
         pattern
         for index, (pattern, _) in enumerate(rules.overrides)
@@ -24,7 +32,7 @@ def check_used(module: nn.Module, rules: PolicyMap, scope: Scope, check_all: boo
         and (check_all or isinstance(pattern, str))
     ]
     if unused and (check_all or variables is not None):
-        raise unused_error(unused, type(module).__name__, scope.seen.paths | paths)
+        raise unused_error(unused, type(module).__name__, (scope.seen.paths | paths) - moved.keys())
 
 
 def _variable_paths(variables: Any) -> set[str]:

@@ -23,7 +23,7 @@ from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.flax.linen.intercept import intercept, pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.policy.frameworks import Framework
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, wrapped_twice
 from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,8 +43,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
     """Puts a Linen module under a policy.
 
     Args:
-      module: an instance of `flax.linen.Module`; it is not changed. A wrapped module gets the new policy
-        in place of its old one.
+      module: an instance of `flax.linen.Module`; it is not changed.
       policy: a `PolicyMap`, a `Policy` or its text.
       methods: leave it out. NNX has to be told which methods to govern; of a Linen module all are.
 
@@ -54,7 +53,8 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
 
     Raises:
       TypeError: for something that is no Linen module instance, and for `methods`.
-      ValueError: at the first `init` or `apply`, for rules that match no module, naming the nearest paths.
+      ValueError: for a module that is wrapped already, under another policy; at the first `init` or `apply`,
+        for rules that match no module, naming the nearest paths.
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
@@ -73,7 +73,11 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
             f"methods={methods!r} is for NNX modules. Of a Linen module all methods are governed: leave it "
             "out, and call them as before: model.apply(variables, x, method='encode')."
         )
-    return _with_class(module, _wrapped_class(bare_class(module), as_policy_map(policy)))
+    name, old = bare_class(module).__name__, vars(type(module)).get(_RULES)
+    rules = as_policy_map(policy, name)
+    if old not in (None, rules):
+        raise wrapped_twice(name, old, rules)
+    return _with_class(module, _wrapped_class(bare_class(module), rules))
 
 
 def wrap_part(module: M, rules: PolicyMap) -> M:
@@ -86,7 +90,7 @@ def wrap_part(module: M, rules: PolicyMap) -> M:
       >>> type(part).__name__
       'Dense'
     """
-    wrapped = wrap(module, rules)
+    wrapped = _with_class(module, _wrapped_class(bare_class(module), rules))
     wrapped.__dict__[_CHECKED] = True
     return wrapped
 
@@ -165,8 +169,12 @@ def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
     def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or policy_of(self) is None:  # Bare: `apply` of the bare module runs already.
             return method(self, *args, **kwargs)
+        # On a view, which is of the bare class for a module that asks about its own. A class that somebody
+        # derived from a wrapped one has methods of its own.
+        is_plain = bare_class(self) is bare and not hasattr(bare, _RULES)
+        module = _view(self, bare) if is_plain else self
         with _active(self, check_all=name == "__call__"):
-            return method(self, *args, **kwargs)
+            return method(module, *args, **kwargs)
 
     return entry
 

@@ -65,8 +65,8 @@ def explain(
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
-      >>> model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-      >>> found = explain(lambda model, x: model(x), "float16")(model, jnp.ones((1, 3)))
+      >>> model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+      >>> found = explain(lambda model, x: model(x), "float16")(model, jnp.ones((1, 8)))
       >>> found.of("dot_general")[0].operands
       'float16'
     """

@@ -9,21 +9,25 @@ import copyreg
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.nnx as nnx
+import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax import float32_products
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
+from jmp_policy._src.flax.nnx.stand_in import bound, stand_in
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
     SmallInputs,
     cast_inputs,
     cast_outputs,
+    is_small,
+    meeting,
     small_inputs,
 )
 from jmp_policy._src.policy.policy import Policy
@@ -81,18 +85,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
     class_dtype = inspect.getattr_static(bare, "dtype", None)
     if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
         namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
-    # `nnx.capture` replaces the methods that a class defines itself, and not those that it inherits: the new
-    # class must define what `bare` does, and inherit what `bare` inherits.
-    own = {name for name, value in vars(bare).items() if _is_public_method(name, value)}
-    inherited = {name: method for name, method in methods.items() if name not in own}
-    base = param_cast_proxy.subclass(bare, inherited) if inherited else bare
-    namespace |= {name: methods.get(name) or _forward(bare, name) for name in own}
-    return param_cast_proxy.subclass(base, namespace, metaclass=_metaclass(type(bare)))
-
-
-def _is_public_method(name: str, value: Any) -> bool:
-    is_public = name == "__call__" or not name.startswith("_")
-    return is_public and callable(value) and not isinstance(value, type | staticmethod)
+    return stand_in(bare, methods, namespace, _metaclass(type(bare)))
 
 
 @functools.cache
@@ -119,24 +112,10 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(bare, name), updated=())
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         if specification(self) is None:  # Called by a method that runs on the proxy, under `nnx.capture`.
-            return _bound(method, self)(*args, **kwargs)
+            return bound(method, self)(*args, **kwargs)
         return _run(bare, method, self, args, kwargs)
 
     return entry
-
-
-def _forward(bare: type, name: str) -> Callable[..., Any]:
-    """A method that runs the one of the bare class, whatever that is when it is called."""
-
-    @functools.wraps(inspect.getattr_static(bare, name), updated=())
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _bound(inspect.getattr_static(bare, name), self)(*args, **kwargs)
-
-    return forward
-
-
-def _bound(method: Any, module: Any) -> Callable[..., Any]:
-    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method
 
 
 def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
@@ -161,22 +140,28 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
         return run(module, args, kwargs)
     in_loop = param_cast_proxy.is_loop_body()
     small = small_inputs((args, kwargs), graph_nodes.is_node)
+    of_model = None if param_cast_proxy.is_running() else lambda: _arrays(graph_nodes.variables(module))
+    is_few = precision.island and layers.sums_few(module) and layers.has_few_results(module)
+
+    def keeps(x: Any) -> bool:
+        return is_few or (small.are_outputs_kept(precision) and is_small(x, small.rank))
+
     with (
         small.inside(),
         explained(bare.__name__, bare.__name__, precision),
         _watched(module),
         param_cast_proxy.opened(module, precision) as proxy,
     ):
-        new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small)
-        out = param_cast_proxy.original(_bound(method, proxy)(*new_args, **new_kwargs))
+        new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small, of_model)
+        out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
     return cast_outputs(
         out,
         args,
         precision.policy,
         policy_changes=spec.policy_changes,
-        may_be_scanned=in_loop or isinstance(module, nnx.RNNCellBase),
+        returns_carry=in_loop or isinstance(module, nnx.RNNCellBase),
         may_return_carry_only=in_loop,
-        kept_rank=small.output_rank(precision),
+        keeps=keeps,
         is_leaf=graph_nodes.is_node,
     )
 
@@ -190,19 +175,14 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _cast_inputs(
-    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: SmallInputs
+    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: SmallInputs, of_model: Any
 ) -> tuple[Any, Any]:
     if precision.island:
         # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
         return args, kwargs
-    kept_args, kept_kwargs = 0, ()
-    if layers.keeps_carry(module):
-        kept_args, kept_kwargs = 1, ("carry",)
-    elif isinstance(module, nnx.RNN | nnx.Bidirectional):
-        kept_kwargs = ("initial_carry",)
+    may_meet = meeting(_arrays(graph_nodes.own_params(module)), of_model)
+    return cast_inputs((args, kwargs), precision, small, may_meet, graph_nodes.is_node)
 
-    def cast(tree: Any) -> Any:
-        return cast_inputs(tree, precision, small, graph_nodes.is_node)
 
-    new_args = (*args[:kept_args], *(cast(x) for x in args[kept_args:]))
-    return new_args, {name: x if name in kept_kwargs else cast(x) for name, x in kwargs.items()}
+def _arrays(params: Iterable[tuple[Any, nnx.Variable]]) -> list[Any]:
+    return jax.tree.leaves([param.get_raw_value() for _, param in params])

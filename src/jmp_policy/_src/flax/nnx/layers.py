@@ -1,6 +1,7 @@
 """What is special about Flax's own NNX layers: their settings, the float32 islands, the recurrent cells."""
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from jax import lax
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
-from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.module_precision import FEW, ModulePrecision
 from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own
@@ -38,6 +39,10 @@ WITH_OWN_PARAMS = (
     nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LoRA, *NORMS,
 )  # fmt: skip
 OWN_PARAMS = frozenset({"kernel", "bias", "scale", "embedding", "lora_a", "lora_b"})
+
+
+#: Layers with one product of inputs and a kernel.
+_HAS_PRODUCTS = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
 
 
 def is_island(module: nnx.Module) -> bool:
@@ -65,11 +70,22 @@ def linen_modules(module: nnx.Module) -> dict[str, Any]:
     }
 
 
-def keeps_carry(module: nnx.Module) -> bool:
-    """Whether a layer is a recurrent cell of Flax, whose `dtype` leaves the carry alone."""
-    return (
-        isinstance(module, nnx.RNNCellBase) and type(module).__call__.__module__ == nnx.RNNCellBase.__module__
-    )
+def sums_few(module: nnx.Module) -> bool:
+    """Whether the product of a layer sums too few numbers to gain from half precision."""
+    if not isinstance(module, _HAS_PRODUCTS):
+        return False
+    given = module.in_features
+    size = math.prod(given) if isinstance(given, tuple) else given
+    if isinstance(module, nnx.Conv | nnx.ConvTranspose) and size < FEW:
+        # A depthwise convolution with more channels sums few numbers as well, but reads a large array.
+        size *= math.prod(module.kernel_size)
+    return size < FEW
+
+
+def has_few_results(module: nnx.Module) -> bool:
+    """Whether the results of a layer with a product have few features."""
+    made: Any = getattr(module, "out_features", FEW)
+    return (math.prod(made) if isinstance(made, tuple) else made) < FEW
 
 
 def follows_by_itself(module: nnx.Module) -> bool:
@@ -166,7 +182,8 @@ def settings(
     if follows and not has_uncast_params(module):
         # Weight normalisations store what they compute, and would round the master weights for good.
         stores = isinstance(module, WEIGHT_NORMS)
-        new["dtype"] = scalar_type(precision.param_dtype if stores else precision.compute_dtype)
+        in_float32 = stores or (precision.island and isinstance(module, _HAS_PRODUCTS))
+        new["dtype"] = scalar_type(precision.param_dtype if in_float32 else precision.compute_dtype)
     if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
         new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
     elif "dtype" in new and "promote_dtype" in attributes and not isinstance(module, NORMS):
@@ -175,7 +192,8 @@ def settings(
     half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
     if half and "attention_fn" in attributes:
         new["attention_fn"] = with_float32_softmax(attributes["attention_fn"])
-    recipe, given = precision.recipe_at(path), attributes.get("dot_general", False)
+    recipe = precision.recipe_at(path, attributes.get("out_features"))
+    given = attributes.get("dot_general", False)
     is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
     has_cls = attributes.get("dot_general_cls") is not None
     if recipe and not has_cls and (is_default or given is lax.dot_general) and is_jaxs_own(lax.dot_general):

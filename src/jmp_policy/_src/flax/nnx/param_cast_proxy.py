@@ -28,11 +28,11 @@ import jax
 import jax.extend.core
 from flax import nnx
 
-from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
+from jmp_policy._src.flax.nnx.stand_in import subclass
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
@@ -241,12 +241,6 @@ def _held(attributes: Any) -> dict[int, Any]:
         elif isinstance(leaf, nnx.Pytree):
             found |= _held(vars(leaf))
     return found
-
-
-def subclass(bare: Any, namespace: dict[str, Any], metaclass: type | None = None) -> type:
-    """A subclass of an NNX class, of the same name, which its author's hooks do not see."""
-    finish = compat.register_node_class
-    return make_subclass(bare, namespace, root=nnx.Pytree, metaclass=metaclass, finish=finish)
 
 
 def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:

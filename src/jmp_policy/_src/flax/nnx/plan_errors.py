@@ -102,6 +102,16 @@ def never_cast(module: Any) -> str:
     )
 
 
+def stored_method(where: str) -> ValueError:
+    """For a method or partial in an attribute that holds a module of the model."""
+    return ValueError(
+        f"{where} is a bound method, or a functools.partial, that holds a module of the model. NNX copies "
+        "models (nnx.jit and nnx.grad do, too), and such a function stays with the module that it was made "
+        "with: no policy and no eval() reaches it, and its gradients are 0. Keep the name of the method "
+        "and call getattr(self, name), or call the method where it is needed."
+    )
+
+
 def closure(where: str) -> str:
     """For a function in an attribute that has a module of the model in its closure."""
     return (

@@ -28,9 +28,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import cast_floating
+from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors
 from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_methods, name_of
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
@@ -113,7 +114,7 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     """
     if not isinstance(module, nnx.Module):
         raise plan_errors.not_a_module(module)
-    rules = as_policy_map(policy)
+    rules = as_policy_map(policy, name_of(module))
     model = bare_copy(module, variables=False)
     plan = Plan(model, rules, methods, *resolve(model, rules))
     _check_methods(plan)
@@ -131,39 +132,50 @@ def resolve(model: Any, rules: PolicyMap) -> tuple[dict[int, PlannedModule], lis
 def bare_copy(module: nnx.Module, *, variables: bool) -> Any:
     """A copy of a model without policies; with Variables of its own, or over the same ones.
 
-    Methods and partials that its modules keep as attributes are bound to the modules of the copy.
+    Raises:
+      ValueError: for a function that is kept in an attribute and would stay with a module of the original.
     """
+    old = [m for _, m in graph_nodes.walk(module) if isinstance(m, nnx.Module)]
+    _check_stored_functions(old)
     copy = nnx.clone(module, variables=variables, graph=True)
-    old, new = ([m for _, m in graph_nodes.walk(x) if isinstance(m, nnx.Module)] for x in (module, copy))
-    new_of = {id(before): after for before, after in zip(old, new, strict=True)}
+    new = [m for _, m in graph_nodes.walk(copy) if isinstance(m, nnx.Module)]
     for before, after in zip(old, new, strict=True):
         vars(after).update(layers.without_settings(before))
         if bare_class(type(after)) is not type(after):
             object.__setattr__(after, "__class__", bare_class(type(after)))
-        for name, value in vars(after).items():
-            if callable(value) and not graph_nodes.is_node(value):
-                vars(after)[name] = _rebound(value, new_of, f"{name_of(after)}.{name}")
     return copy
 
 
-def _rebound(function: Any, new_of: dict[int, Any], where: str) -> Any:
-    """Binds a method or partial that a module keeps to the new modules; warns of a closure."""
-    if isinstance(function, types.MethodType) and id(function.__self__) in new_of:
-        return types.MethodType(function.__func__, new_of[id(function.__self__)])
+def _check_stored_functions(modules: list[Any]) -> None:
+    """Raises for methods and partials that modules keep and that hold a module; warns of closures."""
+    with_state = {id(m) for m in modules if graph_nodes.variables(m)}
+
+    def is_leaf(value: Any) -> bool:
+        return graph_nodes.is_node(value) or isinstance(value, functools.partial)
+
+    for module in modules:
+        for name, value in vars(module).items():
+            for keys, function in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_leaf):
+                if graph_nodes.is_node(function) or not callable(function):
+                    continue
+                held = _held_by(function)
+                if any(id(x) in with_state for x in held):
+                    where = f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
+                    if not isinstance(function, types.FunctionType):
+                        raise plan_errors.stored_method(where)
+                    warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=5)
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """What a method is bound to, a partial is given, and a function closes over."""
+    yield getattr(function, "__self__", None)
     if isinstance(function, functools.partial):
-        inner = _rebound(function.func, new_of, where)
-        args = [new_of.get(id(x), x) for x in function.args]
-        kwargs = {key: new_of.get(id(x), x) for key, x in function.keywords.items()}
-        values = (*args, *kwargs.values())
-        before = (*function.args, *function.keywords.values())
-        if inner is function.func and all(a is b for a, b in zip(values, before, strict=True)):
-            return function
-        return functools.partial(inner, *args, **kwargs)
-    cells = getattr(function, "__closure__", None) or ()
-    held = [cell.cell_contents for cell in cells if cell != types.CellType()]
-    if any(id(x) in new_of for x in held):
-        warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=6)
-    return function
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield value
+            yield from _held_by(value)
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell != types.CellType():
+            yield cell.cell_contents
 
 
 class _Walk:
@@ -215,6 +227,9 @@ class _Walk:
             # The module has a dtype of its own. Those below it say for themselves whether they have one.
             policy = governing.with_compute_dtype(asked_dtype)
         precision = rules.precision(policy, layers.is_island(module), index, named)
+        keeps_float32 = rules.keep_small_inputs and asked_dtype is None and is_half(policy.compute_dtype)
+        if keeps_float32 and layers.sums_few(module):
+            precision = precision.as_island()
         is_boundary = policy_changes(outside, policy)
         return PlannedModule(path, module, precision, is_boundary, asked_dtype is not None), governing
 

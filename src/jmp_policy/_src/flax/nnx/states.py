@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from flax import nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, param_cast_proxy, precision_plan
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
+from jmp_policy._src.flax.nnx.stand_in import Method, stand_in
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.regions import region
@@ -222,19 +224,25 @@ def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _scoped_class(bare: type, scope: _Scope) -> type:
-    """A subclass whose methods name a scope; the same one for the same scope, so that caches of jit hit."""
-    namespace: dict[str, Any] = {}
-    for name in graph_nodes.own_methods(bare):
-        method = inspect.getattr_static(bare, name)
-        if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-            namespace[name] = _scoped(method, scope)
+    """A stand-in whose methods name a scope; the same one for the same scope, so that caches of jit hit."""
+    names = {name for name in graph_nodes.own_methods(bare) if not name.startswith("_")}
+
+    def getattribute(self: Any, name: str) -> Any:
+        value = bare.__getattribute__(self, name)  # type: ignore[call-arg]
+        if name not in names or not isinstance(value, types.MethodType) or value.__self__ is not self:
+            return value
+        return types.MethodType(_scoped(value.__func__, f".{name}", scope), self)
+
+    methods = {}
+    if "__call__" in graph_nodes.own_methods(bare):
+        call = inspect.getattr_static(bare, "__call__")
+        methods["__call__"] = Method(bare, "__call__", _scoped(call, "", scope))
     with param_cast_proxy.CLASSES:
-        return param_cast_proxy.subclass(bare, namespace)
+        return stand_in(bare, methods, {"__getattribute__": getattribute})
 
 
-def _scoped(method: Callable[..., Any], scope: _Scope) -> Callable[..., Any]:
-    suffix = "" if method.__name__ == "__call__" else f".{method.__name__}"
-
+@functools.lru_cache(maxsize=4096)
+def _scoped(method: Callable[..., Any], suffix: str, scope: _Scope) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         here = _HERE.get() or _Scope()

@@ -17,7 +17,7 @@ from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import Framework, framework_of
 from jmp_policy._src.policy.policy import wants_fp32_weight_grads
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text, wrapped_twice
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -26,14 +26,12 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
     """Makes an NNX module that computes under a policy and shares every Variable with the original.
 
     Args:
-      module: an instance of `flax.nnx.Module`; it is not changed. A wrapped module gets the new policy in
-        place of its old one. (With `keep_module_dtypes`, wrap the bare module again, and not a copy of the
-        wrapped one: copies do not remember what their layers asked for.) Its parameters must be in param
-        dtype already.
+      module: an instance of `flax.nnx.Module`; it is not changed. Its parameters must be in param dtype
+        already.
       policy: a `PolicyMap`, a `Policy` or its text. Paths are those of `nnx.iter_graph` ("blocks/0/attn").
       methods: names of further methods that are called from outside their module, as `__call__` is, and
         read parameters of its own: inputs, parameters and results are cast in them too. A method that
-        `__call__` itself uses needs no mention.
+        `__call__` itself uses needs no mention. Left out, those of a module that is wrapped already.
 
     Returns:
       A module of the same structure over the same Variables: training one trains the other. Layers of Flax
@@ -41,8 +39,9 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
 
     Raises:
       TypeError: for something that is no NNX module instance.
-      ValueError: for rules that match nothing, for rules that disagree on a module or parameter shared
-        between places, for parameters that are not in param dtype, for unknown methods.
+      ValueError: for a module that is wrapped already, or holds one that is, under another policy; for
+        rules that match nothing, for rules that disagree on a module or parameter shared between places, for
+        parameters that are not in param dtype, for unknown methods.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,13 +51,35 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       >>> model(jnp.ones((1, 3))).dtype, model.kernel is bare.kernel
       (dtype(bfloat16), True)
     """
-    plan = precision_plan.make(module, policy, _checked(methods))
+    old = _own_specification(module)
+    plan = precision_plan.make(module, policy, _checked(methods) or (old.methods if old else ()))
     plan.check_used()
     plan.check_params()
     for planned in plan.modules.values():
         if _is_never_cast(planned.module, plan.methods):
             warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
-    return _carried_out(plan)
+    new = _carried_out(plan)
+    _check_nothing_is_lost(module, plan)
+    return new
+
+
+def _check_nothing_is_lost(module: nnx.Module, plan: Plan) -> None:
+    """Raises where a module that is wrapped already would be under another policy from now on."""
+    if not any(_own_specification(old) for _, old in nnx.iter_modules(module)):
+        return
+    pairs = zip(nnx.iter_modules(module), nnx.iter_modules(plan.model), strict=True)
+    for (path, old), (_, new) in sorted(pairs, key=lambda pair: len(pair[0][0])):
+        spec, dtype = _own_specification(old), vars(old).get("dtype")
+        # Layers of Flax follow by their settings alone. One without a dtype was added after the first wrap.
+        is_set_anew = dtype is not None and dtype != vars(new)["dtype"]
+        if is_set_anew or (spec and spec.precision != plan.modules[id(new)].precision):
+            given = spec.precision.policy if spec else dtype
+            raise wrapped_twice(path_text(path) or graph_nodes.name_of(module), str(given), plan.rules)
+
+
+def _own_specification(module: Any) -> Specification | None:
+    """How a wrapped module is governed; None for one of a class that somebody derived from a wrapped one."""
+    return vars(type(module)).get("_jmp_policy_specification")
 
 
 def cast_params(module: M, policy: PolicyMapLike) -> M:
@@ -138,7 +159,8 @@ def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
     if type(module) in (nnx.List, nnx.Dict):
         # Not called, but what it holds is read in the dtype that its own rule says.
         return next(graph_nodes.own_params(module), None) is not None
-    if wants_fp32_weight_grads(policy) or not layers.follows_by_itself(module):
+    returns_float32 = planned.precision.island and layers.sums_few(module)
+    if wants_fp32_weight_grads(policy) or returns_float32 or not layers.follows_by_itself(module):
         return True
     casts_output = planned.policy_changes and policy.output_dtype != policy.compute_dtype
     if layers.passes_on(module):

@@ -77,7 +77,7 @@ def why_not(eqn: Any, path: str) -> str:
         return "one of batches, as in attention"
     if "recipe" in eqn.params:
         return "" if None in eqn.params["formats"] else "the recipe is for gradients"
-    return role_by_name(path) or stays_in_half(eqn) or "no recipe reaches it"
+    return role_by_name(path, size_of(eqn).n) or stays_in_half(eqn) or "no recipe reaches it"
 
 
 def stays_in_half(eqn: Any) -> str:

@@ -1,18 +1,272 @@
-"""Compares a traced program with its float32 replay, in one compiled function."""
+"""Compares a traced program with its float32 replay, in one compiled function.
 
+Every value is a twin: what the program computes in half precision, and what it would be if every operation
+were float32. An operation in half is done in float32 for the operands of either run, and of the first the
+result is rounded::
+
+    wide  = op(x.half, y.half)           # float32
+    half  = narrowed(wide)               # what the operation introduces is half - wide
+    exact = op(x.exact, y.exact)         # what it inherits is wide - exact
+
+So the two parts add up to the whole error, element by element. Rounding once is what hardware does: products
+accumulate in float32, and elementwise operations are computed there. Sums in half, which round each partial
+sum, run as they were traced. Until the first rounding one run suffices.
+
+What one line of the source does with few operations that are cheap is a region, measured as one: inside it
+`wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
+"""
+
+import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.narrowing import narrowed
+from jmp_policy._src.jaxpr import calls, compat, ir, walk
+from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import open_jaxpr
+from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation
+from jmp_policy._src.jaxpr.interpreter import Interpreter
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site
-from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
-from jmp_policy._src.report.drift.twin import Twin, same
-from jmp_policy._src.report.drift.twin_evaluation import TwinEvaluation
+from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.products.fp8.lost import lost_in_float8
+from jmp_policy._src.products.fp8.scales import is_float8_scale
+from jmp_policy._src.report.drift.recorder import (
+    LEAST,
+    Errors,
+    Measured,
+    Node,
+    Recorder,
+    Stack,
+    over_devices,
+    over_trips,
+    squares,
+)
+from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
+
+
+class TwinEvaluation(Interpreter):
+    """Evaluates jaxprs on twins.
+
+    Args:
+      recorder: takes note of the values that differ.
+      every_operation: whether every operation is measured for itself, and there are no regions.
+    """
+
+    def __init__(self, recorder: Recorder, every_operation: bool):
+        self.recorder = recorder
+        self._every_operation = every_operation
+
+    def at(self, eqn: Any, around: Site) -> Site:
+        """The site of an operation."""
+        return walk.site_of(eqn, around)
+
+    def in_loop(self, eqn: Any, around: Site) -> Site:
+        """The site of the body of a loop, which runs once per trip."""
+        if calls.kind_of(eqn) is Kind.WHILE:
+            return dataclasses.replace(around, counted=False)
+        return dataclasses.replace(around, times=around.times * eqn.params["length"])
+
+    def constant(self, atom: Any, value: Any) -> Twin:
+        """A constant, which both runs share."""
+        return same(jnp.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
+
+    def equation(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """The results of an equation in both runs; what neither rounds nor differs is run once."""
+        if is_float8_scale(eqn):
+            # The float32 run has no use for it: what it makes of the operands is the product's error.
+            return list(map(same, as_written(eqn, values)))
+        if all(twin.node is None for twin in values) and not holds_half(eqn):
+            return list(map(same, replay_equation(eqn, [twin.exact for twin in values])))
+        return super().equation(eqn, values, where)
+
+    def enters(self, eqn: Any, kind: Kind, values: list[Twin]) -> bool:
+        """Whether it is looked into; else it is an operation as a whole."""
+        if kind is Kind.WHILE:
+            return calls.ends_at_once(eqn)
+        is_for_platforms = compat.platforms_of_branches(eqn) is not None
+        return kind is not Kind.COND or not (is_for_platforms or ir.has_references(eqn))
+
+    def inside(
+        self, jaxpr: Any, take: Callable[[], list[Twin]], where: Site
+    ) -> tuple[list[Twin], dict[int, Measured]]:
+        """Runs a jaxpr in a trace of its own; what is recorded is what was measured there."""
+        with self.recorder.inside() as measured:
+            return self.run(jaxpr, take(), where), measured
+
+    def of_trip(self, record: dict[int, Measured]) -> Stack:
+        """What is measured in a trip, as one array."""
+        return Stack(record)
+
+    def added(self, record: Stack, trip: Stack) -> Stack:
+        """What is measured in several trips of a while loop, and in one more."""
+        return Stack(over_trips(record.measured(), trip.measured()))
+
+    def over_devices(self, eqn: Any, record: dict[int, Measured]) -> dict[int, Measured]:
+        """What is measured on all devices of a shard_map."""
+        if not eqn.params["check_vma"]:
+            self.recorder.counted_often.update(record)
+        return over_devices(record, tuple(compat.manual_axes(eqn.params)), eqn.params["check_vma"])
+
+    def keep(self, record: Any) -> None:
+        """Keeps what was measured in a loop or on devices."""
+        self.recorder.measured.update(record.measured() if isinstance(record, Stack) else record)
+
+    def checkpoint(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """Runs what a jax.checkpoint holds, kept apart from what computed the same before."""
+        # Else the compiler would merge what is computed again with the first time.
+        return self.call(eqn, lax.optimization_barrier(values), where)
+
+    def carries(self, eqn: Any, loop: calls.Loop, where: Site) -> TwinCarries:
+        """Carries are nodes of their own."""
+        return TwinCarries(self, eqn, loop, where)
+
+    def goes_on(self, loop: calls.Loop, carries: Any, carry: Any, where: Site) -> Any:
+        """Whether both runs have another trip."""
+        found = carries.goes_on(carry)
+        return found.exact if found.node is None else found.exact & found.half
+
+    def cond(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
+        """Runs the branch of both runs, or that of each."""
+        return cond(self, eqn, values, where)
+
+    def operation(self, eqn: Any, values: list[Twin], where: Site) -> list[Twin]:
+        """Does an operation in both runs, and measures what it introduces."""
+        exact = replay_equation(eqn, [twin.exact for twin in values])
+        differs = any(twin.node is not None for twin in values)
+        computed = replay_equation(eqn, [twin.half for twin in values]) if differs else exact
+        if _runs_as_traced(eqn):
+            half, rounds = as_written(eqn, values), [True] * len(computed)
+        else:
+            dtypes = map(ir.dtype_of, eqn.outvars)
+            rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
+            half = [
+                narrowed(value, ir.dtype_of(var)) if rounding else value
+                for value, var, rounding in zip(computed, eqn.outvars, rounds, strict=True)
+            ]
+        if not differs and not any(rounds):
+            return list(map(same, exact))
+        region = None if self._every_operation else (where.path, where.line, where.backward)
+        within = [t.region is not None and t.region == region for t in values]
+        wide = computed
+        if eqn.primitive.name in _COSTLY:
+            within = [False] * len(values)
+        if any(within):
+            entering = [t.wide if inside else t.half for t, inside in zip(values, within, strict=True)]
+            wide = replay_equation(eqn, entering)
+        half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
+        lost = _lost(eqn, values, within)
+        if eqn.primitive.name in _ELEMENTWISE:
+            half[0], exact[0] = self.recorder.after_measuring(half[0], exact[0])
+        made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
+        return [self._result(eqn, where, values, within, i, made[i], one) for i, one in enumerate(rounds)]
+
+    def _result(
+        self, eqn: Any, site: Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
+        rounds: bool,
+    ) -> Twin:  # fmt: skip
+        """One result of an operation with its node; `made` is what it has become."""
+        passed = _passed_on(eqn, twins, i)
+        if passed is not None and not rounds:
+            # A view of what is in another region begins none: its node has the sources of that one.
+            return made._replace(node=passed) if any(within) else Twin(made.half, made.exact, passed)
+        nodes, sources = self.recorder.nodes, dict[int, None]()
+        operands = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
+        for number, inside in operands:
+            sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
+        before = [nodes[number] for number, inside in operands if inside]
+        var = eqn.outvars[i]
+        name, dtype = eqn.primitive.name, _computed_in(eqn, var)
+        terms = (
+            walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _REDUCES and is_half(dtype) else 1
+        )
+        # A region is called by what rounds most in it.
+        named = max(before, key=_weight, default=None)
+        if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
+            name, dtype, terms = named.operation, named.dtype, named.terms
+        rounds = rounds or any(node.rounds for node in before)
+        adds = eqn.primitive.name in _ADDS and all(node.adds for node in before)
+        note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
+        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note)
+        number = self.recorder.add(node)
+        self.recorder.measure(number, made.half, made.wide, made.exact, made.lost)
+        return made._replace(node=number)
+
+
+def _weight(node: Node) -> tuple[int, bool]:
+    return node.terms if node.rounds else 0, node.operation in _PRODUCTS
+
+
+def _runs_as_traced(eqn: Any) -> bool:
+    """Whether only the operation itself knows how it rounds."""
+    name = eqn.primitive.name
+    if name in _ACCUMULATES:
+        return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
+    is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
+    is_scaled = formats_of(eqn) is not None
+    return name == "reduce_precision" or is_scaled or (is_opaque and holds_half(eqn))
+
+
+def _computed_in(eqn: Any, out: Any) -> Any:
+    """The dtype that decides how exact an operation is: of a float8 product the coarser operand's."""
+    formats = formats_of(eqn)
+    return (
+        ir.dtype_of(out) if formats is None else max(map(jnp.dtype, formats), key=lambda d: jnp.finfo(d).eps)
+    )
+
+
+def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
+    """What rounding to float8 lost in the region of an operation so far; None without float8."""
+    found = [twin.lost for twin, inside in zip(twins, within, strict=True) if inside]
+    found = [lost for lost in found if lost is not None]
+    if formats_of(eqn) is not None:
+        found.append(lost_in_float8(eqn, [twin.half for twin in twins]))
+    return sum(found) if found else None
+
+
+def _is_exact(eqn: Any, dtype: Any) -> bool:
+    """Whether an operation gives numbers that its half operands already were."""
+    if eqn.primitive.name == "convert_element_type":
+        return ir.dtype_of(eqn.invars[0]) == dtype
+    if eqn.primitive.name not in _EXACT:
+        return False
+    floating = [d for d in map(ir.dtype_of, eqn.invars) if d is not None and jnp.issubdtype(d, jnp.floating)]
+    return all(d == dtype for d in floating)
+
+
+def _passed_on(eqn: Any, twins: Sequence[Twin], i: int) -> int | None:
+    """The node of the operand that a result is, its shape aside."""
+    if eqn.primitive.name not in _VIEWS:
+        return None
+    place = i if len(eqn.invars) == len(eqn.outvars) else 0
+    var, out = eqn.invars[place], eqn.outvars[i]
+    is_number = all(jnp.issubdtype(ir.dtype_of(v), jnp.inexact) for v in (var, out))
+    return twins[place].node if is_number and walk.size(var) == walk.size(out) else None
+
+
+#: Of loops and branches that are done as one operation, why their row is of the whole.
+_NOT_INSIDE: Mapping[Kind | None, str] = {
+    Kind.WHILE: "what is inside is not looked at, since under vmap each example has its own end",
+    Kind.COND: "what is inside is not looked at, since it is for other platforms or writes to references",
+}
+
+_EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
+_PRODUCTS, _ACCUMULATES, _REDUCES = map(HAVING.__getitem__, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
+
+_VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
+
+#: Not done again for the sake of a region.
+_COSTLY = HAVING[Trait.COSTLY] | _PRODUCTS | HAVING[Trait.KERNEL] | _ACCUMULATES
+
+#: Done together with what comes before and after, so that one more elementwise operation takes no time.
+_ELEMENTWISE = HAVING[Trait.BROADCASTS]
 
 
 class Compared(NamedTuple):
@@ -31,7 +285,7 @@ class Compared(NamedTuple):
 
     @property
     def cosine(self) -> Any:
-        """Returns the cosine of the angle between both runs, since |a - b|^2 is |a|^2 + |b|^2 - 2 ab."""
+        """The cosine of the angle between both runs, since |a - b|^2 is |a|^2 + |b|^2 - 2 ab."""
         return (self.exact + self.half - self.error) / (2 * (self.exact * self.half) ** 0.5)
 
 
@@ -64,20 +318,20 @@ class Comparison:
         self._wanted = wanted(self.nodes, self.results) if wanted else {}
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        """Returns what was measured, for each result and by node, and the first result in float32."""
+        """What was measured, for each result and by node, and the first result in float32."""
         outs, recorder = self._run(arrays, self._wanted)
         measured = recorder.measured
         known = {number: measured[number] for number in measured.keys() - recorder.counted_often}
         return [self._compared(twin, known) for twin in outs], measured, outs[0].exact if outs else None
 
     def is_reliable(self, compared: Sequence[Compared], measured: Mapping[int, Measured]) -> bool:
-        """Returns whether quick measurements, on the host, are those that slow ones would be."""
+        """Whether quick measurements, on the host, are those that slow ones would be."""
         finite = all(np.isfinite(found).all() for found in jax.tree.leaves((compared, measured)))
         exact = [np.asarray(at.exact) for at in (*measured.values(), *compared) if at.exact is not None]
         return finite and not any(((x > 0) & (x < LEAST)).any() for x in exact)
 
     def unit_of(self, number: int) -> float:
-        """Returns what the errors of a node are multiplied by when they are measured."""
+        """What the errors of a node are multiplied by when they are measured."""
         return self._errors.unit(self.nodes[number].site.backward)
 
     def _compared(self, twin: Twin, measured: Mapping[int, Measured]) -> Compared:
@@ -106,12 +360,12 @@ class Comparison:
 
 
 def _of_operations(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
-    """Returns what is measured of which nodes: everything of all that results depend on."""
+    """What is measured of which nodes: everything of all that results depend on."""
     return {number: set(_EVERYTHING) for number in _used(nodes, results)}
 
 
 def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
-    """Returns what is measured of which nodes: what shares take, and everything of what leaves modules."""
+    """What is measured of which nodes: what shares take, and everything of what leaves modules."""
     used = _used(nodes, results)
     wanted: dict[int, set[str]] = defaultdict(set)
     for number in used:
@@ -124,12 +378,6 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
                 wanted[source] |= _error_of(nodes[source]) | (set() if is_mask else {"exact"})
     for number in _leaving(nodes, results) & used:
         wanted[number] |= _EVERYTHING
-    for number in used:
-        # What a carry is at the start of a trip was measured at the end of the one before.
-        if nodes[number].operation == "carry" and number in wanted:
-            for source in nodes[number].sources:
-                if source > number:
-                    wanted[source] |= (wanted[number] - {"total"}) | _error_of(nodes[source])
     return dict(wanted)
 
 
@@ -137,12 +385,12 @@ _EVERYTHING = frozenset(Measured._fields)
 
 
 def _error_of(node: Node) -> set[str]:
-    """Returns which fields tell the error of a node."""
+    """Which fields tell the error of a node."""
     return {"introduced", "inherited"} if node.rounds else {"total"}
 
 
 def _used(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
-    """Returns the nodes that results depend on."""
+    """The nodes that results depend on."""
     used: set[int] = set()
     ahead = {number for number in results if number is not None}
     while ahead:
@@ -152,7 +400,7 @@ def _used(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
 
 
 def _leaving(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
-    """Returns the results, and the values that another module reads, or the other pass.
+    """The results, and the values that another module reads, or the other pass.
 
     A forward value that only the backward pass reads is left out where its module has others.
     """
@@ -168,10 +416,10 @@ def _leaving(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
 
 
 def is_floating(node: Node) -> bool:
-    """Returns whether the errors of a node are those of numbers: comparisons are right or wrong."""
+    """Whether the errors of a node are those of numbers: comparisons are right or wrong."""
     return jnp.issubdtype(node.dtype, jnp.inexact)
 
 
 def group_of(node: Node) -> tuple[str, bool]:
-    """Returns the module that a node is in, and whether it is in the backward pass."""
+    """The module that a node is in, and whether it is in the backward pass."""
     return node.site.path, node.site.backward

@@ -180,12 +180,12 @@ def drift_metrics(
 
 
 def _relative(error: Any, exact: Any) -> jax.Array:
-    """Returns a relative L2 error; 0 where nothing is off, infinite where the float32 values are zero."""
+    """A relative L2 error; 0 where nothing is off, infinite where the float32 values are zero."""
     return jnp.where(error == 0, 0, jnp.sqrt(error / exact)).astype(jnp.float32)
 
 
 def _traced(function: Function, grad: bool, loss_scale: Any, has_aux: bool) -> tuple[Any, list[str], bool]:
-    """Returns the jaxpr of what is compared, names of its results, and whether those are of a loss."""
+    """The jaxpr of what is compared, names of its results, and whether those are of a loss."""
     # TF32 would be an error of its own.
     with jax.default_matmul_precision("highest"):
         is_loss = grad and (has_aux or returns_scalar(function))

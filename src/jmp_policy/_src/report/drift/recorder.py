@@ -39,11 +39,11 @@ class Errors:
     quick: bool = False
 
     def unit(self, backward: bool) -> float:
-        """Returns a power of two by which errors are to be multiplied, of gradients or of other values."""
+        """A power of two by which errors are to be multiplied, of gradients or of other values."""
         return _BACKWARD_UNIT if backward and not self.quick else 1.0
 
     def difference(self, value: Any, exact: Any, unit: float = 1.0) -> Any:
-        """Returns the error of a value in float32; none where both are equally infinite, or both NaN.
+        """The error of a value in float32; none where both are equally infinite, or both NaN.
 
         Args:
           value, exact: arrays of one shape.
@@ -58,20 +58,20 @@ class Errors:
         return jnp.where(same, 0, _times(value, unit) - _times(exact, unit))
 
     def finite(self, x: Any, unit: float = 1.0) -> Any:
-        """Returns the numbers of an array, times a unit; 0 for those that are not finite."""
+        """The numbers of an array, times a unit; 0 for those that are not finite."""
         x = _numbers(x)
         return _times(x if self.quick else jnp.where(jnp.isfinite(x), x, 0), unit)
 
 
 def squares(x: Any) -> Any:
-    """Returns the sum of the squares of an array's magnitudes."""
+    """The sum of the squares of an array's magnitudes."""
     square = jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
     # The last axis last: compilers for CPUs vectorise no sum along it.
     return jnp.sum(jnp.sum(square, range(square.ndim - 1)))
 
 
 def _numbers(x: Any) -> Any:
-    """Returns the numbers of an array in a floating or complex dtype; zeros for keys."""
+    """The numbers of an array in a floating or complex dtype; zeros for keys."""
     x = to_float32(jnp.asarray(x))
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype == jax.dtypes.float0:
         return jnp.zeros(x.shape, jnp.float32)
@@ -188,7 +188,7 @@ class Recorder:
             self._sums += [x for x in (introduced, inherited, total, square, largest) if x is not None]
 
     def after_measuring(self, *arrays: Any) -> Sequence[Any]:
-        """Returns arrays that are computed after what was measured so far.
+        """Arrays that are computed after what was measured so far.
 
         Compilers may do all sums at the end, and keep until then what they add up: the activations and errors
         of many layers. XLA drops barriers on a CPU before it orders a program. So the arrays have to depend
@@ -202,38 +202,6 @@ class Recorder:
         is_negative = functools.reduce(jnp.add, self._sums) < 0
         self._sums = []
         return [jnp.where(is_negative, np.asarray(np.nan, x.dtype), x) for x in arrays]
-
-    def measure_carry(
-        self, number: int, start: Any, exact: Any, made: int, measured: dict[int, Measured], reverse: bool
-    ) -> None:
-        """Measures a loop's carry at the start of each trip, from those at the end of the last one.
-
-        Args:
-          number: node of the carry.
-          start: its first value, as the program computes it.
-          exact: the same in the float32 run.
-          made: the node, in the loop, that it is in the trips after the first.
-          measured: of the loop; the carry's is put in.
-          reverse: whether the loop's last trip is the first one.
-        """
-        if number not in self._wanted:
-            return
-        with self.inside() as first:
-            self.measure(number, start, exact, exact)
-        after = measured[made]
-        if after.total is None and after.introduced is not None:
-            total = after.introduced if after.inherited is None else after.introduced + after.inherited
-            after = after._replace(total=total)
-        fields = []
-        for one, others in zip(first[number], after, strict=True):
-            if one is None or others is None:
-                fields.append(None)
-                continue
-            others = others.reshape(len(others), -1).sum(1)
-            one = one[None]
-            both = jnp.concatenate([others, one])[1:] if reverse else jnp.concatenate([one, others])[:-1]
-            fields.append(both)
-        measured[number] = Measured(*fields)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[dict[int, Measured]]:
@@ -272,7 +240,7 @@ class Stack:
         self._array = jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(x).astype(dtype) for x in leaves)])
 
     def measured(self) -> dict[int, Measured]:
-        """Returns what was put in, with the axes that the array has got in front."""
+        """What was put in, with the axes that the array has got in front."""
         before, starts = self._array.shape[:-1], np.cumsum([0, *map(math.prod, self._shapes)])
         leaves = [
             self._array[..., start : start + math.prod(shape)].reshape(before + shape)
@@ -291,7 +259,7 @@ class Stack:
 
 
 def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Returns measurements of the trips of a loop up to one, for those before it and its own."""
+    """Measurements of the trips of a loop up to one, for those before it and its own."""
 
     def joined(one: Any, other: Any, join: Callable[[Any, Any], Any]) -> Any:
         return None if one is None else join(one, other)
@@ -308,7 +276,7 @@ def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> di
 
 
 def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
-    """Returns measurements of all devices, for those of one device's shards; within `jax.shard_map`.
+    """Measurements of all devices, for those of one device's shards; within `jax.shard_map`.
 
     Args:
       measured: by node.
@@ -329,7 +297,7 @@ def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: b
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:
-    """Returns measurements in float64 and in no unit; NaN becomes infinite, and what was not measured zero.
+    """Measurements in float64 and in no unit; NaN becomes infinite, and what was not measured zero.
 
     Args:
       measured: arrays of the host.

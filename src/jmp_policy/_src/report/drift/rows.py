@@ -45,14 +45,14 @@ class ErrorBudget:
         self._edges = [(i, *edge) for i in range(len(nodes)) for edge in self._split(i)]
 
     def error(self, number: int) -> float:
-        """Returns the sum of the squared errors of a node."""
+        """The sum of the squared errors of a node."""
         if number not in self._measured:
             return 0.0
         found = self._measured[number]
         return found.total if found.total else found.introduced + found.inherited
 
     def shares(self, weights: Mapping[int, float]) -> np.ndarray:
-        """Returns how much of an error was introduced at each node.
+        """How much of an error was introduced at each node.
 
         Args:
           weights: by node, its share in the error; they add up to 1.
@@ -68,7 +68,7 @@ class ErrorBudget:
         return arriving * self._introduced
 
     def introduced_within(self, group: Sequence[object]) -> np.ndarray:
-        """Returns for each node which part of its error was introduced in the node's own group.
+        """For each node which part of its error was introduced in the node's own group.
 
         Args:
           group: of each node.
@@ -98,7 +98,7 @@ class ErrorBudget:
         return 1.0 if np.isinf(here) else here / (here + before)
 
     def _split(self, number: int) -> list[tuple[int, float]]:
-        """Returns the sources of a node, with the part of its error that it inherits from each."""
+        """The sources of a node, with the part of its error that it inherits from each."""
         node = self._nodes[number]
         inherited = 1 - self._introduced[number]
         if not node.sources or not inherited:
@@ -160,7 +160,7 @@ class Rows:
             self._is_gradient.setdefault(number, self._leads_to_gradients(number))
 
     def of_operations(self) -> tuple[DriftRow, ...]:
-        """Returns one row per operation, line and direction."""
+        """One row per operation, line and direction."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, node in enumerate(self._nodes):
             if number in self._measured and node.operation != "carry":
@@ -173,7 +173,7 @@ class Rows:
         )
 
     def of_modules(self) -> tuple[DriftRow, ...]:
-        """Returns one row per module and direction."""
+        """One row per module and direction."""
         within = self._budget.introduced_within(list(map(group_of, self._nodes)))
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, node in enumerate(self._nodes):
@@ -188,7 +188,7 @@ class Rows:
         return tuple(rows)
 
     def expected(self, error: float) -> float:
-        """Returns what an error would be if every operation rounded its result once, at random.
+        """What an error would be if every operation rounded its result once, at random.
 
         The error of rounding to nearest is uniform in (-u, u) times the value, for unit roundoff u: its
         variance is at most u^2 / 3 times the square. How much an operation's error matters in the end is
@@ -203,11 +203,11 @@ class Rows:
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
 
     def _ran(self, numbers: Sequence[int]) -> bool:
-        """Returns whether there is anything to tell of nodes: not of those in a branch that is not taken."""
+        """Whether there is anything to tell of nodes: not of those in a branch that is not taken."""
         return any(np.any(value) for number in numbers for value in self._measured[number])
 
     def _leads_to_gradients(self, number: int) -> bool:
-        """Returns whether a value of the backward pass is a parameter's gradient on its way out."""
+        """Whether a value of the backward pass is a parameter's gradient on its way out."""
         consumers = self._consumers[number]
         return (
             bool(consumers)
@@ -225,7 +225,7 @@ class Rows:
         return ACTIVATION_GRADIENTS if self._nodes[number].site.backward else OUTPUTS
 
     def _leaving(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the values that other modules read, of the same pass if any does; results too."""
+        """The values that other modules read, of the same pass if any does; results too."""
         floating = [n for n in numbers if is_floating(self._nodes[n])]
         by_pass, by_module = [], []
         for number in floating:
@@ -291,13 +291,13 @@ class Rows:
         )
 
     def _lost(self, numbers: Sequence[int], place: int) -> tuple[float, float]:
-        """Returns which share of the left and the right operands of float8 products is lost."""
+        """Which share of the left and the right operands of float8 products is lost."""
         counts = np.zeros((2, 3)) + sum(self._measured[n].lost for n in numbers)
         left, right = np.divide(counts[:, place], counts[:, 0], out=np.zeros(2), where=counts[:, 0] > 0)
         return round(float(left), 6), round(float(right), 6)
 
     def _inherited(self, numbers: Sequence[int]) -> float:
-        """Returns the sum of the squared errors that operations inherit; all where nothing is rounded."""
+        """The sum of the squared errors that operations inherit; all where nothing is rounded."""
         return sum(
             self._measured[n].inherited if self._nodes[n].rounds else self._budget.error(n) for n in numbers
         )
@@ -307,7 +307,7 @@ class Rows:
         return _root(at.introduced, at.exact)
 
     def _trips(self, numbers: Sequence[int]) -> tuple[float, ...]:
-        """Returns the relative error in each trip of the scan that values are in; none outside of scans."""
+        """The relative error in each trip of the scan that values are in; none outside of scans."""
         shapes = {np.shape(self._raw[n].exact) for n in numbers}
         if len(shapes) != 1 or shapes == {()}:
             return ()
@@ -317,7 +317,7 @@ class Rows:
 
 
 def _share(shares: np.ndarray, numbers: Sequence[int]) -> float:
-    """Returns the sum of the shares of nodes, to as many digits as shares have."""
+    """The sum of the shares of nodes, to as many digits as shares have."""
     return round(float(sum(shares[n] for n in numbers)), 6)
 
 

@@ -5,6 +5,7 @@ them changes a process for good (a platform can be registered once, and with a d
 the caller only exports its program, which needs neither, and `compile_process` compiles it.
 """
 
+import fnmatch
 import importlib.metadata
 import json
 import os
@@ -67,52 +68,41 @@ def unavailable(platform: str, missing: Sequence[str]) -> LoweringUnavailableErr
     }[platform]
     return LoweringUnavailableError(
         f"Compiling for a {device} needs {what}, though no {device}. Missing, or of another version: "
-        f"{', '.join(missing)}. Run: pip install {' '.join(needed[name] for name in missing)}  "
+        f"{', '.join(missing)}. Run: pip install {' '.join(name + needed[name] for name in missing)}  "
         f"(all of them: pip install 'jmp_policy[{extra}-lowering]')."
     )
 
 
 def _needed(platform: str) -> dict[str, str]:
-    version = jax.__version__
+    """The packages of a compiler, and the version asked for: "==0.10.2", "==0.0.42.*" or ""."""
+    same = f"=={jax.__version__}"
     compilers = {
-        "cuda": {
-            "jax-cuda12-plugin": f"jax-cuda12-plugin=={version}",
-            "jax-cuda12-pjrt": f"jax-cuda12-pjrt=={version}",
-            "nvidia-cuda-nvcc-cu12": "nvidia-cuda-nvcc-cu12",
-        },
-        "tpu": {"libtpu": _libtpu()},
+        "cuda": {"jax-cuda12-plugin": same, "jax-cuda12-pjrt": same, "nvidia-cuda-nvcc-cu12": ""},
+        "tpu": {"libtpu": _libtpu_version()},
     }
-    return compilers[platform] | {"flatbuffers": "flatbuffers"}
+    return compilers[platform] | {"flatbuffers": ""}
 
 
-def _libtpu() -> str:
-    """The requirement that JAX's own extra for TPUs has: "libtpu==0.0.42.*"."""
+def _libtpu_version() -> str:
+    """The version that JAX's own extra for TPUs asks for."""
     try:
         asked = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    found = next((line for line in asked if re.match(r"libtpu\b", line)), "libtpu")
-    return found.partition(";")[0].replace(" ", "")
+    found = next((line for line in asked if re.match(r"libtpu\b", line)), "")
+    return found.partition(";")[0].replace(" ", "").removeprefix("libtpu")
 
 
 def _missing(platform: str) -> list[str]:
     missing = []
-    for name, requirement in _needed(platform).items():
+    for name, asked in _needed(platform).items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = ""
-        if not version or not _fits(version, requirement.removeprefix(name)):
+        if not version or not fnmatch.fnmatch(version, asked.removeprefix("==") or "*"):
             missing.append(name)
     return missing
-
-
-def _fits(version: str, asked: str) -> bool:
-    """Whether a version is "==1.2.3", or one of "==1.2.*"; whether no version is asked for."""
-    wanted = asked.removeprefix("==")
-    if wanted.endswith(".*"):
-        return version.startswith(wanted[:-1])
-    return wanted in ("", version)
 
 
 #: Names of custom calls in JAX's message: as StableHLO shows them.

@@ -7,20 +7,7 @@ import re
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.policy.marked_regions import is_marker
-from jmp_policy._src.report.lowering.hlo import (
-    CONTAINERS,
-    NO_KERNEL,
-    Instruction,
-    Runs,
-    Scope,
-    Sources,
-    Traffic,
-    arrays,
-    executed,
-    inside,
-    parse,
-    shape_bytes,
-)
+from jmp_policy._src.report.lowering import hlo
 from jmp_policy._src.report.lowering.products import Products, backend_config, dtype_name
 
 _COLLECTIVES = (
@@ -101,12 +88,12 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
       text: text of the module.
       target: the device that it was compiled for.
     """
-    computations, entry = parse(text)
-    sources, products = Sources(text), Products(computations, target)
-    traffic = Traffic(computations, on_chip=target.platform != "tpu")
+    computations, entry = hlo.parse(text)
+    sources, products = hlo.Sources(text), Products(computations, target)
+    traffic = hlo.Traffic(computations, on_chip=target.platform != "tpu")
 
-    def kernel_of(instruction: Instruction, scope: Scope, runs: Runs) -> Kernel:
-        inner = inside(instruction, computations)
+    def kernel_of(instruction: hlo.Instruction, scope: hlo.Scope, runs: hlo.Runs) -> Kernel:
+        inner = hlo.inside(instruction, computations)
         collective = _collective(instruction, inner)
         made = [] if collective else products.of(instruction, scope)
         largest = max(made, key=lambda p: p.flops, default=None)
@@ -129,9 +116,9 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         return kernel
 
     found = []
-    for name, runs in executed(computations, entry).items():
+    for name, runs in hlo.executed(computations, entry).items():
         scope = {i.name: i for i in computations[name]}
-        launched = [i for i in computations[name] if i.opcode not in NO_KERNEL | CONTAINERS]
+        launched = [i for i in computations[name] if i.opcode not in hlo.NO_KERNEL | hlo.CONTAINERS]
         found += [kernel_of(instruction, scope, runs) for instruction in launched]
     return tuple(found)
 
@@ -163,10 +150,10 @@ def module_path(op_name: str) -> tuple[str, bool]:
     return "/".join(parts), backward
 
 
-def _as_collective(kernel: Kernel, collective: Instruction, scope: Scope) -> Kernel:
+def _as_collective(kernel: Kernel, collective: hlo.Instruction, scope: hlo.Scope) -> Kernel:
     sent = [scope[name].shape for name in collective.operands if name in scope]
-    dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in arrays(shape))
-    size = sum(map(shape_bytes, sent))
+    dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in hlo.arrays(shape))
+    size = sum(map(hlo.shape_bytes, sent))
     return dataclasses.replace(
         kernel,
         bytes_read=size,
@@ -177,7 +164,7 @@ def _as_collective(kernel: Kernel, collective: Instruction, scope: Scope) -> Ker
     )
 
 
-def _kind(instruction: Instruction) -> str:
+def _kind(instruction: hlo.Instruction) -> str:
     library = instruction.attribute("custom_call_target")
     if instruction.opcode == "custom-call":
         words = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
@@ -193,7 +180,7 @@ def _kind(instruction: Instruction) -> str:
     )
 
 
-def _collective(instruction: Instruction, inner: Scope) -> Instruction | None:
+def _collective(instruction: hlo.Instruction, inner: hlo.Scope) -> hlo.Instruction | None:
     """The collective that an instruction is or begins, if any.
 
     A TPU begins one in a fusion, goes on with it in fusions that compute something else, and ends it in one.
@@ -220,7 +207,7 @@ def _without_start(opcode: str) -> str:
     return opcode.removesuffix("-start")
 
 
-def _group(instruction: Instruction) -> int:
+def _group(instruction: hlo.Instruction) -> int:
     """The size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     text = instruction.line.partition("replica_groups=")[2]
     if text.startswith("mesh["):

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering.hlo import (
     RESHAPING,
@@ -52,7 +54,7 @@ class Product(NamedTuple):
 
 
 def dtype_name(hlo: str) -> str:
-    """Returns JAX's name of a dtype in HLO text: "float16" for "f16"."""
+    """The name that JAX has for a dtype of HLO text: "float16" for "f16"."""
     return _DTYPES.get(hlo, hlo.replace("f8", "float8_", 1) if hlo.startswith("f8") else hlo)
 
 
@@ -343,18 +345,8 @@ def _axes(convolution: Instruction, count: int) -> list[_Axis]:
 
 def _pairs(axis: _Axis, size: int, result: int) -> int:
     """How many elements of the input all positions of the window on one axis meet."""
-    last = (size - 1) * axis.lhs_dilate
-    found = 0
-    for position in range(axis.size):
-        # Result o meets place o * stride + start, which is an element at multiples of lhs_dilate.
-        start = position * axis.rhs_dilate - axis.low
-        divisor = math.gcd(axis.stride, axis.lhs_dilate)
-        if start % divisor:
-            continue
-        period = axis.lhs_dilate // divisor
-        first = next(o for o in range(period) if (o * axis.stride + start) % axis.lhs_dilate == 0)
-        low = max(math.ceil(-start / axis.stride), 0)
-        low += (first - low) % period
-        high = min((last - start) // axis.stride, result - 1)
-        found += max((high - low) // period + 1, 0)
-    return found
+    # Result o and position p meet at o * stride + p * rhs_dilate - low: an element, if lhs_dilate divides it.
+    results, positions = np.arange(result) * axis.stride, np.arange(axis.size) * axis.rhs_dilate
+    places = np.add.outer(results, positions) - axis.low
+    is_inside = (places >= 0) & (places <= (size - 1) * axis.lhs_dilate)
+    return int(np.sum(is_inside & (places % axis.lhs_dilate == 0)))

@@ -1,23 +1,79 @@
-"""Runs the gradient of a loss in float32 with the rounding of some modules applied.
+"""Identities that round a value and its cotangent to half when a switch is on, and else do nothing.
 
-First order sees small changes of smooth functions. Where rounding turns a decision (a relu's input that is
-nearly 0, a maximum, a sign), the gradient jumps, and no derivative says by how much. A gradient with the
-rounding does.
+They stand where the counters of `first_order` stand. A switch is an argument of the compiled program, so that
+one program gives the gradient with the rounding of any choice of modules.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.report.sensitivity import rounding_switches
-from jmp_policy._src.report.sensitivity.probes import Effects
-from jmp_policy._src.report.sensitivity.rounding_switches import Switch
-from jmp_policy._src.report.sensitivity.tapped_program import Sink
+from jmp_policy._src.core.narrowing import rounded
+from jmp_policy._src.report.sensitivity.first_order import Effects, transposed
+from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
+
+
+class Switch(NamedTuple):
+    """Sink that rounds, or does not.
+
+    Args:
+      on: whether they round; boolean scalar.
+      scale: what cotangents are multiplied by before they are rounded; float32 scalar.
+    """
+
+    on: Any
+    scale: Any
+
+    def tap(self, which: Which, x: jax.Array) -> jax.Array:
+        """Rounds x, and its cotangent, if the switch is on."""
+        return _tap(which, x, self)
+
+    def tap_sum(self, transposable: Callable[[Any], Any], dtype: str, x: jax.Array) -> jax.Array:
+        """Computes a linear function of x, whose transpose adds up in half if the switch is on."""
+        return _summed(transposable, dtype, x, self)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(which: Which, x: Any, switch: Switch) -> Any:
+    return jnp.where(switch.on, rounded(x, which.dtype), x) if which.value else x
+
+
+def _tap_forward(which: Which, x: Any, switch: Switch) -> Any:
+    return _tap(which, x, switch), switch
+
+
+def _tap_backward(which: Which, switch: Switch, g: Any) -> Any:
+    if not which.cotangent:
+        return g, None
+    return jnp.where(switch.on, rounded(g * switch.scale, which.dtype) / switch.scale, g), None
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed(transposable: Any, dtype: str, x: Any, switch: Switch) -> Any:
+    return transposable(x)
+
+
+def _summed_forward(transposable: Any, dtype: str, x: Any, switch: Switch) -> Any:
+    return transposable(x), (jnp.zeros_like(x), switch)
+
+
+def _summed_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
+    like, switch = residuals
+    exact = transposed(transposable, like, "float32", g)
+    half = transposed(transposable, like, dtype, g * switch.scale) / switch.scale
+    return jnp.where(switch.on, half, exact), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
 
 
 class AppliedRounding:
@@ -35,7 +91,7 @@ class AppliedRounding:
         self._exact = [self._run(off, scale, arrays) for arrays in traced.batches]
 
     def __call__(self, sinks: Iterable[Sink]) -> tuple[float, float]:
-        """Returns the squares of the relative errors of gradient and loss, as means over the batches."""
+        """The squares of the relative errors of gradient and loss, as means over the batches."""
         chosen = set(sinks)
         on = np.array([sink in chosen for sink in self._traced.sinks])
         pairs = [
@@ -46,12 +102,12 @@ class AppliedRounding:
         return _mean(gradients), _mean(losses)
 
     def of_modules(self, groups: Iterable[str]) -> tuple[float, float]:
-        """Returns the same for modules in half, while all others compute in float32."""
+        """The same for modules in half, while all others compute in float32."""
         # To round twice is to round once: what comes from another of these modules changes no more.
         return self(Sink(group, alone) for group in groups for alone in (False, True))
 
     def own(self, found: Effects) -> Effects:
-        """Returns what rounding does, measured for each module by itself."""
+        """What rounding does, measured for each module by itself."""
         own = {}
         for group, effect in found.own.items():
             gradient, loss = self([Sink(group, False)])
@@ -63,14 +119,14 @@ class AppliedRounding:
         switches = {sink: Switch(is_on, scale) for sink, is_on in zip(traced.sinks, on, strict=True)}
 
         def loss_of(params: Sequence[Any]) -> Any:
-            return traced.run(rounding_switches, switches, params, arrays)
+            return traced.run(switches, params, arrays)
 
         return jax.value_and_grad(loss_of)(traced.params(arrays))
 
 
 @jax.jit
 def _squares(found: Any, exact: Any) -> Any:
-    """Returns the squares of the relative errors of the gradients and the loss."""
+    """The squares of the relative errors of the gradients and the loss."""
     (loss, grads), (exact_loss, exact_grads) = found, exact
     error = sum(jnp.sum(jnp.square(a - b)) for a, b in zip(grads, exact_grads, strict=True))
     norm = sum(jnp.sum(jnp.square(b)) for b in exact_grads)

@@ -10,20 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.sensitivity import float8_modules, float32_modules, product_cost, rounding_taps
+from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
-from jmp_policy._src.report.sensitivity.float32_modules import Choice
-from jmp_policy._src.report.sensitivity.half_program import Loss
-from jmp_policy._src.report.sensitivity.probes import effects
-from jmp_policy._src.report.sensitivity.product_cost import memory_of
-from jmp_policy._src.report.sensitivity.recommendation import Recommendation
-from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
+from jmp_policy._src.report.sensitivity.chosen_modules import (
+    Choice,
+    in_float8,
+    overflowing,
+    rows_of,
+    rules_of,
+    usable_recipe,
+    widened,
+    within,
+)
+from jmp_policy._src.report.sensitivity.first_order import effects
+from jmp_policy._src.report.sensitivity.recommendation import Recommendation, compared, memory_of, products
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
 #: two to ten times what a Transformer or a convolutional network has in float16 (docs/recommend.md).
@@ -94,11 +102,11 @@ def recommend(
     if budget is not None and not budget > 0:
         raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
     card = None if target is None else find_target(target)
-    recipe = recipe and float8_modules.usable_recipe(recipe, target)
+    recipe = recipe and usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
     allowed = _budget(exact) if budget is None else float(budget)
-    dtypes = ["float16", "bfloat16"] if dtype is None else [np.dtype(dtype).name]
+    dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     for name in dtypes:
         found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
@@ -111,12 +119,12 @@ def recommend(
 def _with_recipe(
     loss: Loss, found: Recommendation, recipe: str, exact: np.ndarray, card: Target | None
 ) -> Recommendation:
-    """Returns a recommendation with products in float8 where the budget allows."""
+    """A recommendation with products in float8 where the budget allows."""
 
     def error(rules: PolicyMap) -> float:
         return _error(loss, rules, float(found.loss_scale.loss_scale), exact)
 
-    choice, measured = float8_modules.chosen(loss, found.policy, recipe, found.measured, found.budget, error)
+    choice, measured = in_float8(loss, found.policy, recipe, found.measured, found.budget, error)
     rules = choice.rules()
     return dataclasses.replace(
         found,
@@ -125,12 +133,12 @@ def _with_recipe(
         predicted=math.hypot(found.predicted, math.sqrt(choice.total)),
         measured=measured,
         recipe=recipe,
-        **_gains(loss, rules, product_cost.products(loss), card),
+        **_gains(loss, rules, products(loss), card),
     )
 
 
 def _merit(found: Recommendation) -> Any:
-    """Returns what to choose by: the budget, then what is in half, then the error."""
+    """What to choose by: the budget, then what is in half, then the error."""
     share = 0.0 if math.isnan(found.half_share) else round(found.half_share, 1)
     return found.fits, share, -found.measured
 
@@ -144,33 +152,33 @@ def _in(
     exact: np.ndarray,
     card: Target | None,
 ) -> Recommendation:
-    """Returns what to recommend in one dtype."""
-    traced = traced_loss(loss, dtype, batches, rounding_taps)
+    """What to recommend in one dtype."""
+    traced = traced_loss(loss, dtype, batches)
     seen = effects(traced, probes)
-    choice = float32_modules.within(float32_modules.overflowing(seen), budget)
+    choice = within(overflowing(seen), budget)
     scale = seen.loss_scale if dtype == "float16" else 1.0
     rules, measured = _measured(loss, choice, scale, exact)
     if measured > budget and traced.decides:
         # First order has not seen decisions that rounding turns, so it does not say which modules matter.
         applied = AppliedRounding(traced, seen.loss_scale)
-        choice = float32_modules.overflowing(applied.own(seen))
-        choice = float32_modules.within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+        choice = overflowing(applied.own(seen))
+        choice = within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
         rules, measured = _measured(loss, choice, scale, exact)
     for _ in range(_ROUNDS):
         path = choice.next()
         if measured <= budget or path is None:
             break
         # What is measured may be more than first order says: half of the prediction, before the next run.
-        choice = float32_modules.within(float32_modules.widened(choice, path), choice.predicted / 2)
+        choice = within(widened(choice, path), choice.predicted / 2)
         rules, measured = _measured(loss, choice, scale, exact)
-    plain = product_cost.products(loss)
+    plain = products(loss)
     rules = _worth_it(loss, rules, plain, card)
     return Recommendation(
         function=seen.name,
         dtype=dtype,
         policy=rules,
         loss_scale=DynamicLossScale(scale) if dtype == "float16" else NoOpLossScale(),
-        rows=tuple(float32_modules.rows_of(choice, rules)),
+        rows=tuple(rows_of(choice, rules)),
         budget=budget,
         predicted=choice.predicted,
         measured=measured,
@@ -180,23 +188,23 @@ def _in(
 
 
 def _gains(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | None) -> dict[str, Any]:
-    """Returns what rules make of products and memory, as fields of a `Recommendation`."""
+    """What rules make of products and memory, as fields of a `Recommendation`."""
     under = loss.under(rules)
     memory = math.nan if card is None else memory_of(under) / memory_of(loss)
     return {
-        **product_cost.compared(plain, product_cost.products(under), card)._asdict(),
+        **compared(plain, products(under), card)._asdict(),
         "memory": memory,
     }
 
 
 def _measured(loss: Loss, choice: Choice, scale: float, exact: np.ndarray) -> tuple[PolicyMap, float]:
-    """Returns a choice as rules, and the error of the gradient under them."""
-    rules = float32_modules.rules_of(choice)
+    """A choice as rules, and the error of the gradient under them."""
+    rules = rules_of(choice)
     return rules, _error(loss, rules, scale, exact)
 
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
-    """Returns the relative error of the gradient under rules, as one run on this machine gives it."""
+    """The relative error of the gradient under rules, as one run on this machine gives it."""
     return _distance(_gradient(loss.under(rules), scale), exact)
 
 
@@ -206,7 +214,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
         return rules
 
     def cost(rules: PolicyMap) -> Any:
-        return product_cost.compared(plain, product_cost.products(loss.under(rules)), card)
+        return compared(plain, products(loss.under(rules)), card)
 
     now = cost(rules)
     for rule in rules.overrides:
@@ -219,9 +227,14 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
 
 
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
-    """Returns the gradient of a loss as one vector, computed on this machine."""
-    _, grads = loss.value_and_grad(scale)
-    return np.concatenate([np.asarray(grad, np.float64).ravel() for grad in grads])
+    """The gradient of a loss as one vector, without the scale, computed on this machine."""
+    function, trained = loss.function(), loss.trained()
+
+    def scaled(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
+
+    grads = jax.jit(jax.grad(scaled))([function.arrays[i] for i in trained], function.arrays)
+    return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 
 def _distance(found: np.ndarray, exact: np.ndarray) -> float:

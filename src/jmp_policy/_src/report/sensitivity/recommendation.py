@@ -1,13 +1,21 @@
-"""Defines the result of `recommend`: a policy per module, with the reason for each rule."""
+"""Defines the result of `recommend`, a policy with the reason for each rule, and what it would cost."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
+from jmp_policy._src.core.targets import Target
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.report.audit import audit
+from jmp_policy._src.report.audit_findings import Product
+from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
+from jmp_policy._src.report.sensitivity.traced_loss import Loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +87,12 @@ class Recommendation(Report):
 
     @property
     def fits(self) -> bool:
-        """Returns whether the measured error is within the budget."""
+        """Whether the measured error is within the budget."""
         return self.measured <= self.budget
 
     @property
     def verdict(self) -> str:
-        """Returns whether the policy fits the budget, and what it computes in half."""
+        """Whether the policy fits the budget, and what it computes in half."""
         share = (
             "" if math.isnan(self.half_share) else f" {percent(self.half_share)} of the FLOPs are in half."
         )
@@ -101,7 +109,7 @@ class Recommendation(Report):
         return f"{fits}{share}{speed}{memory}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field, and the verdict, as plain data; `policy` as `PolicyMap.from_dict` reads it."""
+        """Every field, and the verdict, as plain data; `policy` as `PolicyMap.from_dict` reads it."""
         fields = {
             **vars(self),
             "policy": self.policy.to_dict(),
@@ -116,3 +124,57 @@ class Recommendation(Report):
     def _lines(self) -> Sequence[str]:
         scale = float(self.loss_scale.loss_scale)
         return (f"{self.function}: {self.policy!r}, loss scale {scale:g}", self.verdict)
+
+
+class Cost(NamedTuple):
+    """Products under a policy.
+
+    Args:
+      half_share: share of the FLOPs whose operands have 16 bits or fewer; nan without products.
+      float8_share: share of those whose operands have 8.
+      speedup: time in float32 over that under the policy; nan without a card.
+    """
+
+    half_share: float
+    float8_share: float
+    speedup: float
+
+
+def products(loss: Loss) -> Sequence[Product]:
+    """The products of a loss and its gradient, which is traced and not run."""
+    return audit(*loss.gradient()).products
+
+
+def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> Cost:
+    """Compares the products of float32 with those under a policy."""
+    flops = sum(product.flops for product in under)
+    half, float8 = (
+        sum(p.flops for p in under if is_counted(p)) / flops if flops else math.nan
+        for is_counted in (lambda p: p.is_half, lambda p: p.scales)
+    )
+    if card is None or not flops:
+        return Cost(half, float8, math.nan)
+    return Cost(half, float8, _seconds(plain, card) / _seconds(under, card))
+
+
+def _seconds(products: Sequence[Product], card: Target) -> float:
+    """The time at the peak rate of the arithmetic or of the memory, whichever is slower."""
+    total = 0.0
+    for p in products:
+        sizes = ((p.lhs, p.m * p.k), (p.rhs, p.k * p.n), (p.result, p.m * p.n))
+        moved = p.times * p.batch * sum(np.dtype(dtype).itemsize * size for dtype, size in sizes)
+        arithmetic = "float8" if p.scales else p.lhs if p.is_half else "float32"
+        total += max(p.flops / card.rate(arithmetic), moved / card.bandwidth)
+    return total
+
+
+def memory_of(loss: Loss) -> int:
+    """Bytes of parameters, half copies, gradients and activations; nothing is run or compiled."""
+    gradient, params, arrays = loss.gradient()
+
+    def of_params(params: Any) -> Any:
+        return gradient(params, arrays)
+
+    jaxpr = jax.make_jaxpr(of_params)(params)
+    alone = [1] * len(params)
+    return analytic_memory_model(jaxpr, ["parameters"] * len(params), (), alone).total()

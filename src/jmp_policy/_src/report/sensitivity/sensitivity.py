@@ -1,20 +1,114 @@
-"""Predicts what computing one module in half precision would do to the loss and its gradient."""
+"""Defines the result of `sensitivity`: modules in the order of what half precision would do to them."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, show_pattern, unused_error
 from jmp_policy._src.policy.rules import path_text
-from jmp_policy._src.report.sensitivity import rounding_taps
 from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
-from jmp_policy._src.report.sensitivity.half_program import Loss, is_below
-from jmp_policy._src.report.sensitivity.probes import Effect, Effects, effects
-from jmp_policy._src.report.sensitivity.ranking import Sensitivity, SensitivityRow
-from jmp_policy._src.report.sensitivity.traced_loss import traced_loss
+from jmp_policy._src.report.sensitivity.first_order import Effect, Effects, effects
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, traced_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class SensitivityRow:
+    """What computing one module in half precision would do, with everything below it.
+
+    Args:
+      path: path of the module, or the pattern that was asked about; "" for the whole model.
+      predicted: relative error of the gradient, |half - float32| / |float32| over all parameters; infinite
+        where a value or a cotangent overflows.
+      loss: relative error of the loss.
+      overflow: number of values that would be infinite.
+      underflow: number of values that would be zero, and are not.
+      gradient_overflow, gradient_underflow: the same of cotangents, times the loss scale.
+    """
+
+    path: str
+    predicted: float
+    loss: float
+    overflow: int = 0
+    underflow: int = 0
+    gradient_overflow: int = 0
+    gradient_underflow: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity(Report):
+    """Modules in the order of what half precision would do to the gradient, the most sensitive first.
+
+    Args:
+      function: name of the loss function.
+      dtype: "float16" or "bfloat16".
+      loss_scale: power of two that the cotangents were multiplied by: the largest that leaves a factor of 4
+        to overflow, at most 2**24. Sums over the trips of loops make it smaller than need be.
+      rows: one per module or candidate.
+      measured: whether each row is the error of a gradient with the rounding of its module; else rows are
+        first-order estimates.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import sensitivity
+      >>> found = sensitivity(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> 0 < found.of("").predicted < 1e-3
+      True
+    """
+
+    function: str
+    dtype: str
+    loss_scale: float
+    rows: tuple[SensitivityRow, ...]
+    measured: bool = False
+
+    _rows = "rows"
+
+    def of(self, path: str) -> SensitivityRow:
+        """The row of a path.
+
+        Raises:
+          KeyError: when there is none; the message lists the paths that there are.
+        """
+        return row_of(self.rows, path)
+
+    @property
+    def verdict(self) -> str:
+        """Which parts matter most."""
+        infinite = [row.path for row in self.rows if math.isinf(row.predicted)]
+        # Not the modules above them.
+        infinite = [p for p in infinite if not any(q != p and is_below(q, p) for q in infinite)]
+        if infinite:
+            return f"In {self.dtype} values overflow in {joined(infinite) or 'the whole model'}."
+        if not self.rows:
+            return "No rows."
+        first = self.rows[0]
+        where = first.path or "the whole model"
+        return f"In {self.dtype}, {where} changes the gradient most: by {first.predicted:.2g} of its norm."
+
+    def _tables(self) -> Sequence[Table]:
+        columns = (
+            "module",
+            "gradient ",
+            "loss ",
+            "overflow ",
+            "underflow ",
+            "cotangents: overflow ",
+            "underflow ",
+        )
+        rows = [
+            (r.path or "(all)", f"{r.predicted:.1e}", f"{r.loss:.1e}", *map(count_text, (
+                r.overflow, r.underflow, r.gradient_overflow, r.gradient_underflow)))
+            for r in self.rows
+        ]  # fmt: skip
+        how = "with rounding applied" if self.measured else "to first order"
+        return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
+
+    def _lines(self) -> Sequence[str]:
+        return (f"{self.function}, loss scale {self.loss_scale:g}. {self.verdict}",)
 
 
 def sensitivity(
@@ -75,7 +169,7 @@ def sensitivity(
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
-    traced = traced_loss(loss, np.dtype(dtype).name, batches, rounding_taps)
+    traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
     found = effects(traced, probes)
     if candidates is None:
         parts = [_subtree(found, path) for path in _paths(found)]
@@ -105,12 +199,12 @@ class _Part(NamedTuple):
 
 
 def path_text_of(pattern: Pattern) -> str:
-    """Returns a pattern as a row shows it."""
+    """A pattern as a row shows it."""
     return pattern if isinstance(pattern, str) else show_pattern(pattern)
 
 
 def _paths(found: Effects) -> list[str]:
-    """Returns the modules in which something is rounded, and those above them."""
+    """The modules in which something is rounded, and those above them."""
     above = {path_text(names[1:]) for names in found.modules}
     known = {path for path in above if any(is_below(group, path) for group in found.own)}
     return sorted(known | set(found.own))
@@ -121,7 +215,7 @@ def _subtree(found: Effects, path: str) -> _Part:
 
 
 def _of_pattern(found: Effects, pattern: Pattern) -> _Part:
-    """Returns the modules that a pattern matches, with all below them."""
+    """The modules that a pattern matches, with all below them."""
     modules = {path_text(names[1:]): module for names, module in found.modules.items()}
     paths = sorted({*modules, *found.own})
     hits = [path for path in paths if matches(pattern, path, modules.get(path))]
@@ -131,7 +225,7 @@ def _of_pattern(found: Effects, pattern: Pattern) -> _Part:
 
 
 def _row(found: Effects, part: _Part, applied: AppliedRounding | None) -> SensitivityRow:
-    """Returns what modules do, when all other modules compute in float32."""
+    """What modules do, when all other modules compute in float32."""
     parts = [found.own[group] for group in part.groups]
     effect = sum(parts, sum((found.alone[top] for top in part.tops if top in found.alone), Effect()))
     if applied is not None and math.isfinite(effect.error):

@@ -10,9 +10,8 @@ code made the value:
   where another one reads its values, their cotangents are rounded when they come in.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -20,11 +19,10 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, replay_equation, to_float32
+from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, holds_half, replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
-from jmp_policy._src.report.sensitivity.rounding_taps import Which
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
 _BROADCASTING = HAVING[Trait.BROADCASTS]
@@ -32,16 +30,18 @@ _BROADCASTING = HAVING[Trait.BROADCASTS]
 _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
 
 
-class Taps(Protocol):
-    """What is done where the program would round: `rounding_taps` counts, `rounding_switches` rounds."""
+class Which(NamedTuple):
+    """Which errors a tap counts.
 
-    def tap(self, which: Which, x: jax.Array, sink: Any) -> jax.Array:
-        """Returns a value."""
-        ...
+    Args:
+      value: those of the value.
+      cotangent: those of its cotangent.
+      dtype: "float16" or "bfloat16".
+    """
 
-    def tap_sum(self, transposable: Callable[[Any], Any], dtype: str, x: jax.Array, sink: Any) -> jax.Array:
-        """Returns a linear function of x, whose transpose adds up."""
-        ...
+    value: bool
+    cotangent: bool
+    dtype: str
 
 
 class Sink(NamedTuple):
@@ -94,9 +94,9 @@ class TappedProgram(Interpreter):
     Args:
       group_of: function from the names of the scopes around an operation to what its rounding counts for;
         None for what is not asked about.
-      sinks: what each tap is given.
+      sinks: what is done where the program would round, by what it counts for: `Counter`s count, `Switch`es
+        round. Without any nothing is done.
       dtype: "float16" or "bfloat16".
-      taps: what is done at each of them.
     """
 
     def __init__(
@@ -104,18 +104,17 @@ class TappedProgram(Interpreter):
         group_of: Callable[[tuple[str, ...]], str | None],
         sinks: Mapping[Sink, Any],
         dtype: str,
-        taps: Taps,
     ):
-        self._group_of, self._sinks, self._dtype, self._taps = group_of, sinks, dtype, taps
+        self._group_of, self._sinks, self._dtype = group_of, sinks, dtype
         self._readers: Mapping[Any, Sequence[Any]] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the results of a closed jaxpr, in float32."""
+        """The results of a closed jaxpr, in float32."""
         return [self._outside(out) for out in self.run(jaxpr, [Tapped(to_float32(x)) for x in arrays], ())]
 
     def run(self, jaxpr: Any, values: Sequence[Tapped], where: tuple[str, ...] = ()) -> list[Tapped]:
-        """Returns the results of a jaxpr, within scopes of these names."""
+        """The results of a jaxpr, within scopes of these names."""
         opened, around = compat.open_jaxpr(jaxpr), self._readers
         self._readers = _readers(opened, lambda eqn: self._group_of(self.at(eqn, where)))
         try:
@@ -140,7 +139,7 @@ class TappedProgram(Interpreter):
     def enters(self, eqn: Any, kind: Kind, values: list[Tapped]) -> bool:
         """Whether it is run: not a while loop, which nothing differentiates backward, nor own derivatives."""
         if kind in (Kind.SCAN, Kind.COND):
-            return _holds_half(eqn)
+            return holds_half(eqn)
         return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
 
     def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
@@ -165,14 +164,15 @@ class TappedProgram(Interpreter):
 
     def operation(self, eqn: Any, values: list[Tapped], where: tuple[str, ...]) -> Sequence[Tapped]:
         """Does an operation in float32, with taps on its operands and results."""
-        if calls.kind_of(eqn) is Kind.WHILE and _holds_half(eqn):
+        if calls.kind_of(eqn) is Kind.WHILE and holds_half(eqn):
             return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
         group = self._group_of(where)
         arrays = [self._read(value, atom, eqn, group) for value, atom in zip(values, eqn.invars, strict=True)]
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
-        elif _holds_half(eqn):
-            outs = _OWN.get(calls.kind_of(eqn), replay_equation)(eqn, arrays)
+        elif holds_half(eqn):
+            has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
+            outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
         else:
             outs = compat.bind_primitive(eqn.primitive, arrays, eqn.params)
         return [self._made(eqn, var, out, group) for var, out in zip(eqn.outvars, outs, strict=True)]
@@ -211,7 +211,7 @@ class TappedProgram(Interpreter):
         """An array with a tap on it, if somebody asks about the group."""
         if not (value or cotangent) or not self._is_asked(group):
             return array
-        return self._taps.tap(Which(value, cotangent, self._dtype), array, self._sinks[Sink(group, alone)])
+        return self._sinks[Sink(group, alone)].tap(Which(value, cotangent, self._dtype), array)
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -226,10 +226,10 @@ class TappedProgram(Interpreter):
             def moved(x: Any) -> Any:
                 return compat.bind_primitive(eqn.primitive, [x, *arrays[1:]], eqn.params)[0]
 
-            return [self._taps.tap_sum(moved, self._dtype, arrays[0], sink)]
+            return [sink.tap_sum(moved, self._dtype, arrays[0])]
         (result,) = eqn.outvars
         full = [
-            self._taps.tap_sum(lambda x: ir.broadcast_like(x, result), self._dtype, array, sink)
+            sink.tap_sum(lambda x: ir.broadcast_like(x, result), self._dtype, array)
             if _is_half_and_smaller(atom, result)
             else array
             for array, atom in zip(arrays, eqn.invars, strict=True)
@@ -245,7 +245,7 @@ def _is_exact(eqn: Any) -> bool:
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
-    """Returns by half variable the operations of a jaxpr that read it, each with its group."""
+    """By half variable the operations of a jaxpr that read it, each with its group."""
     found: dict[Any, list[Any]] = {}
     for eqn in opened.eqns:
         half = [a for a in eqn.invars if not isinstance(a, compat.Literal) and is_half(ir.dtype_of(a))]
@@ -255,7 +255,7 @@ def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, li
 
 
 def _adds_up_cotangents(eqn: Any) -> bool:
-    """Returns whether a transpose of an operation adds up half terms: of a bias, of the rows of a table."""
+    """Whether a transpose of an operation adds up half terms: of a bias, of the rows of a table."""
     if eqn.primitive.name in ("gather", "broadcast_in_dim"):
         operand, result = eqn.invars[0], eqn.outvars[0]
         is_variable = not isinstance(operand, compat.Literal) and is_half(ir.dtype_of(operand))
@@ -270,31 +270,14 @@ def _is_half_and_smaller(atom: Any, result: Any) -> bool:
     return is_variable and size(atom) < size(result)
 
 
-def _holds_half(eqn: Any) -> bool:
-    """Returns whether an operation, or one inside it, has half operands or results."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(
-        _holds_half(inner) for jaxpr in ir.subjaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns
-    )
+def _with_own_derivative(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Computes a function in float32 that keeps its own derivative: here the replay is differentiated."""
+    rebuilt = control_flow.custom_jvp if calls.kind_of(eqn) is Kind.CUSTOM_JVP else control_flow.custom_vjp
 
+    def function(*arrays: Any) -> list[Any]:
+        return evaluate_in_float32(eqn.params["call_jaxpr"], arrays)
 
-def _with_own_jvp(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    function = functools.partial(_flat_in_float32, eqn)
-    return control_flow.custom_jvp(eqn, function, arrays, _in_float32, [None] * len(eqn.outvars))
+    def run(jaxpr: Any, arrays: Sequence[Any], _: Any) -> list[Any]:
+        return evaluate_in_float32(jaxpr, arrays)
 
-
-def _with_own_vjp(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    function = functools.partial(_flat_in_float32, eqn)
-    return control_flow.custom_vjp(eqn, function, arrays, _in_float32, [None] * len(eqn.outvars))
-
-
-def _flat_in_float32(eqn: Any, *arrays: Any) -> list[Any]:
-    return evaluate_in_float32(eqn.params["call_jaxpr"], arrays)
-
-
-def _in_float32(jaxpr: Any, arrays: Sequence[Any], _: Any) -> list[Any]:
-    return evaluate_in_float32(jaxpr, arrays)
-
-
-#: Functions with derivatives of their own, which stay: here the replay is differentiated.
-_OWN: Mapping[Kind | None, Any] = {Kind.CUSTOM_JVP: _with_own_jvp, Kind.CUSTOM_VJP: _with_own_vjp}
+    return rebuilt(eqn, function, arrays, run, [None] * len(eqn.outvars))

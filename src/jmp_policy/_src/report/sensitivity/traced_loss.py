@@ -1,22 +1,165 @@
-"""A loss traced as it would run in half precision, to be run in float32 with taps wherever it would round."""
+"""A loss traced as it would run in half precision, with the module that each operation belongs to."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.loss_scaling.value_and_grad import split_loss
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import replaced
-from jmp_policy._src.report.sensitivity.half_program import Loss, Places
-from jmp_policy._src.report.sensitivity.rounding_taps import DTYPES
-from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram, Taps
+from jmp_policy._src.policy.scope import ACTIVE, Scope
+from jmp_policy._src.report import tapping
+from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
+from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
+
+
+class Loss(NamedTuple):
+    """A loss function and its arguments.
+
+    Args:
+      call: `(params, *args, **kwargs) -> scalar`, or `(scalar, aux)`.
+      params: a pytree of arrays, or an NNX model.
+      args, kwargs: the rest of its arguments.
+      has_aux: whether it returns a pair.
+      use: the name of the report, for messages.
+    """
+
+    call: Callable[..., Any]
+    params: PyTree
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    has_aux: bool
+    use: str
+
+    def function(self) -> Function:
+        """The same as a function of arrays that gives the loss alone."""
+
+        @functools.wraps(self.call)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            return split_loss(self.call(*args, **kwargs), self.has_aux)[0]
+
+        return as_function(loss, (self.params, *self.args), dict(self.kwargs), self.use)
+
+    def trained(self) -> list[int]:
+        """Which of the function's arrays are parameters; raises ValueError when there are none."""
+        return trained_arguments(self.function(), self.use)
+
+    def calls(self) -> list[tuple[tapping.Call, Scope | None]]:
+        """The calls of modules in it, each with the policy that was active in Flax Linen."""
+        watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function()
+        with contextlib.ExitStack() as stack:
+            for framework in imported_frameworks():
+                stack.enter_context(framework.tapped())
+            stack.enter_context(watching.looking(watcher))
+            jax.eval_shape(function.call, function.arrays)
+        return watcher.calls
+
+    def modules(self) -> dict[tuple[str, ...], Any]:
+        """The modules that it calls, by the names that lead to them: the model's class first."""
+        # Some modules are only containers of those that run.
+        found: dict[tuple[str, ...], Any] = {}
+        for call, _ in self.calls():
+            names = plain_names(call.name.split("/"))
+            for end in range(1, len(names)):
+                found.setdefault(names[:end], None)
+            found[names] = call.module
+        return found
+
+    def under(self, rules: PolicyMap) -> "Loss":
+        """The loss whose modules are governed by rules; a function without modules under autocast."""
+        calls = self.calls()
+        if not calls:
+            return self._replace(call=autocast(self.call, rules))
+        for call, scope in calls:
+            framework = framework_of(call.module)
+            policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
+            if policy:
+                raise self._not_bare(call.name, policy)
+
+        @functools.wraps(self.call)
+        def governed(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for framework in imported_frameworks():
+                    stack.enter_context(framework.governing(rules))
+                return self.call(*args, **kwargs)
+
+        def wrapped(value: Any) -> Any:
+            framework = framework_of(value)
+            return value if framework is None or not framework.holds_arrays else framework.wrap(value, rules)
+
+        params, args, kwargs = jax.tree.map(
+            wrapped, (self.params, self.args, dict(self.kwargs)), is_leaf=_is_module
+        )
+        return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
+
+    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """The gradient as a function of the parameters and all arrays, and these."""
+        function, trained = self.function(), self.trained()
+
+        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return function.result(replaced(arrays, trained, params))
+
+        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
+    def _not_bare(self, path: str, policy: Any) -> ValueError:
+        """The error for a module that would keep its own policy under any other."""
+        return ValueError(
+            f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
+            f"under {policy!r}. Call the model as it was before `wrap` in the loss."
+        )
+
+
+def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Names of modules from those of scopes, in which methods other than `__call__` are named too."""
+    return tuple(part.partition(".")[0] for scope in scopes for part in scope.split("/"))
+
+
+class Places:
+    """Finds the module that an operation belongs to.
+
+    Args:
+      modules: as `Loss.modules` gives them; without any the names of the scopes count.
+    """
+
+    def __init__(self, modules: Mapping[tuple[str, ...], Any]):
+        self._modules = modules
+        self.of = functools.cache(self._of)
+
+    def _of(self, scopes: tuple[str, ...]) -> str | None:
+        """A path as rules know it; None for what no module does."""
+        if not self._modules:
+            return "/".join(scopes)
+        found: tuple[str, ...] = ()
+        for name in plain_names(scopes):
+            # A module that was handed to the one that calls it (the cell of an `nn.RNN`) belongs where it was
+            # made. Other scopes in the code of a module are none.
+            starts = (found[:end] for end in range(len(found), -1, -1))
+            found = next((module for s in starts if (module := (*s, name)) in self._modules), found)
+        return "/".join(found[1:]) if found else None
+
+
+def is_below(path: str, above: str) -> bool:
+    """Whether a path is another one, or below it."""
+    return not above or path == above or path.startswith(above + "/")
+
+
+def _is_module(value: Any) -> bool:
+    return framework_of(value) is not None
+
+
+DTYPES = ("float16", "bfloat16")
 
 
 class TracedLoss(NamedTuple):
@@ -46,29 +189,26 @@ class TracedLoss(NamedTuple):
 
     @property
     def sinks(self) -> list[Sink]:
-        """Returns all that a tap can count for."""
+        """All that a tap can count for."""
         return [Sink(group, alone) for group in self.groups for alone in (False, True)]
 
     def params(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """Returns the parameters among the arrays, in float32."""
+        """The parameters among the arrays, in float32."""
         return [arrays[i].astype(jnp.float32) for i in self.trained]
 
-    def run(
-        self, taps: Taps, sinks: Mapping[Sink, Any], params: Sequence[Any], arrays: Sequence[Any]
-    ) -> jax.Array:
-        """Returns the loss, computed in float32 with taps."""
-        program = TappedProgram(self.group_of, sinks, self.dtype, taps)
+    def run(self, sinks: Mapping[Sink, Any], params: Sequence[Any], arrays: Sequence[Any]) -> jax.Array:
+        """The loss, computed in float32 with taps."""
+        program = TappedProgram(self.group_of, sinks, self.dtype)
         return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
-def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], taps: Taps) -> TracedLoss:
+def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> TracedLoss:
     """Traces a loss with everything in half.
 
     Args:
       loss: the loss of the float32 model.
       dtype: "float16" or "bfloat16".
       batches: further values of its arguments.
-      taps: any; it is run without sinks, to see what would be rounded.
 
     Raises:
       ValueError: where nothing would be computed in half; for batches of other shapes.
@@ -81,7 +221,7 @@ def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], taps
     given = [function.arrays, *(half._replace(args=tuple(b)).function().arrays for b in batches)]
     _check_shapes(given, loss.use)
     jaxpr, group_of = jax.make_jaxpr(function.result)(function.arrays), Places(modules).of
-    empty = TappedProgram(group_of, {}, dtype, taps)
+    empty = TappedProgram(group_of, {}, dtype)
     jax.eval_shape(lambda arrays: empty(jaxpr, arrays), function.arrays)
     if not empty.groups:
         raise ValueError(
@@ -96,7 +236,7 @@ def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]], taps
 
 
 def compiled_quickly(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
+    """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
     quick: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(run, compiler_options=quick if jax.default_backend() == "cpu" else None)
 
@@ -126,46 +266,15 @@ def makes_decisions(jaxpr: Any) -> bool:
     that only keeps an exponential from overflowing, as in a softmax, leaves no comparison in it; that of a
     relu does.
     """
-    search = _Search()
-    search.inputs_of(jaxpr, [True] * len(compat.open_jaxpr(jaxpr).outvars))
-    return search.found
+    # Traced gradients hold much that no result needs.
+    return _has_decisions(compat.needed_part(jaxpr))
 
 
-class _Search:
-    """Search backward from the results: traced gradients hold much that no result needs.
-
-    Attributes:
-      found: whether there is a decision.
-    """
-
-    def __init__(self) -> None:
-        self.found = False
-
-    def inputs_of(self, jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
-        """Returns which arguments of a jaxpr the wanted ones of its results need."""
-        opened = compat.open_jaxpr(jaxpr)
-        needed = set(_variables(itertools.compress(opened.outvars, wanted)))
-        for eqn in reversed(opened.eqns):
-            outs = [var in needed for var in eqn.outvars]
-            if any(outs):
-                self.found |= _decides(eqn)
-                needed.update(_variables(self._operands(eqn, outs)))
-        return [var in needed for var in opened.invars]
-
-    def _operands(self, eqn: Any, outs: Sequence[bool]) -> Iterable[Any]:
-        """Returns the operands that results of an operation need."""
-        called = calls.called(eqn)
-        if calls.kind_of(eqn) is Kind.CUSTOM_JVP:
-            return eqn.invars  # Its derivative stands beside it: of softplus that is smooth.
-        if called is not None:
-            return itertools.compress(eqn.invars[called.skipped :], self.inputs_of(called.jaxpr, outs))
-        for inner in ir.subjaxprs(eqn):
-            self.inputs_of(inner, [True] * len(compat.open_jaxpr(inner).outvars))
-        return eqn.invars
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
+def _has_decisions(jaxpr: Any) -> bool:
+    eqns = compat.open_jaxpr(jaxpr).eqns
+    # The derivative of a custom_jvp stands beside it: of softplus that is smooth.
+    inside = [sub for eqn in eqns if calls.kind_of(eqn) is not Kind.CUSTOM_JVP for sub in ir.subjaxprs(eqn)]
+    return any(map(_decides, eqns)) or any(map(_has_decisions, inside))
 
 
 def _decides(eqn: Any) -> bool:
@@ -176,5 +285,5 @@ def _decides(eqn: Any) -> bool:
 
 
 def _is_infinite(atom: Any) -> bool:
-    """Returns whether an operand is the number infinity, to which nothing is nearly equal."""
+    """Whether an operand is the number infinity, to which nothing is nearly equal."""
     return isinstance(atom, compat.Literal) and bool(np.all(np.isinf(np.asarray(atom.val, np.float32))))

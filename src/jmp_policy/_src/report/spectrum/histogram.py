@@ -32,35 +32,22 @@ SIZE = 1 + _EXPONENTS + 2 + 3 * len(_LIMITS)
 _CHUNK = 2**16
 
 
-class Lost(NamedTuple):
-    """Numbers of values that a half dtype cannot represent.
-
-    Args:
-      zero: finite values other than zero that become zero.
-      subnormal: values that become subnormal, with fewer digits, and slow or flushed to 0 on some hardware.
-      infinite: finite values that become infinite.
-    """
-
-    zero: float
-    subnormal: float
-    infinite: float
-
-
 class Counts(NamedTuple):
     """Counts of one tensor, by kind of value.
 
     Args:
       zeros, infinite, nan: number of values that are zero, infinite, NaN.
       exponents: number of values x with floor(log2|x|) = LOWEST + index.
-      float16, bfloat16: number of values, times the loss scale, that these dtypes would lose.
+      float16, bfloat16: number of values, times the loss scale, that become zero (and are not), subnormal and
+        infinite in these dtypes.
     """
 
     zeros: float
     exponents: np.ndarray
     infinite: float
     nan: float
-    float16: Lost
-    bfloat16: Lost
+    float16: np.ndarray
+    bfloat16: np.ndarray
 
     @property
     def size(self) -> float:
@@ -155,8 +142,8 @@ def take_apart(vector: np.ndarray) -> Counts:
         exponents=by_exponent[1 : 1 + _EXPONENTS],
         infinite=float(by_exponent[-2]),
         nan=float(by_exponent[-1]),
-        float16=Lost(*map(float, lost[:3])),
-        bfloat16=Lost(*map(float, lost[3:])),
+        float16=lost[:3],
+        bfloat16=lost[3:],
     )
 
 

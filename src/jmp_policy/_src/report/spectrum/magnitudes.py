@@ -127,7 +127,8 @@ def magnitudes(path: str, kind: str, counts: Counts, largest: float | None) -> M
     size = counts.size or 1
 
     def share(lost: Any) -> Share:
-        return Share(lost.zero / size, lost.subnormal / size, (lost.infinite + counts.infinite) / size)
+        zero, subnormal, infinite = map(float, lost)
+        return Share(zero / size, subnormal / size, (infinite + counts.infinite) / size)
 
     return Magnitudes(
         path=path,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.classes import is_instance_of
+from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
@@ -20,6 +20,7 @@ from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import (
     Function,
     as_function,
@@ -28,7 +29,7 @@ from jmp_policy._src.report.function import (
     run_compiled,
     trained_arguments,
 )
-from jmp_policy._src.report.spectrum import histogram, tapping
+from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
 
 
@@ -322,13 +323,12 @@ def _nothing(params: Any) -> None:
 
 
 def _check(state: Any, params: PyTree) -> None:
+    check_no_nnx_module("spectrum_value_and_grad", params)
     if not isinstance(state, SpectrumState):
         raise TypeError(
             "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); it "
             f"got {type(state).__name__}."
         )
-    if is_instance_of(params, "flax.nnx", "Pytree"):
-        raise TypeError("For a function of NNX modules use jmp_policy.nnx.spectrum_value_and_grad.")
 
 
 def _loss_dtype(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:

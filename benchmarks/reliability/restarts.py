@@ -1,18 +1,22 @@
 """A training run that may be killed at any time, and the supervisor that kills it.
 
-`python tests/restart_helpers.py DIRECTORY --kills 50` kills a run fifty times, half of them inside a save.
+`python -m benchmarks.reliability.restarts DIRECTORY --kills 50` kills a run fifty times, half of them
+inside a save.
 """
 
 import argparse
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +25,9 @@ import optax
 import orbax.checkpoint as ocp
 
 import jmp_policy as jmpp
+from benchmarks.reliability.row import Row
 
+ROOT = pathlib.Path(__file__).parent.parent.parent
 SCALES = {
     "dynamic": jmpp.DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2),
     "static": jmpp.StaticLossScale(2.0**10),
@@ -104,7 +110,8 @@ def train(directory, steps):
         state, latest = template, manager.latest_step()
         if latest is not None:
             state = jmpp.restore_state(template, manager.restore(latest, args=ocp.args.StandardRestore()))
-        print("start", int(state["step"]), flush=True)
+        same = fingerprint(state) == fingerprint(run(init(), int(state["step"])))
+        print("start", int(state["step"]), "same" if same else "different", flush=True)
         while int(state["step"]) < steps:
             state = run(state, 1)
             print("saving", flush=True)
@@ -115,9 +122,17 @@ def train(directory, steps):
 
 def start(directory, steps):
     """The run as a process of its own."""
-    command = [sys.executable, __file__, str(directory), "--steps", str(steps), "--train"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.reliability.restarts",
+        str(directory),
+        "--steps",
+        str(steps),
+        "--train",
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
 
 
 def finish(process):
@@ -127,9 +142,10 @@ def finish(process):
     return lines[-1].split()
 
 
-def kill(process, saves, delay):
+def kill(process: Any, saves: int, delay: float) -> int:
     """Ends a run with SIGKILL `delay` seconds after its `saves`-th save began; where had it started?"""
-    started = int(process.stdout.readline().removeprefix("start "))
+    _, step, same = process.stdout.readline().split()
+    assert same == "same", f"the state restored at step {step} is not that of a run without a kill"
     for _ in range(saves):
         while (line := process.stdout.readline()) and line != "saving\n":
             pass
@@ -137,10 +153,10 @@ def kill(process, saves, delay):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    return started
+    return int(step)
 
 
-def survive(directory, steps, kills, seed=0):
+def survive(directory: pathlib.Path, steps: int, kills: int, seed: int = 0) -> tuple[list[int], str, str]:
     """The steps that a run started from, killed so often, and what `finish` says of its end.
 
     Every other kill comes as a save begins, the others up to 50 ms later.
@@ -150,7 +166,19 @@ def survive(directory, steps, kills, seed=0):
     for number in range(kills):
         delay = chance.uniform(0, 0.05) if number % 2 else 0.0
         started.append(kill(start(directory, steps), chance.randint(3, 5), delay))
-    return started, *finish(start(directory, steps))
+    survived, undisturbed = finish(start(directory, steps))
+    return started, survived, undisturbed
+
+
+def killed(kills: int) -> list[Row]:
+    """A run that is killed so often, as a row of the table of faults."""
+    row = Row("`kill -9` while a checkpoint is written", "goes on from the last whole one, bit for bit")
+    with tempfile.TemporaryDirectory() as directory:
+        started, survived, undisturbed = survive(pathlib.Path(directory) / "at", 5 * kills + 5, kills)
+    for number, (step, following) in enumerate(itertools.pairwise([*started, 5 * kills + 5])):
+        held = {"moves on": step < following, "same bits": survived == undisturbed}
+        row.count(f"kill {number}, from step {step}", held, following - step)
+    return [row]
 
 
 def main():

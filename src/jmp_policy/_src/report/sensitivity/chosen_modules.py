@@ -1,4 +1,4 @@
-"""Chooses the modules whose products follow a float8 recipe, and writes them as rules.
+"""Chooses the modules that compute in float32 or follow a float8 recipe, and writes them as rules.
 
 Which products a recipe may have is known when it is traced: the policy with the recipe everywhere is asked.
 If its gradient is off by more than the budget, one gradient per module with such products is computed, with
@@ -13,18 +13,128 @@ Modules that add most for the FLOPs that they would save go back to half first.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.report_base import percent
+from jmp_policy._src.core.report_base import count_text, percent
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.worthwhile import target_of, without_target, worthwhile
-from jmp_policy._src.report.sensitivity import product_cost
-from jmp_policy._src.report.sensitivity.half_program import Loss, Places, is_below
-from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow
+from jmp_policy._src.report.sensitivity.first_order import Effect, Effects
+from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow, products
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, Places, is_below
+
+
+class Choice(NamedTuple):
+    """Modules in float32.
+
+    Args:
+      found: what rounding does.
+      reasons: why, by path of the module, whose own operations are meant.
+    """
+
+    found: Effects
+    reasons: dict[str, str]
+
+    @property
+    def predicted(self) -> float:
+        """The relative error of the gradient that is left."""
+        return math.sqrt(sum(self.found.own[path].gradient for path in self.half))
+
+    @property
+    def half(self) -> list[str]:
+        """The paths of the modules that stay in half."""
+        return [path for path in self.found.own if path not in self.reasons]
+
+    def next(self) -> str | None:
+        """The module in half that brings most of the error that is left; None if there is none."""
+        left = {path: self.found.own[path].gradient for path in self.half}
+        return max(left, key=left.__getitem__) if left else None
+
+
+def overflowing(found: Effects) -> Choice:
+    """The modules in which something overflows, or whose inputs do."""
+    reasons = {}
+    for path, own in found.own.items():
+        enters = found.alone[path].overflow
+        if own.overflow or own.gradient_overflow or enters:
+            what = (own.overflow and "values") or (enters and "inputs") or "cotangents"
+            count = own.overflow or enters or own.gradient_overflow
+            reasons[path] = f"{count_text(count)} {what} exceed the range of {found.dtype}"
+    return Choice(found, reasons)
+
+
+def within(
+    choice: Choice, budget: float, error: Callable[[Choice], float] = lambda choice: choice.predicted
+) -> Choice:
+    """Adds the modules that bring most of the error, until what is left is within a budget."""
+    while error(choice) > budget and (path := choice.next()) is not None:
+        choice = widened(choice, path)
+    return choice
+
+
+def widened(choice: Choice, path: str) -> Choice:
+    """Adds one module, with the reason."""
+    effect, total = choice.found.own[path], sum(e.gradient for e in choice.found.own.values())
+    share = percent(effect.gradient / total) if total else "0"
+    zeros = f"; {count_text(effect.underflow)} values become zero" if effect.underflow else ""
+    reason = f"brings {share} of the square of the gradient's error{zeros}"
+    return choice._replace(reasons={**choice.reasons, path: reason})
+
+
+def rules_of(choice: Choice) -> PolicyMap:
+    """A choice as rules: the fewest that put these modules into float32 and no others."""
+    half, wide = f"mixed_{choice.found.dtype}", set(choice.reasons)
+    exact, globs = [], []
+    for path in sorted(wide):
+        if any(_covers(above, wide, choice.found) for above in _above(path)):
+            continue
+        exact.append((path, "float32"))
+        if not _covers(path, wide, choice.found):
+            globs.append((f"{path}/*" if path else "*", half))
+    if ("", "float32") in exact:
+        exact.remove(("", "float32"))
+        return PolicyMap("float32", [*exact, *globs])
+    return PolicyMap(half, [*exact, *globs])
+
+
+def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
+    """The default and every rule, with the reason."""
+    own, rows = choice.found.own, []
+    left = choice.half
+    why = "" if is_half(rules.default.compute_dtype) else choice.reasons[""]
+    rows.append(
+        _row("", rules.default, why or f"{len(left)} of {len(own)} modules fit the budget", own, left)
+    )
+    for pattern, policy in rules.overrides:
+        path = str(pattern).removesuffix("*").removesuffix("/")
+        if str(pattern).endswith("*"):
+            below = [p for p in left if is_below(p, path)]
+            rows.append(_row(pattern, policy, "what is inside fits the budget", own, below))
+            continue
+        inside = [p for p in choice.reasons if is_below(p, path)]
+        worst = max(inside, key=lambda p: (own[p].error, p == path))
+        where = "" if worst == path else f" (in {worst})"
+        rows.append(_row(pattern, policy, choice.reasons[worst] + where, own, inside))
+    return rows
+
+
+def _row(pattern: Any, policy: Any, reason: str, own: dict[str, Effect], paths: Iterable[str]) -> Any:
+    error = sum((own[path] for path in paths), Effect()).error
+    return RecommendationRow(str(pattern), str(policy), reason, error)
+
+
+def _above(path: str) -> Sequence[str]:
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(len(names))] if path else []
+
+
+def _covers(path: str, wide: set[str], found: Effects) -> bool:
+    """Whether a module and all below it that round anything are in float32."""
+    return path in wide and all(p in wide for p in found.own if is_below(p, path))
+
 
 #: How often modules go back to half because the measured error is above the budget.
 _ROUNDS = 4
@@ -49,16 +159,16 @@ class Float8(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Returns what the chosen modules add to the square of the error."""
+        """What the chosen modules add to the square of the error."""
         return sum(self.added[path] for path in self.chosen)
 
     def without_worst(self) -> "Float8":
-        """Returns a choice without the module that adds most for its FLOPs."""
+        """A choice without the module that adds most for its FLOPs."""
         worst = max(self.chosen, key=lambda path: self.added[path] / self.flops[path])
         return self._replace(chosen=self.chosen - {worst})
 
     def rules(self) -> PolicyMap:
-        """Returns the choice as rules: the recipe in the default, or in rules, whichever are fewer."""
+        """The choice as rules: the recipe in the default, or in rules, whichever are fewer."""
         if not self.chosen:
             return self.base
         staying = _tops(set(self.flops) - self.chosen, self.flops, self.base)
@@ -71,7 +181,7 @@ class Float8(NamedTuple):
         return self._changed(self._with_recipe(self.base.default), [*rules, *overrides])
 
     def rows(self, known: Iterable[RecommendationRow]) -> list[RecommendationRow]:
-        """Returns the default and every rule, with the reason.
+        """The default and every rule, with the reason.
 
         Args:
           known: those of the rules without the recipe.
@@ -80,11 +190,13 @@ class Float8(NamedTuple):
         count = f"no product suits {self.recipe}"
         if self.flops:
             count = f"{len(self.chosen)} of {len(self.flops)} modules with products for {self.recipe} have it"
-        rows = [_row("", rules.default, f"{before[''].reason}; {count}", before[""].predicted)]
+        rows = [
+            RecommendationRow("", str(rules.default), f"{before[''].reason}; {count}", before[""].predicted)
+        ]
         for pattern, policy in rules.overrides:
             text = str(pattern)
             if text in before:
-                rows.append(_row(text, policy, before[text].reason, before[text].predicted))
+                rows.append(RecommendationRow(text, str(policy), before[text].reason, before[text].predicted))
                 continue
             inside = [path for path in self.flops if is_below(path, text)]
             added = sum(self.added[path] for path in inside)
@@ -92,7 +204,7 @@ class Float8(NamedTuple):
             reason = f"in float8 it brings {share} of the square of the error that the recipe adds"
             if policy.recipe is not None:
                 reason = "in float8 it fits the budget"
-            rows.append(_row(text, policy, reason, math.sqrt(added)))
+            rows.append(RecommendationRow(text, str(policy), reason, math.sqrt(added)))
         return rows
 
     def _with_recipe(self, policy: Policy) -> Policy:
@@ -104,7 +216,7 @@ class Float8(NamedTuple):
 
 
 def usable_recipe(recipe: str, target: str | None) -> str:
-    """Returns the recipe to follow: with a card, only where it gains there.
+    """The recipe to follow: with a card, only where it gains there.
 
     Raises:
       ValueError: for an unknown recipe, one that keeps state, and for a card without float8 arithmetic.
@@ -119,7 +231,7 @@ def usable_recipe(recipe: str, target: str | None) -> str:
     return recipe if target is None or target_of(recipe) is not None else worthwhile(recipe, target)
 
 
-def chosen(
+def in_float8(
     loss: Loss,
     base: PolicyMap,
     recipe: str,
@@ -167,16 +279,16 @@ def chosen(
 
 
 def _flops(loss: Loss, rules: PolicyMap) -> dict[str, int]:
-    """Returns the FLOPs in float8 by module, of the loss and its gradient."""
+    """The FLOPs in float8 by module, of the loss and its gradient."""
     place, found = Places(loss.modules()), Counter[str]()
-    for product in product_cost.products(loss.under(rules)):
+    for product in products(loss.under(rules)):
         if product.scales:
             found[place.of(tuple(product.path.split("/"))) or ""] += product.flops
     return dict(found)
 
 
 def _tops(paths: Collection[str], all_paths: Iterable[str], base: PolicyMap) -> list[str]:
-    """Returns the fewest paths that have these below them and no others; no rule of `base` is below one."""
+    """The fewest paths that have these below them and no others; no rule of `base` is below one."""
 
     def is_whole(top: str) -> bool:
         has_rules = any(is_below(str(pattern), top) for pattern, _ in base.overrides)
@@ -188,7 +300,3 @@ def _tops(paths: Collection[str], all_paths: Iterable[str], base: PolicyMap) -> 
         above = ("/".join(names[:end]) for end in range(1, len(names)))
         found.add(next(filter(is_whole, above), path))
     return sorted(found)
-
-
-def _row(pattern: str, policy: Policy, reason: str, predicted: float) -> RecommendationRow:
-    return RecommendationRow(pattern, str(policy), reason, predicted)

@@ -1,14 +1,17 @@
-"""Defines a summary, its rows, and what of it the jaxpr of a model shows."""
+"""Summarises a model under a policy: which rule governs each module, and the dtypes of its values."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jmp_policy._src.autocast.api import autocast_policy
+from jmp_policy._src.autocast.explanation import explain
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
-from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
+from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import show_pattern
 from jmp_policy._src.policy.recipes import is_recipe
@@ -64,7 +67,6 @@ class Summary(Report):
       bytes: their bytes as they are stored.
       compute_bytes: their bytes in the dtypes in which they are used.
       no_rule: paths of modules that are under the default although there are rules.
-      pointless_casts: places of casts to a dtype and back, where nothing reads the value in between.
 
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp, jmp_policy
@@ -80,7 +82,6 @@ class Summary(Report):
     bytes: int
     compute_bytes: int
     no_rule: tuple[str, ...] = ()
-    pointless_casts: tuple[str, ...] = ()
 
     _rows = "modules"
 
@@ -90,7 +91,7 @@ class Summary(Report):
 
     @property
     def verdict(self) -> str:
-        """Returns totals, modules without a rule and pointless casts, in a sentence or two."""
+        """Totals, and modules without a rule, in a sentence or two."""
         count = f"{len(self.modules)} module{'s' * (len(self.modules) != 1)}"
         text = (
             f"{count}, {count_text(self.parameters)} parameters: "
@@ -100,8 +101,6 @@ class Summary(Report):
             text = f"{count}: named scopes of a function, which has no parameters of its own."
         if self.no_rule:
             text += f" No rule reaches {joined(self.no_rule, 5, repr)}: the default governs."
-        if self.pointless_casts:
-            text += f" Casts that buy nothing: {joined(self.pointless_casts)}."
         return text
 
     def _tables(self) -> Sequence[Table]:
@@ -141,7 +140,7 @@ def make_row(
       index: which of them governs the module; None for the default.
       precision: the module's precision under the policy.
       params: its parameters, without those of modules below it; arrays or their types.
-      calls: its calls, as `spectrum.tapping.Calls` recorded them.
+      calls: its calls, as `tapping.Calls` recorded them.
     """
     policy = precision.policy
     rule = "default" if index is None else show_pattern(rules.overrides[index][0])
@@ -166,10 +165,10 @@ def make_row(
 def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
     """Makes the summary of a model from its rows, and from its jaxpr.
 
-    The jaxpr shows pointless casts, and the layers whose size keeps them from following a recipe.
+    The jaxpr shows the layers whose size keeps them from following a recipe.
     """
     staying = _Staying()
-    list(walk(jaxpr, staying))
+    walk(jaxpr, staying)
     rows = [staying.noted(row) for row in rows]
     return Summary(
         model=name,
@@ -179,7 +178,6 @@ def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: 
         bytes=sum(r.bytes for r in rows),
         compute_bytes=sum(r.parameters * jnp.dtype(r.compute_dtype).itemsize for r in rows),
         no_rule=tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else (),
-        pointless_casts=tuple(pointless_casts(jaxpr)),
     )
 
 
@@ -203,44 +201,6 @@ class _Staying(Visitor):
         return dataclasses.replace(row, note=", ".join(words))
 
 
-def pointless_casts(jaxpr: Any) -> list[str]:
-    """Finds casts to a dtype and back where nothing reads the value in between, by place."""
-    visitor = _RoundTrips()
-    for value in walk(jaxpr, visitor):
-        visitor.read(value)
-    return visitor.found()
-
-
-class _RoundTrips(Visitor):
-    """Visitor of a jaxpr that finds casts whose result is cast back."""
-
-    def __init__(self) -> None:
-        self._casts: dict[int, tuple[Any, Any, Site]] = {}
-        self._reads: dict[int, int] = {}
-        self._undone: list[tuple[int, str]] = []
-
-    def read(self, value: ValueInfo) -> None:
-        self._reads[value.key] = self._reads.get(value.key, 0) + 1
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        for operand in operands:
-            self.read(operand)
-        if eqn.primitive.name != "convert_element_type" or size(eqn.invars[0]) < 2:
-            return
-        before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
-        if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
-            return
-        made_from = self._casts.get(operands[0].key)
-        if made_from is not None and made_from[0] == after:
-            start, end = made_from[2].place, site.place
-            where = start if start == end else f"{start} and back in {end}"
-            self._undone.append((operands[0].key, f"{after} to {before} in {where}"))
-        self._casts[results[0].key] = (before, after, site)
-
-    def found(self) -> list[str]:
-        return list(dict.fromkeys(text for key, text in self._undone if self._reads[key] == 1))
-
-
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
@@ -251,3 +211,77 @@ def _short(names: Sequence[str]) -> str:
 def _policy_text(row: ModuleRow) -> str:
     text = "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
     return text if row.grad_dtype is None else f"{text} g={_SHORT.get(row.grad_dtype, row.grad_dtype)}"
+
+
+def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summary:
+    """Lists, per module, which rule governs it, and the dtypes of its parameters, computation and output.
+
+    The model is traced, and nothing runs: inputs may be `jax.ShapeDtypeStruct`s.
+
+    Args:
+      model: a Linen or NNX module, bare or wrapped; or any function, whose named scopes are its rows.
+      policy: a `PolicyMap`, a policy or its text. None for a wrapped Linen module: the policy that it has.
+      inputs, kwargs: arguments of the model's call. Those that are not arrays are static.
+
+    Returns:
+      A `Summary`; `print` shows it.
+
+    Raises:
+      TypeError, ValueError: for something that is not a model or policy, and for rules that match nothing.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm()])
+      >>> found = summary(model, "mixed_float16", jnp.ones((1, 3)))
+      >>> [(row.type, row.rule, row.returns) for row in found.modules[1:]]
+      [('Dense', 'default', ('float16',)), ('LayerNorm', 'float32 island', ('float16',))]
+    """
+    if isinstance(model, type):
+        raise TypeError(f"summary takes a module, not its class: summary({model.__name__}(...), ...).")
+    if framework_of(model) is not None:
+        if is_instance_of(model, "flax.linen", "Module"):
+            from jmp_policy._src.report.summary_of_linen import described
+        else:
+            from jmp_policy._src.report.summary_of_nnx import described
+        name, rules, rows, jaxpr = described(model, policy, inputs, kwargs)
+        return make_summary(name, rules, [make_row(*row) for row in rows], jaxpr)
+    if not callable(model):
+        raise TypeError(f"summary takes a module or a function, got {model!r:.200}.")
+    return _of_function(model, policy, inputs, kwargs)
+
+
+def _of_function(
+    fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Summary:
+    """Summarises a function by its named scopes, in the precision that autocast gives them."""
+    rules = autocast_policy(policy)
+    operations = explain(fn, policy)(*inputs, **kwargs).operations
+    paths: dict[str, list[Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, []).append(operation)
+    rows = []
+    for path, inside in paths.items():
+        names = path.split("/") if path else []
+        above = ("/".join(names[:depth]) for depth in range(len(names), -1, -1))
+        index = next((i for i in map(rules.match, above) if i is not None), None)
+        chosen = rules.overrides[index][1] if index is not None else rules.default
+        rows.append(
+            ModuleRow(
+                path=path,
+                type="scope" if path else getattr(fn, "__name__", "function"),
+                rule="default" if index is None else show_pattern(rules.overrides[index][0]),
+                # Autocast does not cast arguments and results.
+                param_dtype="-",
+                compute_dtype=chosen.compute_dtype.name,
+                output_dtype="-",
+                parameters=0,
+                bytes=0,
+                receives=tuple(filter(None, inside[0].operands.split(", "))),
+                returns=tuple(filter(None, inside[-1].chosen.split(", "))),
+                calls=1,
+                note=f"{len(inside)} operations",
+            )
+        )
+    name = getattr(fn, "__name__", "function")
+    missed = tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else ()
+    return Summary(name, str(policy), tuple(rows), 0, 0, 0, no_rule=missed)

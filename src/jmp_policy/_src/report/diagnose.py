@@ -1,21 +1,180 @@
-"""Describes the operation that made the first non-finite value, be it inside a loop or a shard_map."""
+"""Finds the first non-finite value of a loss and its gradients, or of any function, and says what to do."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
-from jmp_policy._src.report.diagnose.diagnosis import Diagnosis, Operand, Zero, advice
-from jmp_policy._src.report.diagnose.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
-from jmp_policy._src.report.lost_constants import LostConstant
+from jmp_policy._src.jaxpr.walk import walk
+from jmp_policy._src.loss_scaling.state import find_loss_scale
+from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
+from jmp_policy._src.report.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
+from jmp_policy._src.report.function import (
+    Function,
+    as_function,
+    as_loss_scale,
+    named_results,
+    returns_scalar,
+    trained_arguments,
+    value_and_gradients,
+)
+from jmp_policy._src.report.lost_constants import LostConstant, LostConstants, without_overflow_warnings
+
+
+def diagnose(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    scale: Any = 1.0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Diagnosis:
+    """Finds the first non-finite value of a function, and whether float32 would have it too.
+
+    Of a loss that is the first one of its forward and backward pass. Of any other function, such as a whole
+    training step, it is the first one that reaches the result: `diagnose(train_step, state, batch)`. None
+    may reach that of a step that skips bad updates: diagnose its loss.
+
+    Runs operation by operation, which is slow, and holds every value: call it once training has failed, with
+    the parameters and the batch of that step. Infinities that end as zeros, such as those of masks, are no
+    fault.
+
+    Args:
+      loss_fn: a loss function `(params, *args) -> scalar`, of NNX modules `(model, *args) -> scalar`; or any
+        function of pytrees that returns something else.
+      params: a pytree of arrays, or an NNX model; of other functions than losses, the first argument.
+      args, kwargs: the rest of its arguments.
+      scale: what the loss is multiplied by: a number, a loss scale, or an optimizer state that holds one.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      A `Diagnosis`; `print` shows it.
+
+    Raises:
+      TypeError: for a loss that is no scalar where `scale` or `has_aux` is given, and types in the place of
+        arrays.
+      ValueError: for parameters without floating arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def loss_fn(w, x):
+      ...     return jnp.square(w.astype(jnp.float16) * x).astype(jnp.float32).sum()
+      >>> found = diagnose(loss_fn, jnp.float32(300.0), jnp.float16(1.0))
+      >>> found.kind, found.operation, found.largest_in_float32
+      ('overflow', 'square', 90000.0)
+    """
+    function = as_function(loss_fn, (params, *args), kwargs, "diagnose")
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
+        raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
+    with without_overflow_warnings():
+        if has_aux or not _is_one(scale) or returns_scalar(function):
+            return _of_loss(function, float(as_loss_scale(scale).loss_scale), has_aux)
+        return _of_program(function, (params, args, kwargs))
+
+
+def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
+    """Diagnoses a loss and its gradients."""
+    trained = trained_arguments(function, "diagnose")
+    jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
+    replay = EagerReplay(jaxpr, function.arrays)
+    loss = float(np.asarray(replay.values[replay.results[0]]).astype(np.float64))
+    names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
+    found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
+    return _diagnosed(found, replay, function, names, replay.results[:2])
+
+
+def _of_program(function: Function, given: Any) -> Diagnosis:
+    """Diagnoses a function whose result is no loss, such as a whole training step."""
+    program, names = named_results(function)
+    jaxpr = jax.make_jaxpr(program)(function.arrays)
+    replay = EagerReplay(jaxpr, function.arrays)
+    try:
+        loss_scale = float(find_loss_scale(given).loss_scale)
+    except (TypeError, ValueError):  # None, or several.
+        loss_scale = 1.0
+    found = Diagnosis(function.name, True, math.nan, loss_scale, constants=_constants(jaxpr))
+    return _diagnosed(found, replay, function, names, replay.results)
+
+
+def _is_one(scale: Any) -> bool:
+    return isinstance(scale, int | float) and scale == 1
+
+
+def _constants(jaxpr: Any) -> tuple[LostConstant, ...]:
+    constants = LostConstants()
+    walk(jaxpr, constants)
+    return constants.found()
+
+
+def _diagnosed(
+    found: Diagnosis,
+    replay: EagerReplay,
+    function: Function,
+    names: Sequence[str],
+    forward: Sequence[int],
+) -> Diagnosis:
+    """Adds to a diagnosis the first non-finite value, if a result is not finite.
+
+    Args:
+      found: what is known already.
+      replay, function: what ran.
+      names: of the results.
+      forward: places of the results of the forward pass.
+    """
+    pairs = list(zip(names, replay.results, strict=True))
+    bad = tuple(name for name, place in pairs if not replay.ranges[place].is_finite)
+    if not bad:
+        return found
+    found, first = dataclasses.replace(found, finite=False, bad_results=bad), replay.first_nonfinite_step()
+    if first is None:
+        place = next(p for p in replay.results if not replay.ranges[p].is_finite)
+        return dataclasses.replace(
+            found,
+            kind="argument",
+            path="a constant of the program",
+            dtype=str(replay.values[place].dtype),
+            shape=tuple(replay.values[place].shape),
+            is_nan=replay.ranges[place].nan,
+            advice="The program itself holds a constant that is not finite, and returns it.",
+        )
+    if first < -1:
+        return _of_argument(found, replay, -2 - first, function)
+    arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
+    return of_step(found, Fault(replay, first, arguments, replay.feeding(forward), {}))
+
+
+def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Function) -> Diagnosis:
+    argument, place = function.arguments[index], replay.arguments[index]
+    value = replay.values[place]
+    advice = "Clean the data: neither a loss scale nor a policy can help."
+    if argument.position == 0:
+        advice = (
+            "An update that was not skipped made it: train with loss_scaled, from the last good checkpoint."
+        )
+    if is_half(value.dtype) and not replay.ranges[place].nan:
+        advice += (
+            f" If it was finite before its cast to {value.dtype} (a mask of -1e9): cast "
+            "jnp.finfo(dtype).min instead."
+        )
+    return dataclasses.replace(
+        found,
+        kind="argument",
+        path=argument.path,
+        dtype=str(value.dtype),
+        shape=tuple(value.shape),
+        is_nan=replay.ranges[place].nan,
+        advice=advice,
+    )
 
 
 class Fault(NamedTuple):
@@ -38,7 +197,7 @@ class Fault(NamedTuple):
 
     @property
     def step(self) -> ReplayedEqn:
-        """Returns the step itself."""
+        """The step itself."""
         return self.replay.steps[self.at]
 
 
@@ -48,23 +207,22 @@ def of_step(found: Diagnosis, fault: Fault) -> Diagnosis:
     Loops and shard_maps run as a whole at first. If the value was made in one, it runs again: a loop trip by
     trip, a shard_map with the devices as an axis. The operation inside takes its place.
     """
-    fault = fault._replace(before=_largest(fault.replay, fault.at, fault.before))
     while True:
-        inside, before = _inside(fault)
+        _note_largest(fault.replay, fault.at, fault.before)
+        inside = _inside(fault)
         if inside is None:
-            return _described(found, fault._replace(before=before))
-        fault = inside._replace(before=_largest(inside.replay, inside.at, inside.before))
+            return _described(found, fault)
+        fault = inside
 
 
-def _inside(fault: Fault) -> tuple[Fault | None, dict[Any, tuple[float, str]]]:
-    """Returns the fault within a loop or shard_map, and the largest magnitudes that were met in search of it.
+def _inside(fault: Fault) -> Fault | None:
+    """The fault within a loop or shard_map; notes the largest magnitudes that are met in search of it.
 
     There is no such fault in other operations, nor where each trip of a loop is finite by itself.
     """
     replay, step, kind = fault.replay, fault.step, calls.kind_of(fault.step.eqn)
-    before = fault.before
     if replay.is_stacked or kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
-        return None, before
+        return None
     if kind is Kind.SHARD_MAP:
         runs = iter([(fault.trip, on_devices(step, [replay.values[p] for p in step.reads]))])
     else:
@@ -72,10 +230,10 @@ def _inside(fault: Fault) -> tuple[Fault | None, dict[Any, tuple[float, str]]]:
     for trip, inner in runs:
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
-            return Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), before, trip), before
+            return Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), fault.before, trip)
         if kind is not Kind.SHARD_MAP:
-            before = _largest(inner, len(inner.steps), before)
-    return None, before
+            _note_largest(inner, len(inner.steps), fault.before)
+    return None
 
 
 def _described(found: Diagnosis, fault: Fault) -> Diagnosis:
@@ -127,7 +285,7 @@ def _zero(replay: EagerReplay, step: ReplayedEqn | None) -> Zero | None:
 
 
 def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostConstant | None:
-    """Returns the constant in the line of a step that half precision made zero, or infinite."""
+    """The constant in the line of a step that half precision made zero, or infinite."""
     name = step.eqn.primitive.name
     for constant in found.constants:
         is_kind = (constant.becomes == "0") == is_zero
@@ -142,7 +300,7 @@ def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostCo
 
 
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
-    """Returns the places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
+    """The places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
     first, carries = 0, 0
     if calls.kind_of(step.eqn) is not Kind.SHARD_MAP:
         loop = calls.loop(step.eqn, step.reads)
@@ -164,21 +322,17 @@ def _operand(replay: EagerReplay, place: int, name: str) -> Operand:
 
 
 def _shape(replay: EagerReplay, place: int) -> tuple[int, ...]:
-    """Returns the shape of a value, on one device of a shard_map."""
+    """The shape of a value, on one device of a shard_map."""
     return tuple(replay.values[place].shape)[1 if replay.is_stacked else 0 :]
 
 
-def _largest(
-    replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]
-) -> dict[Any, tuple[float, str]]:
-    """Returns, by dtype, the largest finite magnitude that the operations up to a step made, and where."""
-    found = dict(before)
+def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]) -> None:
+    """Notes by dtype the largest finite magnitude that the operations up to a step made, and where."""
     for step in replay.steps[:index]:
         for place in step.writes:
             largest, dtype = replay.ranges[place].largest, getattr(replay.values[place], "dtype", None)
-            if largest > found.get(dtype, (0.0, ""))[0]:
-                found[dtype] = (largest, f"{step.eqn.primitive.name} in {step.site.place}")
-    return found
+            if largest > before.get(dtype, (0.0, ""))[0]:
+                before[dtype] = (largest, f"{step.eqn.primitive.name} in {step.site.place}")
 
 
 def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
@@ -199,7 +353,7 @@ def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
 
 
 def underflow_before(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool) -> ReplayedEqn | None:
-    """Returns the operation that made the zero at which another one is not finite.
+    """The operation that made the zero at which another one is not finite.
 
     Args:
       replay: what ran.
@@ -226,7 +380,7 @@ def underflow_before(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: 
 
 
 def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | None:
-    """Returns the operation that reads the infinite half constant from which a step was computed, if any."""
+    """The operation that reads the infinite half constant from which a step was computed, if any."""
     makers = {write: made for made in replay.steps for write in made.writes}
     steps, seen = [step], set()
     while steps:
@@ -245,7 +399,7 @@ def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | N
 
 
 def _lost(replay: EagerReplay, place: int) -> np.ndarray:
-    """Returns where a value is zero which in float32 is not."""
+    """Where a value is zero which in float32 is not."""
     value = replay.values[place]
     if not np.issubdtype(np.asarray(replay.in_float32(place)).dtype, np.floating):
         return np.zeros(np.shape(value), bool)
@@ -255,7 +409,7 @@ def _lost(replay: EagerReplay, place: int) -> np.ndarray:
 def _first_lost(
     replay: EagerReplay, makers: dict[int, ReplayedEqn], place: int, lost: np.ndarray
 ) -> ReplayedEqn | None:
-    """Returns the operation that made zeros of operands that were not lost; None for an argument's zeros."""
+    """The operation that made zeros of operands that were not lost; None for an argument's zeros."""
     made = None
     while place in makers:
         made = makers[place]
@@ -272,7 +426,7 @@ def _first_lost(
 
 
 def _epsilon(replay: EagerReplay, makers: dict[int, ReplayedEqn], place: int) -> ReplayedEqn | None:
-    """Returns the addition of a constant that is zero in half (an epsilon) that a zero is the result of."""
+    """The addition of a constant that is zero in half (an epsilon) that a zero is the result of."""
     while place in makers:
         step = makers[place]
         if step.eqn.primitive.name == "add":

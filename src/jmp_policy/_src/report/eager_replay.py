@@ -33,7 +33,7 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
-        """Returns whether every number is finite; so for arrays without numbers."""
+        """Whether every number is finite; so for arrays without numbers."""
         return not (self.nan or self.infinite)
 
 
@@ -131,7 +131,7 @@ class EagerReplay(Interpreter):
         return writes
 
     def filled(self, values: Sequence[Any]) -> "EagerReplay":
-        """Returns the replay of a trace with what its values, and those in float32, have become; stacked."""
+        """The replay of a trace with what its values, and those in float32, have become; stacked."""
         count = len(self.values)
         self.values, self._float32_values = list(values[:count]), dict(enumerate(values[count:]))
         self.ranges = [range_of(value) for value in self.values]
@@ -139,11 +139,11 @@ class EagerReplay(Interpreter):
         return self
 
     def is_constant(self, place: int) -> bool:
-        """Returns whether a value is a constant of the program."""
+        """Whether a value is a constant of the program."""
         return place in self._constants
 
     def first_nonfinite_step(self) -> int | None:
-        """Returns the first step that made a non-finite value which reached a non-finite result.
+        """The first step that made a non-finite value which reached a non-finite result.
 
         Results that are arguments, passed on, count only if all are: a step may return the best loss so far,
         which is infinite at first.
@@ -179,7 +179,7 @@ class EagerReplay(Interpreter):
         return None
 
     def feeding(self, results: Sequence[int]) -> set[int]:
-        """Returns the places of the values that some results are computed from, those included."""
+        """The places of the values that some results are computed from, those included."""
         needed = set(results)
         for step in reversed(self.steps):
             if not needed.isdisjoint(step.writes):
@@ -187,7 +187,7 @@ class EagerReplay(Interpreter):
         return needed
 
     def in_float32(self, place: int) -> Any:
-        """Returns a value as the program would have it if it computed in float32 throughout."""
+        """A value as the program would have it if it computed in float32 throughout."""
         if not self._float32_values:
             self._float32_values = {
                 p: to_float32(self.values[p]) for p in [*self.arguments, *self._constants]
@@ -216,7 +216,7 @@ def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
 
 
 def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
-    """Returns one device's numbers, with an axis for the others; zeros for what is no numbers."""
+    """One device's numbers, with an axis for the others; zeros for what is no numbers."""
     if not jax.numpy.issubdtype(getattr(value, "dtype", np.bool_), jax.numpy.inexact):
         value = np.zeros((), np.float32)
     value = jax.numpy.asarray(value)[None]
@@ -225,7 +225,7 @@ def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
 
 
 def range_of(value: Any) -> Range:
-    """Returns what is in an array; nothing in one that holds no real or complex numbers."""
+    """What is in an array; nothing in one that holds no real or complex numbers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
         return Range(False, False, 0.0)

@@ -15,7 +15,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir, matrix_products, op_table, 
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
-from jmp_policy._src.report.audit.findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.function import as_function, replaced
 from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 

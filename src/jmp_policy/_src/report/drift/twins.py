@@ -1,5 +1,6 @@
-"""Loops and branches in which the two runs of a program may go different ways.
+"""A value in two runs of a program, as it was written and in float32, and the loops and branches between.
 
+Loops and branches are where the two runs may go different ways.
 A scan has as many trips in both runs, and what is measured in it is known for each trip. The trips of a while
 loop may be counted by values that differ. Both runs go on together while both of them go on, and what is
 measured is added up. What is left to the one that has more trips it does alone.
@@ -15,43 +16,70 @@ Where the two runs went different ways, their whole difference is introduced by 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.jaxpr import calls, control_flow, ir
-from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
+from jmp_policy._src.jaxpr.float32_replay import as_traced, replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Carries
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack
-from jmp_policy._src.report.drift.twin import Twin, as_written, held, same
 
 
-class Evaluation(Protocol):
-    """What evaluates a jaxpr on twins: `twin_evaluation.TwinEvaluation`."""
+class Twin(NamedTuple):
+    """A value in both runs. As a pytree: `half` and `exact` where they may differ, else one of them.
 
-    recorder: Recorder
+    Args:
+      half: as the program computes it, in the dtype that it was traced in; float32 where both are one.
+      exact: in float32; the very same object where the two cannot differ.
+      node: number of the node that it is; None where the two cannot differ.
+      wide: what float32 gives for the half values that enter its region; None where it is in none.
+      region: module, line and direction of the operations that are measured as one.
+      lost: what rounding to float8 lost in its region, as `lost_in_float8` counts it; None without float8.
+    """
 
-    def in_loop(self, eqn: Any, around: Site) -> Site:
-        """Returns where the body of a loop is."""
-        ...
+    half: Any
+    exact: Any
+    node: int | None = None
+    wide: Any = None
+    region: Any = None
+    lost: Any = None
 
-    def run(self, jaxpr: Any, values: Sequence[Twin], where: Site) -> list[Twin]:
-        """Returns the results of a jaxpr that is called at a site."""
-        ...
 
-    def inside(self, jaxpr: Any, take: Callable[[], list[Twin]], where: Any) -> tuple[list[Twin], Any]:
-        """Runs a jaxpr in a trace of its own; gives its results and what was measured."""
-        ...
+def _flatten(twin: Twin) -> tuple[tuple[Any, ...], int | None]:
+    return ((twin.exact,) if twin.node is None else (twin.half, twin.exact)), twin.node
+
+
+jax.tree_util.register_pytree_node(Twin, _flatten, lambda node, arrays: Twin(arrays[0], arrays[-1], node))
+
+
+def same(value: Any) -> Twin:
+    """The twin of a value that both runs share; float32 where it is half."""
+    value = to_float32(value)
+    return Twin(value, value)
+
+
+def held(value: Any, var: Any) -> Any:
+    """A value in the half dtype that its variable was traced in: it has no more digits."""
+    dtype = ir.dtype_of(var)
+    return lax.convert_element_type(value, dtype) if is_half(dtype) else value
+
+
+def as_written(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
+    """What an equation gives in the run as the program is written; float32 where it is half."""
+    with compat.eqn_context(eqn):
+        return as_traced(eqn, [twin.half for twin in twins])
 
 
 def result_of(
     recorder: Recorder, eqn: Any, site: Site, i: int, twin: Twin, sources: Sequence[int | None],
     apart: Any, note: str,
 ) -> Twin:  # fmt: skip
-    """Returns a result of a branch or loop as a node, if the two runs may differ in it.
+    """A result of a branch or loop as a node, if the two runs may differ in it.
 
     It inherits what was computed inside where both runs went the same way. Where they did not, their whole
     difference is introduced here: what is inside cannot be compared.
@@ -80,7 +108,7 @@ class TwinCarries(Carries):
     """The carries of a loop. At the start of a trip each that may differ is a node of its own.
 
     Args:
-      evaluation: evaluates the body.
+      evaluation: the `comparison.TwinEvaluation` that evaluates the body.
       eqn, site: its equation, and where it is.
       loop: its operands.
 
@@ -88,11 +116,9 @@ class TwinCarries(Carries):
       differs: for each carry, whether the two runs may differ in it.
       carried: for each carry, its node at the start of a trip.
       results: the carries at the end of a trip.
-      made: for each carry of a scan, the node of the body that it is after a trip; None if it is none of this
-        loop. Its error at the start of a trip is then that of the trip before, and not measured again.
     """
 
-    def __init__(self, evaluation: Evaluation, eqn: Any, loop: calls.Loop, site: Site):
+    def __init__(self, evaluation: Any, eqn: Any, loop: calls.Loop, site: Site):
         super().__init__(loop.start)
         self._evaluation, self._recorder, self._eqn, self._loop = evaluation, evaluation.recorder, eqn, loop
         self._outside, self._site = site, evaluation.in_loop(eqn, site)
@@ -100,7 +126,6 @@ class TwinCarries(Carries):
         self.differs = [twin.node is not None for twin in self.start]
         self.carried: list[int | None] = []
         self.results: list[Twin] = []
-        self.made: list[int | None] = [None] * len(self.start)
         self._begin = len(self._recorder.nodes)
 
     def settle(self, trial: Callable[[], Any]) -> None:
@@ -134,34 +159,20 @@ class TwinCarries(Carries):
     def _as_node(self, i: int, twin: Twin) -> Twin:
         node = Node(self._site, "carry", ir.dtype_of(self._eqn.outvars[i]), 1, (), rounds=False, adds=True)
         number = self._recorder.add(node)
-        if self.made[i] is None:
-            self._recorder.measure(number, twin.half, twin.exact, twin.exact)
+        self._recorder.measure(number, twin.half, twin.exact, twin.exact)
         return Twin(twin.half, twin.exact, number)
 
     def end(self, results: list[Twin]) -> list[Twin]:
         """The carries after a trip, as two arrays each where the runs may differ."""
-        self.results, nodes = results, self._recorder.nodes
-        last_carry = max((n for n in self.carried if n is not None), default=-1)
-        for i, result in enumerate(results if self._is_scan else ()):
-            node = result.node if self.carried[i] is not None else None
-            is_own = node is not None and node > last_carry and nodes[node].site.times == self._site.times
-            self.made[i] = node if is_own else None
+        self.results = results
         return self._alike(results)
 
     def last(self, carry: list[Twin]) -> list[Twin]:
         """The results of the loop."""
-        if self._is_scan:
-            self._measure_carries()
         self._connect()
         if not self._is_scan:
             return self._last_of_while(carry)
         return [Twin(*pair[:2], made.node) for pair, made in zip(carry, self.results, strict=True)]
-
-    def _measure_carries(self) -> None:
-        recorder, reverse = self._recorder, self._eqn.params["reverse"]
-        for number, begun, made in zip(self.carried, self.start, self.made, strict=True):
-            if number is not None and made is not None:
-                recorder.measure_carry(number, begun.half, begun.exact, made, recorder.measured, reverse)
 
     def _connect(self) -> None:
         """Gives the nodes of carries their sources: the first carry, and what a trip makes of it."""
@@ -208,8 +219,8 @@ class TwinCarries(Carries):
 _A_NODE = -1
 
 
-def cond(evaluation: Evaluation, eqn: Any, twins: Sequence[Twin], site: Site) -> list[Twin]:
-    """Returns the results of a cond or switch."""
+def cond(evaluation: Any, eqn: Any, twins: Sequence[Twin], site: Site) -> list[Twin]:
+    """The results of a cond or switch."""
     index, *operands = twins
     branches = [_Branch(evaluation, eqn, jaxpr, site, operands) for jaxpr in calls.branches(eqn)]
     nothing = [branch.nothing for branch in branches]
@@ -250,7 +261,7 @@ class _Branch:
       nothing: what is measured in it where another one is taken.
     """
 
-    def __init__(self, evaluation: Evaluation, eqn: Any, jaxpr: Any, site: Site, operands: list[Twin]):
+    def __init__(self, evaluation: Any, eqn: Any, jaxpr: Any, site: Site, operands: list[Twin]):
         self.nodes: list[int | None] = []
 
         def branch(operands: list[Twin]) -> Any:

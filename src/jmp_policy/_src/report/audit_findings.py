@@ -10,12 +10,8 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
-from jmp_policy._src.report.lost_constants import (
-    REPAIR,
-    LostConstant,
-    lost_constants_table,
-    lost_constants_text,
-)
+from jmp_policy._src.products.small_products import LEAST_TERMS
+from jmp_policy._src.report import lost_constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +159,7 @@ class Audit(Report):
     opaque: dict[str, int]
     flops: int
     uncounted: bool
-    constants: tuple[LostConstant, ...] = ()
+    constants: tuple[lost_constants.LostConstant, ...] = ()
 
     _rows = "products"
     _computed = ("verdict", "half_share", "tensor_core_share")
@@ -194,7 +190,7 @@ class Audit(Report):
         if sums:
             parts.append(joined(sums))
         if self.constants:
-            parts.append(lost_constants_text(self.constants))
+            parts.append(lost_constants.text(self.constants))
         return "; ".join(parts) + "."
 
     def _texts_without_products(self) -> list[str]:
@@ -212,14 +208,16 @@ class Audit(Report):
                 f"{percent(self.half_share - self.tensor_core_share)} in half precision on shapes to pad: "
                 f"{largest.place}, {largest.pad}"
             )
-        if wide := self.wide_products:
-            kinds = Counter(_widest(p) for p in wide)
-            texts = [
-                f"{count} product{'s' * (count > 1)} in {dtype}: "
-                + joined(list(dict.fromkeys(p.place for p in wide if _widest(p) == dtype)))
-                for dtype, count in kinds.items()
-            ]
-            parts += texts
+        kinds = dict[str, list[str]]()
+        for p in self.wide_products:
+            few = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
+            kinds.setdefault(f"in {_widest(p)}{few * (p.k < LEAST_TERMS and not p.cause)}", []).append(
+                p.place
+            )
+        parts += [
+            f"{len(places)} product{'s' * (len(places) > 1)} {kind}: {joined(list(dict.fromkeys(places)))}"
+            for kind, places in kinds.items()
+        ]
         if silent := [u for u in self.upcasts if not u.reaches]:
             parts.append(
                 f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
@@ -269,7 +267,7 @@ class Audit(Report):
             columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ", "why")
             tables.append(Table(columns, rows, "Still in half precision"))
         if self.constants:
-            tables.append(lost_constants_table(self.constants))
+            tables.append(lost_constants.table(self.constants))
         return tables
 
     def _lines(self) -> Sequence[str]:
@@ -280,7 +278,7 @@ class Audit(Report):
             kernels = ", ".join(f"{name} ({count})" for name, count in self.opaque.items())
             lines.append(f"Not looked into: {kernels}.")
         if self.constants:
-            lines.append(REPAIR)
+            lines.append(lost_constants.REPAIR)
         return [*lines, self.verdict]
 
 

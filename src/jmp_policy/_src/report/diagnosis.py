@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from jmp_policy._src.core.report_base import Report, Table, joined
 from jmp_policy._src.jaxpr.op_table import NOT_FINITE
 from jmp_policy._src.jaxpr.walk import Placed
-from jmp_policy._src.report.lost_constants import (
-    REPAIR,
-    LostConstant,
-    lost_constants_table,
-    lost_constants_text,
-)
+from jmp_policy._src.report import lost_constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +103,18 @@ class Diagnosis(Report, Placed):
     largest_in_float32: float = math.nan
     advice: str = ""
     zero: Zero | None = None
-    constant: LostConstant | None = None
+    constant: lost_constants.LostConstant | None = None
     has_infinite_constant: bool = False
-    constants: tuple[LostConstant, ...] = ()
+    constants: tuple[lost_constants.LostConstant, ...] = ()
 
     _rows = "operands"
 
     @property
     def verdict(self) -> str:
-        """Returns what happened, in one sentence."""
+        """What happened, in one sentence."""
         if self.finite:
             what = "all results" if math.isnan(self.loss) else f"the loss ({self.loss:.6g}) and all gradients"
-            lost = f"; but {lost_constants_text(self.constants)}" * bool(self.constants)
+            lost = f"; but {lost_constants.text(self.constants)}" * bool(self.constants)
             return f"{self.function}: {what} are finite{lost}."
         what = "NaN" if self.is_nan else "infinite"
         if self.kind == "argument":
@@ -149,7 +144,7 @@ class Diagnosis(Report, Placed):
         return "not finite in float32 either"
 
     def _tables(self) -> Sequence[Table]:
-        lost = [lost_constants_table(self.constants)] if self.constants else []
+        lost = [lost_constants.table(self.constants)] if self.constants else []
         if not self.operands:
             return lost
         rows = [(o.name or "(computed)", o.dtype, list(o.shape), f"{o.largest:.4g}") for o in self.operands]
@@ -160,7 +155,7 @@ class Diagnosis(Report, Placed):
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict, *([REPAIR] if self.constants else [])]
+            return [self.verdict, *([lost_constants.REPAIR] if self.constants else [])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(
@@ -171,7 +166,7 @@ class Diagnosis(Report, Placed):
 
 
 def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
-    """Returns what to do.
+    """What to do.
 
     Args:
       found: what happened.
@@ -184,7 +179,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
         return _of_underflow(found.zero)
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
         what = found.constant.text if found.constant else f"A constant is infinite in {found.dtype}"
-        return f"{what}. {REPAIR}"
+        return f"{what}. {lost_constants.REPAIR}"
     part = _part(found.path, found.line)
     if found.kind == "overflow" and scaled:
         return (

@@ -17,14 +17,15 @@ from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE
+from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.spectrum import tapping
-from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
-def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
-    """The `Summary` of a Linen module, from traces of its `init` and `apply`."""
-    rules = policy_of(model) if policy is None else as_policy_map(policy)
+def described(
+    model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[str, PolicyMap, list[Any], Any]:
+    """The name, rules, rows (as arguments of `make_row`) and jaxpr, from traces of `init` and `apply`."""
+    rules = policy_of(model) if policy is None else as_policy_map(policy, bare_class(model).__name__)
     if rules is None:
         raise TypeError("summary needs a policy for a bare module: summary(model, 'mixed_float16', inputs).")
     model = bare(model)
@@ -43,7 +44,8 @@ def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dic
         scope = ACTIVE.value
         precision, location = governed(scope, module)
         path = scope.relative(location.path)
-        recipe = precision.recipe_note(path) if isinstance(module, nn.Dense | nn.DenseGeneral) else ""
+        is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
+        recipe = precision.recipe_note(path, module.features) if is_dense else ""
         return precision, location, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
 
     calls = tapping.Calls(note)
@@ -58,7 +60,7 @@ def summary_of(model: nn.Module, policy: Any, inputs: Sequence[Any], kwargs: dic
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
-    return make_summary(type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr)
+    return type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
 
 
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
@@ -85,7 +87,7 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
         (call, (precision, location, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
         params, cls = own.get(path, ()), bare_class(call.module)
-        rows.append(make_row("/".join(path), cls, rules, location.rule, precision, params, made, note))
+        rows.append(("/".join(path), cls, rules, location.rule, precision, params, made, note))
     return rows
 
 

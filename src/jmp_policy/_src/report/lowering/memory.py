@@ -24,10 +24,10 @@ from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report.function import Argument, Function, as_function, donated_arguments
+from jmp_policy._src.report.lowering import buffers
 from jmp_policy._src.report.lowering.compile_process import Compiled, described
 from jmp_policy._src.report.lowering.compiler import compiled, exported
-from jmp_policy._src.report.memory import buffers
-from jmp_policy._src.report.memory.analytic_model import analytic_memory_model, axes
+from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model, axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,21 @@
-"""Trains half-precision parameters without float32 masters: by stochastic rounding, or by Kahan summation."""
+"""Trains parameters stored in half precision: with float32 masters, stochastic rounding or Kahan summation.
+
+Different from the peers, the training step stays the same: `optax.apply_updates` with the returned updates
+gives the rounded parameters.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
+from jmp_policy._src.core.dtypes import is_floating_array, promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import (
+    AWAY_FROM_ZERO,
+    TOWARDS_ZERO,
     change,
     check_params,
     check_seed,
@@ -19,6 +27,165 @@ from jmp_policy._src.half_params.rounding import (
 )
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+      inner_state: state of the wrapped transformation.
+      masters: the parameters as float32; `optax.MaskedNode()` in the places of those that have no master.
+      count: updates seen so far, int32 scalar, where masters are rounded stochastically; None otherwise.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> master_weights(optax.sgd(0.1)).init({"w": jnp.float16(2.0)}).masters["w"].dtype
+      dtype('float32')
+    """
+
+    inner_state: optax.OptState
+    masters: PyTree
+    count: Any = None
+
+
+def master_weights(
+    inner: Transformation, *, stochastic_rounding: bool = False, seed: Any = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Trains float16 or bfloat16 parameters through float32 masters, which it keeps in its state.
+
+    Use it where the model's parameters themselves must be half. With a policy of float32 parameters
+    (`mixed_float16`) the parameters are masters already. Both `master_weights(loss_scaled(tx, scale))` and
+    `loss_scaled(master_weights(tx), scale)` work. Prefer the first: in the second, `loss_scaled` passes
+    float32 copies of the parameters, so that their dtype is unknown, and a parameter that changes by more
+    than a factor of 2 in one step is rounded twice.
+
+    The masters follow parameters that were changed from outside (a checkpoint loaded, weights clipped): a
+    parameter that is not its master rounded becomes the new master. Restore the optimizer state along with
+    the parameters to keep the bits that only masters have.
+
+    Args:
+      inner: any optax transformation, or object with `init` and `update`.
+      stochastic_rounding: round the masters into the parameters at random, so that the parameters'
+        expectations are the masters, instead of to nearest. A parameter whose master has not changed stays.
+        Needs `master_weights` to be outermost.
+      seed: an integer, for the random bits of stochastic rounding.
+
+    Returns:
+      A transformation. `init(params)` gives a `MasterWeightsState`. `update(grads, state, params, **extra)`
+      runs `inner` on float32 gradients and on the masters, and returns float32 updates with which
+      `optax.apply_updates(params, updates)` gives the masters rounded to the parameters' dtypes, exactly
+      unless a parameter shrinks by more than a factor of 2**12 (float16) or 2**15 (bfloat16) in one step;
+      then within 2**-23 of the old parameter, where float32 itself rounds. (Of zeros the sign may differ. NaN
+      and infinity plus an update stay what they are.) Float32 parameters have masters too, since
+      inside `loss_scaled` all are passed as float32; float64, complex and integer leaves have none, and
+      get the updates of `inner`.
+
+    Raises:
+      TypeError, ValueError: for an `inner` that is not a transformation; in `update` for the state of another
+        one, and where `params` is missing; with stochastic rounding where no parameter is half.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> params = jnp.bfloat16(1.0)
+      >>> def train(tx, params, steps):
+      ...     state = tx.init(params)
+      ...     for _ in range(steps):
+      ...         updates, state = tx.update(jnp.bfloat16(-1.0), state, params)
+      ...         params = optax.apply_updates(params, updates)
+      ...     return float(params)
+      >>> train(optax.sgd(2.0**-9), params, 64), train(master_weights(optax.sgd(2.0**-9)), params, 64)
+      (1.0, 1.125)
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
+    """
+    transformation = check_inner(inner, "master_weights")
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}.")
+    check_seed(seed)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        if stochastic_rounding:
+            check_some_half(params, "master_weights(..., stochastic_rounding=True)")
+        masters = jax.tree.map(_master, params)
+        inner_state = init_inner(transformation, _with_masters(params, masters), params, masters)
+        count = jnp.int32(0) if stochastic_rounding else None
+        return MasterWeightsState(inner_state, masters, count)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
+        check_state(state, MasterWeightsState, "master_weights")
+        check_params(params, updates, "master_weights")
+        bits, count = jax.tree.map(lambda p: None, params), state.count
+        if stochastic_rounding:
+            check_some_half(params, "master_weights(..., stochastic_rounding=True)")
+            bits, count = random_bits(seed, count, params), optax.safe_increment(count)
+        old = jax.tree.map(lambda p, m: _current(p, m, stochastic_rounding), params, state.masters)
+        steps, inner_state = run_inner(
+            transformation, updates, state.inner_state, _with_masters(params, old), extra_args
+        )
+        new = jax.tree.map(lambda p, m, u: m if _has_no_master(m) else m + _float32(u), params, old, steps)
+        return jax.tree.map(_update, params, old, new, steps, bits), MasterWeightsState(
+            inner_state, new, count
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _master(p: Any) -> Any:
+    if is_floating_array(p) and p.dtype.itemsize == 1:
+        raise TypeError(
+            f"master_weights keeps masters of float16 and bfloat16 parameters, got one in {p.dtype.name}: "
+            "optax cannot add updates to 8 bits. Keep it in bfloat16, and cast it where it is used."
+        )
+    # A copy of float32 parameters too: states may be donated together with the parameters.
+    if is_floating_array(p) and promote_dtype(p.dtype) == jnp.float32:
+        return jnp.array(p, jnp.float32)
+    return optax.MaskedNode()
+
+
+def _has_no_master(m: Any) -> bool:
+    return isinstance(m, optax.MaskedNode)
+
+
+def _with_masters(params: PyTree, masters: PyTree) -> PyTree:
+    """Replaces the parameters that have masters by them, for the wrapped transformation."""
+    return jax.tree.map(lambda p, m: p if _has_no_master(m) else m, params, masters)
+
+
+def _float32(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def _current(p: Any, m: Any, stochastic: bool) -> Any:
+    """The master, or the parameter where it is not the rounded master (it was changed outside)."""
+    if _has_no_master(m):
+        return m
+    if is_half_array(p) and stochastic:
+        expected = rounded(m, p.dtype, TOWARDS_ZERO), rounded(m, p.dtype, AWAY_FROM_ZERO)
+    elif is_half_array(p):
+        expected = (rounded(m, p.dtype),)
+    else:  # Float32 copies that loss_scaled passes of parameters of some half dtype, or float32 itself.
+        expected = m, rounded(m, jnp.float16), rounded(m, jnp.bfloat16)
+    p = _float32(p)
+    is_current = p == expected[0]
+    for other in expected[1:]:
+        is_current |= p == other
+    return lax.select(is_current, m, p)
+
+
+def _update(p: Any, old: Any, new: Any, step: Any, bits: Any) -> Any:
+    """The update that takes a parameter to its new master, rounded to the parameter's dtype."""
+    if _has_no_master(new):
+        return step
+    p32 = _float32(p)
+    if not is_half_array(p):
+        # Where the parameter was the master itself, adding the step gives the new one to the last bit.
+        return jnp.where(p32 == old, _float32(step), change(p32, new))
+    if bits is None:
+        return change(p32, rounded(new, p.dtype))
+    return change(p32, jnp.where(new == old, p32, rounded(new, p.dtype, bits)))
 
 
 class StochasticRoundingState(NamedTuple):

@@ -9,16 +9,17 @@ from flax import nnx
 from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap_module
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
+from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.spectrum import tapping
-from jmp_policy._src.report.summary.rows import Summary, make_row, make_summary
 
 
-def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Summary:
-    """The `Summary` of an NNX module, from a trace of a call of it."""
+def described(
+    model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[str, PolicyMap, list[Any], Any]:
+    """The name, rules, rows (as arguments of `make_row`) and jaxpr, from a trace of a call."""
     if policy is None:
         raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
-    rules = as_policy_map(policy)
+    rules = as_policy_map(policy, graph_nodes.name_of(model))
     # Of its own Variables: the model's parameters may be of another dtype than the policy's.
     copy = precision_plan.bare_copy(model, variables=True)
     half = wrap_module.wrap(wrap_module.cast_params(copy, rules), rules)
@@ -40,7 +41,7 @@ def summary_of(model: Any, policy: Any, inputs: Sequence[Any], kwargs: dict[str,
         for place in plan.modules.values()
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return make_summary(graph_nodes.name_of(model), rules, rows, jaxpr)
+    return graph_nodes.name_of(model), rules, rows, jaxpr
 
 
 def _row(
@@ -52,12 +53,10 @@ def _row(
     index = next((i for i in matches if i is not None), None)
     holder = modules[above[1]] if len(above) > 1 else None
     has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
-    recipe = place.precision.recipe_note(path_text(place.path)) if has_recipe else ""
+    recipe = place.precision.recipe_note(path_text(place.path), module.out_features) if has_recipe else ""
     notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
-    return make_row(
-        path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
-    )
+    return path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
 
 
 def _overruled(place: precision_plan.PlannedModule, holder: Any) -> str:

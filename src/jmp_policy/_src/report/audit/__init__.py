@@ -1,1 +1,0 @@
-"""Audits a traced function: what it computes in which precision."""

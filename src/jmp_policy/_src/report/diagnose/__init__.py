@@ -1,1 +1,0 @@
-"""Where the first non-finite value comes from."""

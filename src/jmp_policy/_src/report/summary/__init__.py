@@ -1,1 +1,0 @@
-"""Summarises models: which rule governs each module, and the dtypes of its values."""
