@@ -20,8 +20,8 @@ class Tables(nn.Module):
 
     @nn.compact
     def __call__(self, x, segments):
-        x = nn.Dense(2, name="first")(x)
-        x = x + nn.Embed(2, 2, name="segments")(segments)
+        x = nn.Dense(8, name="first")(x)
+        x = x + nn.Embed(2, 8, name="segments")(segments)
         return nn.Dense(1, name="last")(x)
 
 
@@ -58,22 +58,22 @@ def _negative_log(outputs, targets):
 PLANTED = {
     "Fourier features of 2e4": (
         NoiseConditioned(),
-        (_normal(0, 8, 6), jnp.exp(_normal(1, 8))),
+        (_normal(0, 8, 8), jnp.exp(_normal(1, 8))),
         _normal(2, 8, 4),
         _square,
         ["fourier"],
     ),
     "sum of 50,000 half terms": (
         Tables(),
-        (_normal(0, 50_000, 2), jnp.arange(50_000) % 2),
+        (_normal(0, 50_000, 8), jnp.arange(50_000) % 2),
         _normal(1, 50_000, 1) + 3,
         _square,
         ["segments"],
     ),
-    "activations of 1e5": (LargeActivations(), (_normal(0, 8, 6),), _normal(1, 8, 4), _square, ["large"]),
+    "activations of 1e5": (LargeActivations(), (_normal(0, 8, 8),), _normal(1, 8, 4), _square, ["large"]),
     "logarithm of a softmax": (
         Classifier(),
-        (_normal(0, 16, 6),),
+        (_normal(0, 16, 8),),
         jnp.arange(16) % 6,
         _negative_log,
         ["log"],

@@ -726,7 +726,24 @@ def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
     assert (found.kind, found.constant.becomes) == ("overflow", "-inf")
     assert float(found.constant.written.removeprefix("*").removeprefix("+")) == -1e9
     assert "not finite in float32 either" not in found.verdict
-    assert "jnp.finfo(dtype).min in masks" in found.advice
+    assert "jnp.finfo(x.dtype).min / 2" in found.advice
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda s, least: jnp.where(NONE_LEFT, s, least),
+        lambda s, least: s + (1 - NONE_LEFT.astype(F16)) * least,
+        lambda s, least: s + jnp.where(NONE_LEFT, 0, least).astype(F16),
+        lambda s, least: s + jnp.float32(least).astype(F16),
+    ],
+)
+def test_the_number_that_is_advised_for_masks_keeps_them_finite(fill):
+    """Also where scores below -16 are added to it, in a row without any that counts."""
+    scores = jnp.full((2, 2), -100.0)
+    found = diagnose(attend(lambda s: fill(s, jnp.finfo(s.dtype).min / 2)), scores)
+    assert (found.finite, found.constants) == (True, ())
+    assert not diagnose(attend(lambda s: fill(s, -1e9)), scores).finite
 
 
 def test_an_infinite_mask_is_the_models_own_and_says_what_half_may_have_done():

@@ -292,7 +292,7 @@ def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     """The tapped program is that of float32: its gradient, with custom rules, is compared."""
     from jmp_policy._src.report.sensitivity import first_order
 
-    x = jax.random.normal(jax.random.key(3), (5, 8))
+    x = jax.random.normal(jax.random.key(4), (5, 8))
     params = Everything().init(jax.random.key(0), x, True)["params"]
 
     def loss(params, x, flag):
@@ -310,7 +310,7 @@ def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     assert {"", "kept", "cell", "cell/i", "cell/h", "rnn", "head"} == {row.path for row in found.rows}
     # Nothing is rounded where cells are only called.
     assert all(row.predicted < 0.01 for row in found.rows)
-    assert min(found.of("cell").predicted, found.of("cell/h").predicted) > 0
+    assert found.of("cell").predicted > found.of("cell/h").predicted > 0
 
 
 class NNXNet(nnx.Module):
@@ -375,6 +375,6 @@ def test_meshes_with_explicit_axes(measure):
         params["table"] = jax.device_put(table, jax.NamedSharding(mesh, jax.P()))
         many = jmpp.sensitivity(loss_fn, params, tokens, dtype="float16", probes=1, measure=measure)
     assert [row.path for row in many.rows] == [row.path for row in one.rows]
-    assert {"head"} <= {row.path for row in one.rows}
+    assert [row.path for row in one.rows] == ["head"]  # Rows are rounded where a product reads them.
     for found, wanted in zip(many.rows, one.rows, strict=True):
         assert found.predicted == pytest.approx(wanted.predicted, rel=1e-2)

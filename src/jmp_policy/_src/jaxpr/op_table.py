@@ -337,8 +337,8 @@ NOT_FINITE: Mapping[str, str] = {
     "log_softmax, log1p, xlogy or logsumexp.",
     "sqrt": "A square root of a negative number, in any precision. Clamp its argument.",
     "rsqrt": "A reciprocal square root of zero or of a negative number, in any precision. Add an epsilon.",
-    "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min, or leave one "
-    "entry unmasked.",
+    "sub": "inf - inf: most often a row of a mask that is all -inf. Use jnp.finfo(dtype).min / 2, or leave "
+    "one entry unmasked.",
     "mul": "0 * inf, or a product beyond float32. In a backward pass it is most often the gradient of a "
     "where whose other branch is infinite: guard the argument before the operation, not the result after it.",
     "exp": "An exponential beyond float32. Subtract the maximum first (logsumexp, softmax).",

@@ -48,8 +48,8 @@ class ModulePrecision:
     """Policy of one module, and whether the module is a float32 island.
 
     A float32 island is a module that computes in float32 inside a half-precision model, such as a
-    normalisation layer, or one whose product sums fewer than `FEW` numbers; it takes and returns the compute
-    dtype of its policy.
+    normalisation layer, or one whose product sums fewer than `LEAST_TERMS` numbers; it takes and returns the
+    compute dtype of its policy.
 
     Args:
       policy: its policy.
@@ -96,8 +96,8 @@ class ModulePrecision:
         return "" if self.policy.recipe is None else self.recipe_at(path, outputs) or left_out
 
 
-#: A product that sums fewer numbers has nothing to gain in half precision: Tensor Cores pad it to 8.
-FEW = 8
+#: The least number of terms of a product that gains from half precision: Tensor Cores multiply 8 by 8.
+LEAST_TERMS = 8
 
 #: The rank up to which inputs are small in the governed module that is running; None outside of all.
 _RANK = jax.make_user_context(default_value=None)
@@ -149,7 +149,7 @@ def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> S
 def is_small(x: Any, rank: int) -> bool:
     """Whether an array costs nothing in float32: of a rank up to this one, or a table of few features."""
     shape = x.shape
-    return len(shape) <= rank or (0 < len(shape) <= 2 and shape[-1] < FEW)
+    return len(shape) <= rank or (0 < len(shape) <= 2 and shape[-1] < LEAST_TERMS)
 
 
 def cast_inputs(
@@ -200,7 +200,7 @@ def meeting(
         # The first of several axes is the batch's.
         if axes is None or any(size in axes for size in (shape[1:] or shape)):
             return True
-        if of_model is None or len(shape) < 4 or shape[-1] >= FEW:
+        if of_model is None or len(shape) < 4 or shape[-1] >= LEAST_TERMS:
             return False
         return any(len(x.shape) == len(shape) for x in of_model())
 

@@ -4,9 +4,7 @@ from typing import Any
 
 from jmp_policy._src.jaxpr import op_table
 from jmp_policy._src.jaxpr.matrix_products import terms_of
-
-#: The least number of terms for which Tensor Cores gain. They multiply 8 by 8 at a time, in half.
-LEAST_TERMS = 8
+from jmp_policy._src.policy.module_precision import LEAST_TERMS
 
 
 def gains_nothing(eqn: Any) -> bool:

@@ -10,7 +10,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
-from jmp_policy._src.products.small_products import LEAST_TERMS
+from jmp_policy._src.policy.module_precision import LEAST_TERMS
 from jmp_policy._src.report import lost_constants
 
 
@@ -278,7 +278,7 @@ class Audit(Report):
             kernels = ", ".join(f"{name} ({count})" for name, count in self.opaque.items())
             lines.append(f"Not looked into: {kernels}.")
         if self.constants:
-            lines.append(lost_constants.REPAIR)
+            lines.append(lost_constants.repair(self.constants))
         return [*lines, self.verdict]
 
 

@@ -28,7 +28,12 @@ from jmp_policy._src.report.function import (
     trained_arguments,
     value_and_gradients,
 )
-from jmp_policy._src.report.lost_constants import LostConstant, LostConstants, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import (
+    OF_MASK,
+    LostConstant,
+    LostConstants,
+    without_overflow_warnings,
+)
 
 
 def diagnose(
@@ -162,10 +167,7 @@ def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Fu
             "An update that was not skipped made it: train with loss_scaled, from the last good checkpoint."
         )
     if is_half(value.dtype) and not replay.ranges[place].nan:
-        advice += (
-            f" If it was finite before its cast to {value.dtype} (a mask of -1e9): cast "
-            "jnp.finfo(dtype).min instead."
-        )
+        advice += f" If it was finite before its cast to {value.dtype} (a mask of -1e9): {OF_MASK}"
     return dataclasses.replace(
         found,
         kind="argument",

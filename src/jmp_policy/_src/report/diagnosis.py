@@ -155,7 +155,7 @@ class Diagnosis(Report, Placed):
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict, *([lost_constants.REPAIR] if self.constants else [])]
+            return [self.verdict, *([lost_constants.repair(self.constants)] if self.constants else [])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(
@@ -178,8 +178,9 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
     if found.kind == "underflow" and found.zero is not None:
         return _of_underflow(found.zero)
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
-        what = found.constant.text if found.constant else f"A constant is infinite in {found.dtype}"
-        return f"{what}. {lost_constants.REPAIR}"
+        if found.constant is None:
+            return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
+        return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
     if found.kind == "overflow" and scaled:
         return (
@@ -190,9 +191,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
     if found.kind == "overflow":
         limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
         is_cast = found.operation == "convert_element_type"
-        of_mask = (
-            " If it is a mask, fill it with jnp.finfo(dtype).min of the dtype that it is cast to." * is_cast
-        )
+        of_mask = f" If it is a mask: {lost_constants.OF_MASK}" if is_cast else ""
         return (
             f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in "
             "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
@@ -205,7 +204,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
     if found.has_infinite_constant:
         known += (
             " The program holds an infinite constant in half precision: if it was written as a finite number "
-            "(-1e9 in a mask), half made it infinite; jnp.finfo(dtype).min is the number to write."
+            f"(-1e9 in a mask), half made it infinite. {lost_constants.OF_MASK}"
         )
     elif found.dtype == "float16" and found.operation in NOT_FINITE:
         known += (

@@ -56,10 +56,22 @@ def text(constants: Sequence[LostConstant]) -> str:
     return joined([constant.text for constant in constants])
 
 
-#: What to do about them.
-REPAIR = (
-    "Write constants that half precision holds (in float16 from 6e-8 to 65504; jnp.finfo(dtype).min in "
-    "masks), or compute that part in float32."
+def repair(constants: Sequence[LostConstant]) -> str:
+    """Says what to do about lost constants, in one or two sentences."""
+    of_masks = [c.becomes == "-inf" for c in constants]
+    said = [OF_MASK] if any(of_masks) else []
+    if not all(of_masks):
+        said.append(
+            "Write constants that half precision holds (in float16 from 6e-8 to 65504), or compute that part "
+            "in float32: x.astype(jnp.float32) / 100000."
+        )
+    return " ".join(said)
+
+
+#: What to do about a mask. Of the least number itself, float16 makes -inf when scores below -16 are added.
+OF_MASK = (
+    "Fill the mask with jnp.finfo(x.dtype).min / 2, x being what it masks: that stays finite when scores and "
+    "other masks are added."
 )
 
 

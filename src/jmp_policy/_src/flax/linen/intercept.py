@@ -39,7 +39,7 @@ from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import special_calls, stored_variables
 from jmp_policy._src.flax.linen.governing import Location, governed, locate
-from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, is_recurrent, reads, sums_few
+from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, has_few_results, is_recurrent, reads, sums_few
 from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
@@ -178,9 +178,9 @@ def is_method(module: nn.Module, name: str) -> bool:
 
 
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs one method: inputs to compute dtype, parameters cast at use, outputs where the policy changes."""
+    """Runs one method: casts inputs that it reads, parameters at use, outputs where the policy changes."""
     precision, location = governed(scope, module)
-    if (few := sums_few(module, precision, args, kwargs)) is not None:
+    if sums_few_numbers := sums_few(module, precision, args, kwargs):
         precision = precision.as_island()
     if scope.caller is not None and scope.location.is_of_same_module(location):
         # A method called by a method of the same module: the policy does not change, and what it computed
@@ -189,7 +189,9 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
     small = small_inputs((args, kwargs))
 
     def keeps(x: Any) -> bool:
-        return few.are_results_few if few else small.are_outputs_kept(precision) and is_small(x, small.rank)
+        if sums_few_numbers:
+            return has_few_results(module)
+        return small.are_outputs_kept(precision) and is_small(x, small.rank)
 
     with small.inside():
         try:

@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from jmp_policy._src.core.dtypes import (
     is_half,
 )
 from jmp_policy._src.flax.linen.attention import attention
-from jmp_policy._src.policy.module_precision import FEW, ModulePrecision, meeting
+from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, meeting
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -73,36 +73,30 @@ def _makes_params(cls: type[nn.Module]) -> bool:
     return False
 
 
-class Few(NamedTuple):
-    """That a layer's product sums few numbers.
-
-    Args:
-      are_results_few: whether its results have few features too.
-    """
-
-    are_results_few: bool
-
-
-def sums_few(module: nn.Module, precision: ModulePrecision, args: Any, kwargs: Any) -> Few | None:
-    """Whether a layer sums too few numbers to gain from half precision; None if it does not.
+def sums_few(module: nn.Module, precision: ModulePrecision, args: Any, kwargs: Any) -> bool:
+    """Whether a layer's product sums too few numbers to gain from half precision.
 
     Depthwise convolutions do as well, but read large arrays.
     """
     if not (isinstance(module, _HAS_PRODUCTS) and precision.keeps_small_inputs) or precision.island:
-        return None
+        return False
     x = next(iter((*args, *kwargs.values())), None)
     if not is_half(precision.compute_dtype) or not isinstance(x, ARRAYS) or not x.shape:
-        return None
+        return False
     size = x.shape[-1]
     if isinstance(module, nn.DenseGeneral):
         axes = module.axis if isinstance(module.axis, Sequence) else (module.axis,)
         size = math.prod(x.shape[axis] for axis in axes)
-    elif not isinstance(module, nn.Dense) and size < FEW:
+    elif not isinstance(module, nn.Dense) and size < LEAST_TERMS:
         kernel = module.kernel_size
         size *= math.prod(kernel) if isinstance(kernel, Sequence) else kernel
+    return size < LEAST_TERMS
+
+
+def has_few_results(module: Any) -> bool:
+    """Whether the results of a layer with a product have few features."""
     features = module.features
-    results = math.prod(features) if isinstance(features, Sequence) else features
-    return Few(results < FEW) if size < FEW else None
+    return (math.prod(features) if isinstance(features, Sequence) else features) < LEAST_TERMS
 
 
 #: Attribute of a module that is running: whether its product sums too few numbers for half precision.

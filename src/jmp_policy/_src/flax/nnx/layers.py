@@ -14,7 +14,7 @@ from jax import lax
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
-from jmp_policy._src.policy.module_precision import FEW, ModulePrecision
+from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision
 from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own
@@ -76,16 +76,16 @@ def sums_few(module: nnx.Module) -> bool:
         return False
     given = module.in_features
     size = math.prod(given) if isinstance(given, tuple) else given
-    if isinstance(module, nnx.Conv | nnx.ConvTranspose) and size < FEW:
+    if isinstance(module, nnx.Conv | nnx.ConvTranspose) and size < LEAST_TERMS:
         # A depthwise convolution with more channels sums few numbers as well, but reads a large array.
         size *= math.prod(module.kernel_size)
-    return size < FEW
+    return size < LEAST_TERMS
 
 
 def has_few_results(module: nnx.Module) -> bool:
     """Whether the results of a layer with a product have few features."""
-    made: Any = getattr(module, "out_features", FEW)
-    return (math.prod(made) if isinstance(made, tuple) else made) < FEW
+    made: Any = getattr(module, "out_features", LEAST_TERMS)
+    return (math.prod(made) if isinstance(made, tuple) else made) < LEAST_TERMS
 
 
 def follows_by_itself(module: nnx.Module) -> bool:

@@ -87,6 +87,8 @@ def widened(choice: Choice, path: str) -> Choice:
 def rules_of(choice: Choice) -> PolicyMap:
     """A choice as rules: the fewest that put these modules into float32 and no others."""
     half, wide = f"mixed_{choice.found.dtype}", set(choice.reasons)
+    if wide and not choice.half:
+        return PolicyMap("float32")
     exact, globs = [], []
     for path in sorted(wide):
         if any(_covers(above, wide, choice.found) for above in _above(path)):
@@ -104,10 +106,9 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     """The default and every rule, with the reason."""
     own, rows = choice.found.own, []
     left = choice.half
-    why = "" if is_half(rules.default.compute_dtype) else choice.reasons[""]
-    rows.append(
-        _row("", rules.default, why or f"{len(left)} of {len(own)} modules fit the budget", own, left)
-    )
+    is_wide = not is_half(rules.default.compute_dtype)
+    why = _reason(choice, "") if is_wide else f"{len(left)} of {len(own)} modules fit the budget"
+    rows.append(_row("", rules.default, why, own, left))
     for pattern, policy in rules.overrides:
         path = str(pattern).removesuffix("*").removesuffix("/")
         if str(pattern).endswith("*"):
@@ -115,10 +116,15 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
             rows.append(_row(pattern, policy, "what is inside fits the budget", own, below))
             continue
         inside = [p for p in choice.reasons if is_below(p, path)]
-        worst = max(inside, key=lambda p: (own[p].error, p == path))
-        where = "" if worst == path else f" (in {worst})"
-        rows.append(_row(pattern, policy, choice.reasons[worst] + where, own, inside))
+        rows.append(_row(pattern, policy, _reason(choice, path), own, inside))
     return rows
+
+
+def _reason(choice: Choice, path: str) -> str:
+    """Why a module and what is inside are in float32: what is said of the worst of them."""
+    inside = [p for p in choice.reasons if is_below(p, path)]
+    worst = max(inside, key=lambda p: (choice.found.own[p].error, p == path))
+    return choice.reasons[worst] + ("" if worst == path else f" (in {worst})")
 
 
 def _row(pattern: Any, policy: Any, reason: str, own: dict[str, Effect], paths: Iterable[str]) -> Any:
