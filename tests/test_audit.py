@@ -1018,3 +1018,49 @@ def test_a_scan_that_sums_from_its_first_half_element_is_listed():
 
     found = jmpp.audit(jmpp.autocast(function, "bfloat16"), jnp.eye(8), jnp.ones((1000, 8)))
     assert [(row.operation, row.terms) for row in found.half_operations] == [("scan", 999)]
+
+
+# Integers of numbers that were rounded.
+
+
+class Rows(nn.Module):
+    """Looks up rows by the last column of its input, which is as long as a parameter's axis."""
+
+    cast: str = "float32"
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.param("table", nn.initializers.normal(1.0), (5000, x.shape[1]))
+        ids = jnp.floor(x.astype(self.cast)[:, -1]).astype(jnp.int32)
+        return x[:, :1] + jnp.take(table, ids, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_found"),
+    [
+        (jmpp.wrap(Rows(), "mixed_float16"), True),
+        (jmpp.wrap(Rows(), "float32"), False),
+        (Rows("bfloat16"), True),
+        (Rows(), False),
+    ],
+)
+def test_integers_of_rounded_arguments_are_named(model, is_found):
+    x = jnp.full((3, 16), 2049.0)
+    variables = Rows().init(jax.random.key(0), x)
+    found = jmpp.audit(lambda variables, x: model.apply(variables, x), variables, x)
+    named = [h for h in found.half_operations if h.operation == "convert_element_type"]
+    assert len(named) == is_found
+    if is_found:
+        assert "makes integers of 'x' after it was rounded" in found.verdict
+        assert named[0].path == "Rows"
+
+
+def test_integers_of_computed_half_values_are_no_finding():
+    """A quantised activation was meant to be rounded, and so was an argument that came in half."""
+
+    def quantised(w, x, y):
+        h = jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16))
+        return (h * 127).astype(jnp.int8), y.astype(jnp.int32)
+
+    found = jmpp.audit(quantised, jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones(8, jnp.float16))
+    assert not [h for h in found.half_operations if h.operation == "convert_element_type"]

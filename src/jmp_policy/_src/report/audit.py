@@ -94,6 +94,7 @@ class AuditVisitor(Visitor):
         self._uncounted = False
         self._constants = LostConstants()
         self._sums = HalfSums()
+        self._rounded = RoundedIntegers(arguments)
         self._upcast_values: dict[int, int] = {}
         self._of_carries: set[int] = set()
         self._meets_carry: set[int] = set()
@@ -121,6 +122,7 @@ class AuditVisitor(Visitor):
         self._see_half(eqn, site)
         self._constants.see(eqn, site, operands, results)
         self._sums.see(eqn, site, operands, results)
+        self._rounded.see(eqn, site, operands, results)
 
     def loop(self, eqn: Any, site: Site) -> None:
         self._sums.loop(eqn, site)
@@ -221,7 +223,7 @@ class AuditVisitor(Visitor):
             products=products,
             upcasts=upcasts,
             repeated_casts=tuple(self._repeated()),
-            half_operations=(*self._half, *self._sums.found),
+            half_operations=(*self._half, *self._sums.found, *self._rounded.found),
             opaque=dict(self._opaque),
             flops=total,
             uncounted=self._uncounted,
@@ -327,6 +329,43 @@ class HalfSums(Visitor):
         )
 
 
+class RoundedIntegers(Visitor):
+    """Finds integers made of an argument that was float32 and went through half precision: other numbers.
+
+    Float16 holds the integers up to 2048, bfloat16 those up to 256.
+    """
+
+    def __init__(self, arguments: Sequence[str]):
+        self.found: list[HalfOperation] = []
+        self._arguments = arguments
+        self._of_argument: dict[int, int] = {}
+        self._rounded: dict[int, Any] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Takes note of an operation, as `Visitor.see`."""
+        if eqn.primitive.name not in _KEEPS_NUMBERS:
+            return
+        for atom, operand in zip(eqn.invars, operands, strict=True):
+            before, after = ir.dtype_of(atom), ir.dtype_of(eqn.outvars[0])
+            argument = self._of_argument.get(operand.key, operand.origin)
+            if argument is None or not jnp.issubdtype(before, jnp.floating):
+                continue
+            self._of_argument.update((info.key, argument) for info in results)
+            half = self._rounded.get(operand.key, after if is_half(after) and not is_half(before) else None)
+            if half is None:
+                continue
+            self._rounded.update((info.key, half) for info in results)
+            if jnp.issubdtype(after, jnp.integer):
+                why = (
+                    f"makes integers of {self._arguments[argument]!r} after it was rounded: pass integers, "
+                    "or give the module float32 by a rule"
+                )
+                name = eqn.primitive.name
+                self.found.append(
+                    HalfOperation(name, site.path, site.line, site.backward, str(half), site.times, why)
+                )
+
+
 def scatter_terms(eqn: Any, distinct: int = 1) -> int:
     """How many rows a scatter-add may add to the same one.
 
@@ -376,6 +415,9 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
 
 
 _SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
+
+#: Operations that give the numbers of their operands, or whole ones next to them.
+_KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | {"floor", "ceil", "round"}
 
 #: Operations between the making of an index and its use.
 _KEEPS_DISTINCT = _VIEWS | _ADDS | {"select_n", "concatenate"}

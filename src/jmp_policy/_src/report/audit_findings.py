@@ -184,7 +184,9 @@ class Audit(Report):
     def verdict(self) -> str:
         """One line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
         sums = [
-            f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in self.half_operations if _is_serial(h)
+            f"{h.operation} in {h.dtype} {h.why} ({h.place})"
+            for h in self.half_operations
+            if h.operation in _IN_VERDICT
         ]
         parts = self._product_texts() if self.products else self._texts_without_products()
         if sums:
@@ -287,12 +289,8 @@ def _is_narrow(name: str) -> bool:
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
 
-_SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
-
-
-def _is_serial(found: HalfOperation) -> bool:
-    """Whether a sum adds one term after another."""
-    return found.operation in _SERIAL
+#: Sums that add one term after another, and conversions to integers.
+_IN_VERDICT = HAVING[Trait.SCATTER_SUM] | {"scan", "while", "convert_element_type"}
 
 
 def _widest(product: Product) -> str:
