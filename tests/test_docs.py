@@ -220,13 +220,13 @@ def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
     assert gradients.float16.zero > spectrum.overall().float16.zero
 
 
-def test_readme_numbers_are_the_measured_ones(monkeypatch):
+def test_numbers_of_pages_are_the_measured_ones(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    readme = importlib.import_module("benchmarks.pages.files")
-    for name, numbers in readme.FILES.items():
+    pages = importlib.import_module("benchmarks.pages.files")
+    for name, numbers in pages.FILES.items():
         text = (ROOT / name).read_text()
-        assert readme.written(text, numbers) == text
-        lines = text.partition(readme.BEGIN)[2].partition(readme.END)[0].splitlines()
+        assert pages.written(text, numbers) == text
+        lines = text.partition(pages.BEGIN)[2].partition(pages.END)[0].splitlines()
         assert sum(line.startswith("| ") for line in lines) > 3
 
 
