@@ -5,7 +5,7 @@ around the optimizers, and `scaled_value_and_grad` where they call `jax.grad`. I
 All seeds of a precision are one program. rejax is no dependency: `pip install rejax "gymnax<1"`.
 
 SAC draws actions with deviations down to exp(-10). The gradient of a log-probability holds one over their
-square, which overflows in float16 below 2**-8, at any loss scale: from then on most steps are skipped.
+square, which overflows in float16 below 2**-8, at any loss scale: such steps are skipped.
 """
 
 import importlib
