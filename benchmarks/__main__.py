@@ -45,8 +45,12 @@ ON_GPU = {
     "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_profit"),
     "times.peers": ("zoo_peers",),
 }
-#: Only when they are named: one takes hours, and one wants PyTorch.
-BY_NAME = {"accuracy.fp8_training": ("fp8_training",), "times.zoo_torch": ("zoo_torch",)}
+#: Only when they are named: one takes hours, one wants PyTorch, and one rejax.
+BY_NAME = {
+    "accuracy.fp8_training": ("fp8_training",),
+    "times.zoo_torch": ("zoo_torch",),
+    "reliability.rejax_training": ("rejax",),
+}
 #: Table -> its module.
 MODULES = {
     name: module for some in (ON_CPU, ON_GPU, BY_NAME) for module, names in some.items() for name in names

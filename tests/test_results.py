@@ -1,6 +1,7 @@
-"""Numbers of the same programs, which several benchmarks compile, are the same in all tables."""
+"""What results say together: the same programs have the same numbers in all tables, and agents learn."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,23 @@ def test_memory_of_a_scaled_step_on_three_cards(model, card):
     added = row("loss_scaling_zoo", model=model, card=card)
     # One was exported before it was compiled, and the other not.
     assert estimated["temp_gigabytes"] == pytest.approx(added["temp_gigabytes"][1], rel=0.01)
+
+
+REPAIRED = "float16, actions in float32"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "precision"),
+    [("PPO", "float16"), ("PPO", "bfloat16"), ("SAC", "bfloat16"), ("SAC", REPAIRED)],
+)
+def test_agents_learn_in_half_precision_what_they_learn_in_float32(algorithm, precision):
+    whole, half = (row("rejax", algorithm=algorithm, precision=p) for p in ("float32", precision))
+    error = math.hypot(whole["standard_error"], half["standard_error"])
+    assert abs(half["mean"] - whole["mean"]) <= 2 * error
+    # The return of an agent that has learned nothing is far away.
+    assert min(half["mean"], whole["mean"]) - {"PPO": 30, "SAC": -1200}[algorithm] > 20 * error
+
+
+def test_distributions_of_actions_want_float32():
+    plain, repaired = (row("rejax", algorithm="SAC", precision=p) for p in ("float16", REPAIRED))
+    assert plain["actor_skipped"] > 20 * repaired["actor_skipped"]

@@ -155,6 +155,28 @@ def float8_gradients() -> str:
     return section("float8 gradients", [row for row in rows if row["float8_share"]], none=none)
 
 
+def agents() -> str:
+    rows, beyond = [], []
+    for algorithm, found in grouped(load("rejax")["rows"], "algorithm", "precision").items():
+        base = found["float32"]
+        parts = len(base["means"])
+        for i in (0, parts - 1):
+            row = {**base, "steps": base["steps"] * (i + 1) // parts}
+            for precision, of in found.items():
+                mean, error = of["means"][i], of["standard_errors"][i]
+                over = (mean - base["means"][i]) / np.hypot(error, base["standard_errors"][i])
+                row[precision] = f"{mean:.0f} ± {error:.0f}" + (f" ({over:+.1f})" if of is not base else "")
+                if i == parts - 1 and abs(over) > 2:
+                    beyond.append(f"{algorithm} in {precision}")
+            rows.append(row)
+    sac = grouped(load("rejax")["rows"], "algorithm", "precision")["SAC"]
+    plain, repaired = sac["float16"], sac["float16, actions in float32"]
+    more = {"updates": plain["steps"] - load("rejax")["settings"]["SAC"]["fill_buffer"]}
+    more |= {"skipped": plain["actor_skipped"], "repaired": repaired["actor_skipped"]}
+    more |= {"worst": min(plain["values"]), "best": min(repaired["values"])}
+    return section("agents", rows, beyond=", ".join(beyond) or "none", **more)
+
+
 #: What writes a part of a page, or the name of a section whose result is shown as it stands.
 Numbers = Callable[[], str] | str
 
@@ -174,7 +196,7 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((models, nnx),),
     "docs/recommend.md": ((ranking, recommended),),
-    "docs/reliability.md": (("faults",), ("checkpoints",)),
+    "docs/reliability.md": (("faults",), (agents,), ("checkpoints",)),
     "docs/reports.md": ((reports,),),
     "docs/results/costs.md": (
         (overhead, gpu),
