@@ -347,7 +347,8 @@ class Statistics(nn.Module):
     @nn.compact
     def __call__(self, x):
         mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(x.shape[-1], self.dtype))
-        other = self.variable("batch_stats", "other", jnp.zeros, (8,), self.dtype)
+        dtype = self.dtype
+        other = self.variable("batch_stats", "other", lambda: jnp.zeros(8, dtype))
         if not self.is_initializing():
             mean.value = 0.999 * mean.value + 0.001 * jnp.mean(x, 0)
         return x - mean.value + other.value

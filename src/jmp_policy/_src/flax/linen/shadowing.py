@@ -138,6 +138,16 @@ def _as_bare(
         state.update(governed)
 
 
+def _first_value(
+    module: nn.Module, precision: ModulePrecision, col: str, init_fn: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """The first value of a variable, as the bare module makes it; in half, running statistics stand still."""
+    value = _as_bare(module, precision, init_fn, *args, **kwargs)
+    if col != "batch_stats":
+        return value
+    return jax.tree.map(lambda x: cast_floating(x, promote_dtype(x.dtype)), value)
+
+
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
     """Whether an initialiser's argument is the half type that the policy put into `dtype` fields."""
     if not isinstance(value, type | np.dtype | str):
@@ -198,9 +208,9 @@ def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: A
     if scope is None:
         return variable(col, name, *args, **kwargs)
     if col not in ("params", "cache"):
-        # Statistics over many steps stand still in half.
         if args and args[0] is not None and not module.has_variable(col, name):
-            args = functools.partial(_as_bare, module, module_precision(scope, module), args[0]), *args[1:]
+            precision = module_precision(scope, module)
+            args = functools.partial(_first_value, module, precision, col, args[0]), *args[1:]
         return variable(col, name, *args, **kwargs)
     from jmp_policy._src.flax.linen.cast_variable import cast_variable  # Few modules have such variables.
 
