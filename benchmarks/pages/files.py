@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.counts.float8 import estimated
-from benchmarks.pages import autocast_lists
-from benchmarks.pages.markdown import grouped, section
-from benchmarks.pages.zoo import models
+from benchmarks.pages import autocast_lists, zoo
+from benchmarks.pages.markdown import folded_section, grouped, section
 from benchmarks.table import load
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,7 +38,8 @@ def nnx() -> str:
     first: dict[tuple[str, str], dict[str, Any]] = {}  # The first way of writing it by hand.
     for row in result["rows"]:
         first.setdefault((row["model"], row["dtype"]), row)
-    return "## NNX\n\n" + section("nnx", first.values(), wrap=wrap, **calls)
+    table = folded_section("Each model", "nnx", first.values(), wrap=wrap, **calls)
+    return "## NNX\n\n" + table
 
 
 def autocast() -> str:
@@ -52,7 +52,17 @@ def autocast() -> str:
         for dtype in ("float16", "bfloat16")
     ]
     call = next(row["ratio"] for row in result["calls"] if row["call"] == "jit(autocast(f))(x)")
-    return section("autocast", cases, call=call)
+    by_model = grouped(load("autocast_zoo")["rows"], "model", "variant")
+    steps = [
+        {"model": model, "hand": by["float16 by hand"], "auto": by["float16 autocast"]}
+        for model, by in by_model.items()
+    ]
+    parts = [
+        "## autocast",
+        folded_section("Tracing and residuals", "autocast", cases, call=call),
+        folded_section("Bytes and memory", "models under autocast", steps),
+    ]
+    return "\n\n".join(parts)
 
 
 def reports() -> str:
@@ -161,10 +171,7 @@ Numbers = Callable[[], str] | str
 #: Files with measured numbers between markers, and what writes them, a tuple for each pair of markers.
 FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "README.md": ((overhead, gpu),),
-    "docs/autocast.md": (
-        (autocast_lists.table,),
-        (autocast, "encoder under autocast", "models under autocast"),
-    ),
+    "docs/autocast_lists.md": ((autocast_lists.table,),),
     "docs/drift.md": (("drift shares",), (drift_cost,)),
     "docs/float8.md": (
         (float8_steps,),
@@ -174,10 +181,11 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     ),
     "docs/index.md": ((gains,),),
     "docs/losses_and_parameters.md": (("rounding",),),
-    "docs/performance.md": ((models, nnx),),
+    "docs/performance.md": ((zoo.performance,),),
     "docs/recommend.md": ((ranking, recommended),),
     "docs/reliability.md": (("faults",), ("checkpoints",)),
     "docs/reports.md": ((reports,),),
+    "docs/results.md": ((zoo.results, nnx, autocast),),
     "docs/scaling_out.md": ((float32_gradients, collectives, communication, "accumulation"),),
 }
 
