@@ -1,4 +1,4 @@
-"""autocast's choices beside PyTorch's, for each operation on PyTorch's lists: what docs/autocast_lists.md shows.
+"""autocast's choices beside PyTorch's, for each operation on its lists: what docs/autocast_lists.md shows.
 
 PyTorch's lists are those of `ATen/autocast_mode.h` in the wheel of version 2.9.1. Ours is what `explain` says
 of the same computation in JAX, between two products, so that what it is given and what reads it is half.
@@ -116,9 +116,7 @@ GROUPS = (
     ),
     Group("reciprocal", lambda x, y, p: 1 / x, "range"),
     Group("pow", lambda x, y, p: x**y, _RANGE),
-    Group(
-        "pow", lambda x, y, p: x**2, "float32 if only summed", "squares"
-    ),
+    Group("pow", lambda x, y, p: x**2, "float32 if only summed", "squares"),
     Group("pow", lambda x, y, p: x**3, "range", "other integers"),
     Group("softplus logsumexp", lambda x, y, p: jax.nn.softplus(x), _PARTS),
     Group("layer_norm native_layer_norm group_norm renorm", _normalized, _PARTS),
@@ -169,16 +167,12 @@ GROUPS = (
         "a bias or scale follows",
         "of a bias",
     ),
-    Group(
-        "div", lambda x, y, p: x / y, "range of its derivative", "of two half values"
-    ),
+    Group("div", lambda x, y, p: x / y, "range of its derivative", "of two half values"),
     Group("square", lambda x, y, p: jnp.square(x), "float32 if only summed"),
     Group("embedding", lambda x, y, p: p[jnp.arange(16)] - 1, "rounded where a product reads"),
     Group("sqrt", _each(jnp.sqrt), "variances"),
     Group("sin cos atan", _each(jnp.sin, jnp.cos, jnp.arctan), "positions"),
-    Group(
-        "erfc lgamma digamma", _each(lax.erfc, lax.lgamma, lax.digamma), "range, digits"
-    ),
+    Group("erfc lgamma digamma", _each(lax.erfc, lax.lgamma, lax.digamma), "range, digits"),
     Group("argmax sort topk", lambda x, y, p: x[jnp.argmax(x, 0)] + jnp.sort(x), "half makes ties"),
     Group("fft", lambda x, y, p: jnp.fft.fft(x).real, "JAX has none in half"),
 )

@@ -5,8 +5,15 @@ from typing import Any
 
 from benchmarks.models import MODELS
 from benchmarks.pages.markdown import (
-    crossed, folded, folded_section, grouped, launched, paragraph, provenance, section
-)  # fmt: skip
+    crossed,
+    folded,
+    folded_section,
+    grouped,
+    launched,
+    paragraph,
+    provenance,
+    section,
+)
 from benchmarks.table import load
 from benchmarks.times.peers import COUNTED_BY_ZOO_GPU
 
@@ -128,7 +135,8 @@ def tpus(result: dict[str, Any] | None = None) -> str:
 
 def cpu() -> str:
     """Smaller models on a CPU, against by hand."""
-    return section("cpu", [row for row in load("zoo_cost")["rows"] if row["comparison"].startswith("wrapped")])
+    rows = load("zoo_cost")["rows"]
+    return section("cpu", [row for row in rows if row["comparison"].startswith("wrapped")])
 
 
 def folded_bfloat16() -> str:
