@@ -66,7 +66,8 @@ def autocast() -> str:
 
 
 def reports() -> str:
-    return section("reports", [row for row in load("report_cost")["rows"] if row["looks at"] != "nothing"])
+    rows = [row for row in load("report_cost")["rows"] if row["looks at"] != "nothing"]
+    return folded_section("Time, bytes and memory", "reports", rows)
 
 
 def float32_gradients() -> str:
@@ -92,7 +93,9 @@ def drift_shares() -> str:
 
 def drift_cost() -> str:
     found = grouped(load("drift_cost")["rows"], "model", "program")
-    return folded_section("Time and memory", "drift cost", [by | {"name": name} for name, by in found.items()])
+    return folded_section(
+        "Time and memory", "drift cost", [by | {"name": name} for name, by in found.items()]
+    )
 
 
 def recommended() -> str:
@@ -153,7 +156,10 @@ def float8_losses() -> str:
         if policy in ("float32", "bfloat16"):
             continue
         over = found - losses[task, "bfloat16"]
-        shown.setdefault(policy, {"policy": policy})[task] = {"mean": over.mean(), "deviation": over.std(ddof=1)}
+        shown.setdefault(policy, {"policy": policy})[task] = {
+            "mean": over.mean(),
+            "deviation": over.std(ddof=1),
+        }
         if abs(_t_value(over)) > _T_LIMIT[result["seeds"]]:
             beyond.append(f"`{policy}` on {task}")
     return folded_section(
