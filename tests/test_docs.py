@@ -21,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 #: Pages of references and results.
-WITHOUT_CODE = ("api.md", "autocast_lists.md", "conformance.md", "results.md")
+WITHOUT_CODE = (
+    *(path.name for path in DOCS.glob("api*.md")),
+    "autocast_lists.md",
+    "conformance.md",
+    "results.md",
+)
 NAMES = ["jmp_policy", *(m.name for m in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."))]
 BLOCK = re.compile(r'^```python(?: title="(\w+)")?\n(.*?)^```$', flags=re.S | re.M)
 
@@ -165,7 +170,8 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_api_reference(module):
-    listed = re.findall(rf"^::: {module.__name__}\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.M)
+    text = "\n".join(path.read_text() for path in DOCS.glob("api*.md"))
+    listed = re.findall(rf"^::: {module.__name__}\.(\w+)$", text, flags=re.M)
     public = set(public_names(module))
     listed = [name for name in listed if not inspect.ismodule(getattr(module, name))]
     assert len(listed) == len(set(listed))
