@@ -3,7 +3,7 @@
     python -m benchmarks                           # all that a CPU measures, or compiles soon
     python -m benchmarks gpu                       # those that want a GPU, or an hour to compile
     python -m benchmarks zoo_gpu ResNet-50 GPT-2   # these rows of one table
-    python -m benchmarks pages                     # tables of README and documentation, from results
+    python -m benchmarks pages                     # tables of the documentation, from results
     python -m benchmarks plots                     # their figures
 
 `table.py` says how a table is declared.

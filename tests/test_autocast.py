@@ -881,7 +881,7 @@ def test_bad_input():
         autocast(nn.Dense(2), "float16")
     with pytest.raises(TypeError, match="autocast takes a function of arrays, got int"):
         autocast(3, "float16")
-    with pytest.raises(ValueError, match=r"Unknown policy 'fp61'\. Known: mixed_float16"):
+    with pytest.raises(ValueError, match=r"Unknown policy 'fp61'\. Did you mean 'fp16'\?"):
         autocast(layer, "fp61")
     with pytest.raises(ValueError, match="float16, bfloat16 or float32; 'float64' asks for float64"):
         autocast(layer, "float64")

@@ -170,7 +170,7 @@ def test_types_of_arrays(text, shape, dtype):
         (("jmp_example:apply", "f33[2]"), r"'f33\[2\]': there is no dtype 'float33'"),
         (("jmp_example:apply", "f32[3,4]", "f32[3,4]"), "dot_general|contracting"),
         (("jmp_example:apply", "f32[8,8]", "f32[4,8]", "--policy", "p=f32,c=fp61"), "fp61"),
-        (("jmp_example:apply",), "missing 2 required positional arguments"),
+        (("jmp_example:apply",), "needs arguments: describe its arrays .*missing a required argument: 'w'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -20,13 +20,9 @@ from jmp_policy.compat import jmp
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-#: Pages of references and results.
-WITHOUT_CODE = (
-    *(path.name for path in DOCS.glob("api*.md")),
-    "autocast_lists.md",
-    "conformance.md",
-    "results.md",
-)
+RESULTS = sorted(DOCS.glob("results/*.md"))
+#: Pages of references.
+WITHOUT_CODE = (*(path.name for path in DOCS.glob("api*.md")), "conformance.md")
 NAMES = ["jmp_policy", *(m.name for m in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."))]
 BLOCK = re.compile(r'^```python(?: title="(\w+)")?\n(.*?)^```$', flags=re.S | re.M)
 
@@ -148,7 +144,7 @@ def headings(path):
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=page_name)
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES, *RESULTS], ids=page_name)
 def test_links_lead_somewhere(path):
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -159,13 +155,24 @@ def test_links_lead_somewhere(path):
             assert not anchor or anchor in headings(target), link
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_under_its_title():
     text = (ROOT / "mkdocs.yml").read_text()
+    titles = {page: title for title, page in re.findall(r'^ *- "?(.+?)"?: (\w+\.md)$', text, flags=re.M)}
     # Two are files of the repository, which docs/site/linked_files.py makes pages.
-    others = ["changelog.md", "examples.md"]
-    # Lists that one page links to stand below `not_in_nav`.
-    listed = re.findall(r"(?:: |^  /)(\w+\.md)$", text, flags=re.M)
-    assert sorted(listed) == sorted([p.name for p in PAGES] + others)
+    others = {"changelog.md": "CHANGELOG.md", "examples.md": "examples/README.md"}
+    files = {page: ROOT / others.get(page, f"docs/{page}") for page in titles}
+    assert {page: path.read_text().partition("\n")[0] for page, path in files.items()} == {
+        page: f"# {title}" for page, title in titles.items()
+    }
+    left_out = re.findall(r"^  (\w+\.md)$", text.partition("\nnot_in_nav: |\n")[2], flags=re.M)
+    assert sorted([*titles, *left_out]) == sorted([p.name for p in PAGES] + [*others])
+
+
+def test_every_page_that_is_not_in_the_navigation_is_linked_to():
+    texts = {path: path.read_text() for path in PAGES}
+    for path in (DOCS / "conformance.md", DOCS / "internals.md", *RESULTS):
+        name = path.relative_to(DOCS).as_posix()
+        assert any(re.search(rf"\]\({name}[)#]", text) for page, text in texts.items() if page != path), name
 
 
 @pytest.mark.parametrize("module", [jmp_policy, linen, nnx, report], ids=lambda module: module.__name__)
@@ -216,13 +223,13 @@ def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
     assert gradients.float16.zero > spectrum.overall().float16.zero
 
 
-def test_readme_numbers_are_the_measured_ones(monkeypatch):
+def test_numbers_of_pages_are_the_measured_ones(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    readme = importlib.import_module("benchmarks.pages.files")
-    for name, numbers in readme.FILES.items():
+    pages = importlib.import_module("benchmarks.pages.files")
+    for name, numbers in pages.FILES.items():
         text = (ROOT / name).read_text()
-        assert readme.written(text, numbers) == text
-        lines = text.partition(readme.BEGIN)[2].partition(readme.END)[0].splitlines()
+        assert pages.written(text, numbers) == text
+        lines = text.partition(pages.BEGIN)[2].partition(pages.END)[0].splitlines()
         assert sum(line.startswith("| ") for line in lines) > 3
 
 
@@ -234,6 +241,7 @@ def test_every_operation_on_pytorchs_lists_is_compared(monkeypatch):
 
 
 def test_readme_shows_its_first_example_early_and_stays_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 200
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    assert len(text.split()) <= 900
     assert lines.index("```python") < 35

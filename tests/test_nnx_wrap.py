@@ -117,7 +117,7 @@ def test_writing_goes_to_the_shared_variable_in_its_own_dtype():
     bare.gone = 1
     model = jmpp.wrap(bare, "mixed_float16")
     with pytest.warns(UserWarning, match="stored in float32 was overwritten with values computed in float16"):
-        model(jnp.full((1, 1), 0.5))
+        model(jnp.full((1, 8), 0.5))
     assert bare.w.dtype == jnp.float32
     np.testing.assert_array_equal(bare.w[...], jnp.full(3, 2.0))
     np.testing.assert_array_equal(bare.rows[0][...], jnp.array([0.5, 0.0]))
@@ -202,7 +202,7 @@ def test_scalars_inside_keep_float32():
             assert (loss.dtype, x.dtype) == (jnp.float32, jnp.float16)
             return loss
 
-    assert jmpp.wrap(Whole(), "mixed_float16")(X).dtype == jnp.float32
+    assert jmpp.wrap(Whole(), "mixed_float16")(X.astype(jnp.float16)).dtype == jnp.float32
 
 
 class Scanned(nnx.Module):

@@ -14,6 +14,7 @@ import ml_collections
 import optax
 import pytest
 import yaml
+from flax import nnx
 
 import jmp_policy as jmpp
 
@@ -220,10 +221,10 @@ def test_a_config_trains():
 
 
 WRONG = {
-    "fp8": "Unknown policy .fp8.. Eight bits.*In a config also: no,",
+    "fp8": "Unknown policy .fp8.. Eight bits.*other libraries' fp16, bf16",
     "bf61": "Unknown policy 'bf61'",
     "{policy": "looks like JSON",
-    True: "got True of type bool",
+    True: "is True, as YAML reads yes and on. Name it: 'fp16'",
     2.5: "got 2.5 of type float",
     ("fp16",): "of type tuple",
 }
@@ -277,6 +278,45 @@ def test_what_has_no_name_in_a_config_is_named():
         jax.jit(lambda s: jmpp.Precision("float32", s).to_dict() and 0)(jmpp.StaticLossScale(8.0))
 
 
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("fp16", "mixed_float16"),
+        ("16-mixed", "mixed_float16"),
+        (" BF16 ", "mixed_bfloat16"),
+        ("bf16-mixed", "mixed_bfloat16"),
+        ("no", "float32"),
+        ("16-true", "float16"),
+        ("bf16, g=f32", "mixed_bfloat16,g=f32"),
+    ],
+)
+def test_words_mean_the_same_wherever_a_policy_is_taken(word, name):
+    policy, x = jmpp.get_policy(name), jnp.ones((2, 8))
+    assert jmpp.get_policy(word) == policy
+    assert jmpp.PolicyMap(word, {"head": word}) == jmpp.PolicyMap(name, {"head": name})
+    assert jmpp.from_config(word).policy == jmpp.PolicyMap(name)
+    assert jmpp.linen.policy_of(jmpp.wrap(nn.Dense(8), word)) == jmpp.PolicyMap(name)
+    if policy.recipe is None:
+        dots = [str(jax.make_jaxpr(jmpp.autocast(jnp.dot, p))(x, x.T)) for p in (word, name)]
+        assert dots[0] == dots[1]
+
+
+def test_a_precision_is_taken_where_rules_are():
+    precision = jmpp.Precision(jmpp.PolicyMap("fp16", {"head": "fp32"}))
+    assert jmpp.linen.policy_of(jmpp.wrap(nn.Dense(8), jmpp.from_config("fp16"))) == jmpp.PolicyMap("fp16")
+    model = jmpp.nnx.wrap(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jmpp.from_config("bf16"))
+    assert jmpp.nnx.policy_of(model) == jmpp.get_policy("mixed_bfloat16")
+    x = jnp.ones((8, 8))
+    assert "f16[8,8]" in str(jax.make_jaxpr(jmpp.autocast(jnp.dot, jmpp.from_config("fp16")))(x, x))
+    assert precision.policy.overrides[0][1] == jmpp.get_policy("float32")
+
+
+def test_dtypes_of_torch_are_read():
+    """Without torch: what it has in common with other dtypes is its text."""
+    torch_float16 = type("dtype", (), {"__module__": "torch", "__repr__": lambda self: "torch.float16"})()
+    assert jmpp.Policy("float32", torch_float16, "float32") == jmpp.get_policy("mixed_float16")
+
+
 def test_policies_and_rules_there_and_back():
     for text in ("mixed_float16", "bfloat16", "p=f32,c=f16,o=f32,g=f32"):
         policy = jmpp.get_policy(text)
@@ -288,8 +328,15 @@ def test_policies_and_rules_there_and_back():
 
 
 def test_other_spellings_are_answered_with_the_right_one():
-    with pytest.raises(ValueError, match="Write 'mixed_bfloat16' for float32 parameters, or 'bfloat16'"):
-        jmpp.get_policy("bf16")
+    with pytest.raises(TypeError, match="Write 'mixed_bfloat16' for float32 parameters, or 'bfloat16'"):
+        jmpp.get_policy(jnp.bfloat16)
+    for settings, word in (
+        ({"mixed_precision": "fp16"}, "policy"),
+        ({"policy": "fp16", "loss_scale": {"init_scale": 8.0}}, "loss_scale"),
+        ({"policy": "fp16", "loss_scale": {"scale_window": 8}}, "growth_interval"),
+    ):
+        with pytest.raises(ValueError, match=f"Did you mean '{word}'"):
+            jmpp.from_config(settings)
     with pytest.raises(TypeError, match=r"Rules are a jmp_policy\.PolicyMap; jmp_policy\.from_config"):
         jmpp.wrap(nn.Dense(2), {"policy": "mixed_float16"})
     with pytest.raises(TypeError, match=r"no regular expression.*lambda path, module: expression\.search"):

@@ -171,29 +171,195 @@ def test_ids_in_floats_read_their_own_rows_and_masks_meet_ones(policy):
     np.testing.assert_allclose(out[0], Masked().apply(variables, x)[0], atol=0.05)
 
 
-class Skips(nn.Module):
-    """Joins features with the image that they are made of, as a U-Net does."""
+def drawn(*shape):
+    return jax.random.normal(jax.random.key(7), shape)
+
+
+def waves(x):
+    """Fourier features of the last axis: an error of 2**-9 in `x` is one of a radian."""
+    return jnp.sin(x[..., None] * 2.0 ** jnp.arange(6, 8) * 2 * jnp.pi).reshape(*x.shape[:-1], -1)
+
+
+class Image(nn.Module):
+    """Joins features with the image that they are made of, as diffusion models do."""
 
     @nn.compact
     def __call__(self, x):
-        return nn.Conv(8, (3, 3))(jnp.concatenate([nn.Conv(8, (3, 3))(x), x], axis=-1))
+        return nn.Conv(8, (3, 3))(jnp.concatenate([x, waves(x)], axis=-1))
 
 
-class SkipsNNX(nnx.Module):
+class ImageNNX(nnx.Module):
     def __init__(self):
-        self.a, self.b = (nnx.Conv(c, 8, (3, 3), rngs=nnx.Rngs(0)) for c in (3, 11))
+        self.conv = nnx.Conv(9, 8, (3, 3), rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        return self.b(jnp.concatenate([self.a(x), x], axis=-1))
+        return self.conv(jnp.concatenate([x, waves(x)], axis=-1))
 
 
-def test_an_image_that_enters_a_model_with_convolutions_is_cast():
-    x = floats(2, 8, 8, 3)
-    linen, of_nnx = jmpp.wrap(Skips(), "mixed_float16"), jmpp.wrap(SkipsNNX(), "mixed_float16")
-    variables = jax.eval_shape(linen.init, jax.random.key(0), x)
-    for fn, args in ((linen.apply, (variables, x)), (of_nnx, (x,))):
-        joined = [eqn for eqn in jax.make_jaxpr(fn)(*args).eqns if eqn.primitive.name == "concatenate"]
-        assert [eqn.outvars[0].aval.dtype for eqn in joined] == [F16]
+class Coordinates(nn.Module):
+    """A layer of its own on a few features."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = x @ self.param("kernel", nn.initializers.normal(10.0), (x.shape[-1], 16))
+        return jnp.cos(y + self.param("bias", nn.initializers.normal(10.0), (16,)))
+
+
+class CoordinatesNNX(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(10 * jax.random.normal(jax.random.key(0), (2, 16)))
+        self.bias = nnx.Param(10 * jax.random.normal(jax.random.key(1), (16,)))
+
+    def __call__(self, x):
+        return jnp.cos(x @ self.kernel[...] + self.bias[...])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("linen", "of_nnx", "shape"),
+    [
+        (Image(), ImageNNX, (2, 8, 8, 3)),
+        (Coordinates(), CoordinatesNNX, (64, 2)),
+        (Coordinates(), CoordinatesNNX, (4, 16, 2)),
+    ],
+)
+def test_what_few_features_enter_is_exact(linen, of_nnx, shape, policy):
+    x = 30 * drawn(*shape)
+    variables, bare = linen.init(jax.random.key(0), x), of_nnx()
+    for exact, found in (
+        (linen.apply(variables, x), jmpp.wrap(linen, policy).apply(variables, x)),
+        (bare(x), jmpp.wrap(bare, policy)(x)),
+    ):
+        error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+        assert error < (1e-3 if policy == "mixed_float16" else 1e-2)
+
+
+class OwnConvolution(nn.Module):
+    """A kernel of many terms on one feature: both operands are half."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(), (25, 1, 16))
+        return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def test_a_convolution_of_one_feature_with_many_terms_is_half():
+    x = drawn(2, 64, 1)
+    model = jmpp.wrap(OwnConvolution(), "mixed_float16")
+    variables = model.init(jax.random.key(0), x)
+    assert {(p.lhs, p.rhs) for p in jmpp.audit(model.apply, variables, x).products} == {
+        ("float16", "float16")
+    }
+
+
+class FrontEnd(nn.Module):
+    """Without parameters: powers above 65504, and paddings."""
+
+    def __call__(self, x, mask):
+        return jnp.square(x[:, ::2] * 1e3), mask[:, ::2]
+
+
+class Subsampled(nn.Module):
+    """With parameters: paddings are passed on beside features of a higher rank."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        kernel = jnp.ones((1, 1, 1))
+        layout = ("NWC", "WIO", "NWC")
+        mask = jax.lax.conv_general_dilated(mask[..., None], kernel, (2,), "SAME", dimension_numbers=layout)
+        x = x[:, ::2] @ self.param("w", nn.initializers.normal(), (x.shape[-1], 8))
+        return x, mask[..., 0]
+
+
+class Speech(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        power, mask = FrontEnd()(x, mask)
+        x, mask = Subsampled()(jnp.log(power), mask)
+        return Subsampled()(x, mask)
+
+
+class Likelihood(nn.Module):
+    def __call__(self, x, y):
+        return -jnp.sum(jnp.square(x - y) * 1e4, axis=1)
+
+
+class WithLikelihood(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Likelihood()(x, nn.Dense(16)(x))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_what_modules_hand_on_in_float32_is_not_rounded(policy):
+    x, mask = 1 + jnp.abs(drawn(2, 16, 8)), jnp.zeros((2, 16)).at[:, 9:].set(1)
+    variables = Speech().init(jax.random.key(0), x, mask)
+    exact, padding = Speech().apply(variables, x, mask)
+    found, found_padding = jmpp.wrap(Speech(), policy).apply(variables, x, mask)
+    np.testing.assert_allclose(found, exact, atol=0.3)
+    np.testing.assert_array_equal(found_padding, padding)
+    x = 10 * drawn(4, 16)
+    variables = WithLikelihood().init(jax.random.key(0), x)
+    exact = WithLikelihood().apply(variables, x)
+    assert float(jnp.abs(exact).min()) > 65504
+    np.testing.assert_allclose(jmpp.wrap(WithLikelihood(), policy).apply(variables, x), exact, rtol=0.02)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_a_number_per_position_is_no_operand_of_products(policy, dtype):
+    """Also where there are as many positions as a parameter of the module has rows."""
+    mask, ids = floats(4, 8), jnp.zeros((4, 8), jnp.int32)
+    x = ids if dtype == jnp.int32 else drawn(4, 8, 16)
+    for module in (Seen, SeenNNX):
+        assert seen(policy, x, mask, module=module)[1] == F32
+
+
+class OfNumber(nn.Module):
+    """Calls a schedule with a Python number and with an array."""
+
+    @nn.compact
+    def __call__(self, x, t):
+        schedule = Line()
+        return nn.Dense(8)(x), schedule(t), schedule(jnp.float32(t))
+
+
+class Line(nn.Module):
+    @nn.compact
+    def __call__(self, t):
+        init = nn.initializers.constant
+        return self.param("b", init(-13.3), (1,)) + self.param("w", init(18.3), (1,)) * t
+
+
+def test_a_python_number_is_a_small_input():
+    x = floats(2, 8)
+    variables = OfNumber().init(jax.random.key(0), x, 0.3)
+    _, of_number, of_array = jmpp.wrap(OfNumber(), "mixed_bfloat16").apply(variables, x, 0.3)
+    np.testing.assert_allclose(of_number, -7.81, rtol=1e-5)
+    np.testing.assert_array_equal(of_number, of_array)
+
+
+class Statistics(nn.Module):
+    """Running statistics in the dtype of the module's field, as DeepSpeech has them."""
+
+    dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(x.shape[-1], self.dtype))
+        other = self.variable("batch_stats", "other", jnp.zeros, (8,), self.dtype)
+        if not self.is_initializing():
+            mean.value = 0.999 * mean.value + 0.001 * jnp.mean(x, 0)
+        return x - mean.value + other.value
+
+
+def test_running_statistics_are_made_as_the_bare_model_makes_them():
+    x = jnp.full((4, 8), 10.0)
+    model = jmpp.wrap(Statistics(), "mixed_bfloat16")
+    stats = model.init(jax.random.key(0), x)["batch_stats"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {jnp.dtype(F32)}
+    _, state = model.apply({"batch_stats": stats}, x, mutable=["batch_stats"])
+    np.testing.assert_allclose(state["batch_stats"]["mean"], 0.01, rtol=1e-2)
 
 
 class Schedule(nn.Module):

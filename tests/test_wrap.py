@@ -570,7 +570,7 @@ def test_three_lines_in_a_train_state():
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda x: x, "got function. Wrap the module"),
+        (lambda x: x, "got function. For functions"),
         (nn.Dense, "the class Dense. Make an instance"),
         (3, "got int"),
         (None, "got NoneType"),

@@ -1,4 +1,4 @@
-"""autocast's choices beside PyTorch's, for each operation on its lists: what docs/autocast_lists.md shows.
+"""autocast's choices beside PyTorch's, by operation on its lists: what docs/results/autocast_lists.md shows.
 
 PyTorch's lists are those of `ATen/autocast_mode.h` in the wheel of version 2.9.1. Ours is what `explain` says
 of the same computation in JAX, between two products, so that what it is given and what reads it is half.
@@ -222,7 +222,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 def table() -> str:
     """The whole comparison, as Markdown."""
     words = "Dtypes between two products, by PyTorch 2.9.1's CUDA autocast and by "
-    words += "[`autocast`](autocast.md#how-it-decides). Operations on no list of PyTorch's run as given. "
+    words += "[`autocast`](../autocast.md#how-it-decides). Operations on no list of PyTorch's run as given. "
     words += "Of the reasons, range is that of float16, and digits are those that half precision lacks."
     lines = ["| PyTorch's operations | PyTorch | here | reason |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows()]

@@ -1,4 +1,4 @@
-"""Writes the measured numbers into README and docs, between their two markers, from results/*.json.
+"""Writes the measured numbers into docs, between their two markers, from results/*.json.
 
 `python -m benchmarks pages` rewrites, and a test compares: no page can drift from what was measured. The
 words are in `sections.md`; here is what is not in a result as it stands.
@@ -84,7 +84,7 @@ def collectives() -> str:
 
 
 def communication() -> str:
-    return section("communication", [row for row in load("communication")["rows"] if row["devices"] > 1])
+    return section("communication", [row for row in load("communication")["rows"] if row["devices"] == 8])
 
 
 def drift_shares() -> str:
@@ -183,8 +183,6 @@ Numbers = Callable[[], str] | str
 
 #: Files with measured numbers between markers, and what writes them, a tuple for each pair of markers.
 FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
-    "README.md": ((overhead, gpu),),
-    "docs/autocast_lists.md": ((autocast_lists.table,),),
     "docs/drift.md": ((recommended,), (drift_cost, drift_shares)),
     "docs/float8.md": (
         (float8_steps,),
@@ -193,12 +191,16 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
         (float8_losses, float8_gradients),
     ),
     "docs/index.md": ((gains,),),
-    "docs/losses_and_parameters.md": (("rounding",),),
     "docs/performance.md": ((zoo.performance,),),
     "docs/reliability.md": (("faults",), ("checkpoints",)),
     "docs/reports.md": ((reports,),),
-    "docs/results.md": ((zoo.results, nnx, autocast),),
-    "docs/scaling_out.md": ((float32_gradients, collectives, communication, "accumulation"),),
+    "docs/results/autocast_lists.md": ((autocast_lists.table,),),
+    "docs/results/costs.md": (
+        (overhead, gpu),
+        (float32_gradients, collectives, communication, "accumulation"),
+        ("rounding",),
+    ),
+    "docs/results/models.md": ((zoo.results, nnx, autocast),),
 }
 
 

@@ -74,6 +74,21 @@ _REPORTS = (
     "recommend", "sensitivity", "spectrum_value_and_grad", "summary",
 )  # fmt: skip
 
+#: What is here in place of names of other libraries.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("GradScaler", "LossScaleOptimizer", "DynamicScale"),
+        "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and jmp_policy.scaled_value_and_grad",
+    ),
+    **dict.fromkeys(
+        ("initialize", "set_policy", "set_global_policy", "set_dtype_policy"),
+        "jmp_policy.wrap(model, 'mixed_float16')",
+    ),
+    **dict.fromkeys(("grad", "value_and_grad", "filter_grad"), "jmp_policy.scaled_value_and_grad"),
+    "TrainState": "jmp_policy.linen.TrainState",
+    "Optimizer": "jmp_policy.nnx.Optimizer",
+}
+
 if _typing.TYPE_CHECKING:
     from jmp_policy import linen as linen
     from jmp_policy import nnx as nnx
@@ -107,4 +122,6 @@ else:
         """Imports the reports, and `jmp_policy.linen` and `jmp_policy.nnx`, when they are first asked for."""
         if name in ("linen", "nnx"):  # They need Flax.
             return _importlib.import_module(f"jmp_policy.{name}")
+        if name in _ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no {name!r}. Here it is {_ELSEWHERE[name]}.")
         return _report(name)

@@ -10,6 +10,7 @@ python -m jmp_policy summary my_model:model 'f32[64,784]' --policy mixed_float16
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
@@ -177,6 +178,13 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
     fn = _imported(given.function)
     args: Sequence[Any] = [_array_type(text) for text in given.arrays]
     if not args:
+        try:
+            inspect.signature(fn).bind()
+        except (TypeError, ValueError) as error:
+            raise _MistakeError(
+                f"{given.function} needs arguments: describe its arrays ('f32[64,784]' 'i32[64]'), or name a "
+                f"function that returns (function, *arguments). {error}."
+            ) from error
         made = fn()
         if not isinstance(made, tuple | list) or not made or not callable(made[0]):
             raise _MistakeError(

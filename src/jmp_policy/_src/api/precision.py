@@ -17,6 +17,7 @@ from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import check_losses
+from jmp_policy._src.loss_scaling.scale_dict import SPELLINGS
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.state import get_loss_scale_state
 from jmp_policy._src.loss_scaling.transformation import Transformation
@@ -26,18 +27,12 @@ from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_pol
 
 T = TypeVar("T")
 
-#: Words of other libraries' configs (accelerate, Lightning, DeepSpeed), which YAML may read as numbers and as
-#: False. "fp16" and "bf16" mean mixed precision there.
-WORDS = {
-    **dict.fromkeys(("no", "false", "none", "32", "32-true", "fp32", "f32"), "float32"),
-    **dict.fromkeys(("fp16", "f16", "16", "16-mixed", "fp16-mixed", "float16-mixed"), "mixed_float16"),
-    **dict.fromkeys(("bf16", "bf16-mixed", "bfloat16-mixed"), "mixed_bfloat16"),
-    **dict.fromkeys(("16-true", "fp16-true"), "float16"),
-    "bf16-true": "bfloat16",
-    **dict.fromkeys(("64", "64-true", "fp64", "f64"), "float64"),
-    "auto": "mixed_half",
-}
 _KEYS = ("policy", "rules", *FLAGS, "loss_scale")
+#: What other libraries' configs call them.
+_SPELLINGS = {
+    **dict.fromkeys(("mixed_precision", "precision", "dtype", "precision_policy"), "policy"),
+    **dict.fromkeys(("loss_scaling", "scaler", "grad_scaler", "scale"), "loss_scale"),
+}
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -156,7 +151,7 @@ def from_config(settings: Any) -> Precision:
     settings = _plain(settings)
     if set(settings) & set(POLICY_KEYS) and not set(settings) & set(_KEYS):
         return Precision(Policy.from_dict(settings))
-    check_keys(settings, _KEYS, "a precision")
+    check_keys(settings, _KEYS, "a precision", _SPELLINGS)
     loss_scale = settings.pop("loss_scale", "auto")
     policy = _policy(settings.pop("policy", "float32"))
     if not settings:
@@ -179,17 +174,18 @@ def check_one_loss_scale(opt_state: Any) -> None:
 
 
 def _policy(value: Any) -> Policy | PolicyMap:
-    """Reads a policy from a word of another library's config, or as `get_policy` does."""
+    """Reads a policy as `get_policy` does, or from a mapping, or what YAML makes of its words."""
     if isinstance(value, PolicyMap):
         return value
     if hasattr(value, "items"):
         return Policy.from_dict(_plain(value))
-    text = value if isinstance(value, str) else shown(value)  # YAML reads no and 16.
-    known: Any = WORDS.get(text.strip().lower(), value)
-    try:
-        return get_policy(known)
-    except ValueError as error:
-        raise ValueError(f"{error} In a config also: {', '.join(WORDS)}.") from error
+    if value is True:
+        raise TypeError(
+            "The precision is True, as YAML reads yes and on. Name it: 'fp16', 'bf16' or 'mixed_bfloat16'; "
+            "false and no mean float32."
+        )
+    # YAML reads no, 16 and null as other things than texts.
+    return get_policy(shown(value) if isinstance(value, int | None) else value)
 
 
 def _rule(pair: Any) -> tuple[Any, Any]:
@@ -211,7 +207,7 @@ def _loss_scale(setting: Any) -> Callable[[], Any]:
     Making one asks JAX for its devices, which must not happen before `jax.distributed.initialize`.
     """
     keys = set(_plain(setting)) if hasattr(setting, "items") else {"type"}
-    if keys & {"type", *inspect.signature(DynamicLossScale).parameters}:
+    if keys & {"type", *inspect.signature(DynamicLossScale).parameters, *SPELLINGS}:
         return _one_loss_scale(setting)
     several = {name: _one_loss_scale(one) for name, one in check_losses(_plain(setting)).items()}
     return lambda: {name: make() for name, make in several.items()}

@@ -16,8 +16,8 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
 
     Args:
       module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
-      policy: `"mixed_float16"` or another policy's text, a `Policy`, or a `PolicyMap` with a policy per
-        module.
+      policy: `"mixed_float16"`, `"fp16"` or another policy's text, a `Policy`, a `PolicyMap` with a policy
+        per module, or a `Precision`, whose rules count.
       **keywords: what the wrap of the module's framework takes besides: `methods=` of `jmp_policy.nnx.wrap`.
 
     Returns:
@@ -45,9 +45,11 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
     if framework is not None:
         return framework.wrap(module, policy, **keywords)
     given = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__}"
-    hint = " Make an instance of it first." if isinstance(module, type) else ""
-    if callable(module) and not isinstance(module, type):
-        hint = " Wrap the module whose function it calls."
+    hint = " Make an instance of it first."
+    if not isinstance(module, type):
+        hint = " For functions, and models of Haiku or Equinox, there is jmp_policy.autocast(fn, 'bfloat16')."
+    if framework_of(getattr(module, "__self__", None)) is not None:
+        hint = " Wrap the module whose function it is."
     raise TypeError(f"wrap takes an instance of flax.linen.Module or flax.nnx.Module, got {given}.{hint}")
 
 

@@ -179,7 +179,7 @@ def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
         )
     if policy is None:
         policy = "mixed_bfloat16"
-    if not isinstance(policy, PolicyMap | Policy | str):
+    if not (isinstance(policy, PolicyMap | Policy | str) or hasattr(policy, "policy")):
         policy = f"params=float32,compute={parse_dtype(policy, 'of autocast').name},output=float32"
     policy_map = as_policy_map(policy)
     policy_map = policy_map if recipe is None else policy_map.with_recipe(recipe)
@@ -315,4 +315,7 @@ def check_function(fn: Any, name: str) -> None:
     if is_nnx or is_linen or not callable(fn):
         hint = " For an NNX module use jmp_policy.nnx.autocast." if is_nnx else ""
         hint = " Give it module.apply." if is_linen else hint
+        if isinstance(fn, str | type | Policy | PolicyMap):
+            hint = f" It transforms a function: half = jmp_policy.{name}(function, 'float16'). Inside of one,"
+            hint += " `with jmp_policy.region('float16'):` marks code."
         raise TypeError(f"{name} takes a function of arrays, got {type(fn).__name__}.{hint}")

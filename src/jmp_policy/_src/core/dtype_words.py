@@ -64,8 +64,8 @@ def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
     """Parses a floating dtype from its name, a scalar type or a dtype.
 
     Args:
-      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), ... Texts are those of `DTYPE_WORDS`
-        and JAX's names: to NumPy "f8" is float64, and "e" float16.
+      word: "f16", "bfloat16", "half", jnp.float16, np.dtype("float16"), torch.float16, ... Texts are those
+        of `DTYPE_WORDS` and JAX's names: to NumPy "f8" is float64, and "e" float16.
       where: what the word was given for, as the error message says it.
 
     Raises:
@@ -73,6 +73,8 @@ def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
     """
     if isinstance(word, np.dtype) and word in _DTYPES:  # The common case, and quick.
         return word
+    if type(word).__module__ == "torch":
+        word = str(word).removeprefix("torch.")
     if word is None:
         raise ValueError(f"The dtype {where} is None; it must be a floating dtype such as 'float16'.")
     if isinstance(word, str):

@@ -6,7 +6,8 @@ True and `float(True)` is 1: each value is read as what it must be, or refused.
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,23 @@ def number(value: Any, name: str, above: float = -math.inf, below: float = math.
     return result
 
 
-def check_keys(settings: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises ValueError for a key that the settings of something do not have."""
+def check_keys(
+    settings: Iterable[str],
+    known: Iterable[str],
+    what: str,
+    spellings: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raises ValueError for a key that the settings of something do not have.
+
+    Args:
+      settings: the keys that were given.
+      known: those that there are.
+      what: whose they are, as the message says it.
+      spellings: what others call some of them.
+    """
     known = list(known)
     if unknown := [key for key in settings if key not in known]:
-        hint = next(filter(None, (did_you_mean(str(key), known) for key in unknown)), "")
+        hint = next(filter(None, (did_you_mean(str(key), known, spellings) for key in unknown)), "")
         raise ValueError(
             f"Unknown key {', '.join(map(shown, unknown))} in the settings of {what}.{hint} Known: "
             f"{', '.join(known)}."

@@ -36,10 +36,19 @@ def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:
     """
     numbers = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _can_be_non_finite(x)]
     finite = _all_finite(*numbers)[0] if numbers else jnp.ones((), jnp.bool_)
-    if axis_name is not None:
+    return finite if axis_name is None else everywhere(finite, axis_name)
+
+
+def everywhere(flags: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether booleans are true on all devices of a mapped axis; the same shape."""
+    try:
         # A minimum over 0 and 1 is a scalar all-reduce on every backend; booleans are not.
-        finite = lax.pmin(finite.astype(jnp.int32), axis_name) > 0
-    return finite
+        return lax.pmin(flags.astype(jnp.int32), axis_name) > 0
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} names no mapped axis here. It is for jax.pmap, jax.shard_map and "
+            "jax.vmap(..., axis_name=), with the name given there; under jax.jit alone leave it out."
+        ) from error
 
 
 def _can_be_non_finite(x: Any) -> bool:

@@ -30,7 +30,7 @@ from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import float8_state, loss_scales
-from jmp_policy._src.loss_scaling.finiteness import all_finite
+from jmp_policy._src.loss_scaling.finiteness import all_finite, everywhere
 from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
 from jmp_policy._src.loss_scaling.forgotten_scale import Division, ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.loss_scale import (
@@ -229,7 +229,7 @@ def _each_finite(grads: dict[str, PyTree], axis_name: Any) -> dict[str, jax.Arra
         return {name: all_finite(tree, axis_name) for name, tree in grads.items()}
     # One all-reduce for all losses.
     flags = jnp.stack([all_finite(tree) for tree in grads.values()])
-    agreed = lax.pmin(flags.astype(jnp.int32), axis_name) > 0
+    agreed = everywhere(flags, axis_name)
     return {name: agreed[i] for i, name in enumerate(grads)}
 
 
@@ -244,7 +244,7 @@ def _clean(finite: jax.Array, overflowed: Any, axis_name: Any) -> jax.Array:
         )
     if axis_name is None:
         return finite & ~jnp.asarray(overflowed)
-    return finite & ~(lax.pmax(jnp.asarray(overflowed, jnp.int32), axis_name) > 0)
+    return finite & everywhere(~jnp.asarray(overflowed), axis_name)
 
 
 def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:

@@ -1,5 +1,6 @@
 """Writes a loss scale as a plain dict, which JSON and YAML hold, and makes it again."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any, Self
@@ -9,6 +10,20 @@ import jax.core
 import numpy as np
 
 from jmp_policy._src.core.settings import check_keys, shown
+from jmp_policy._src.core.suggest import did_you_mean
+
+#: What torch, DeepSpeed, apex, Keras, TensorFlow, Flax and jmp call arguments.
+SPELLINGS = {
+    **dict.fromkeys(("init_scale", "initial_scale", "initial_loss_scale", "scale"), "loss_scale"),
+    "initial_scale_power": "loss_scale",
+    **dict.fromkeys(("period", "scale_window", "loss_scale_window", "growth_steps"), "growth_interval"),
+    **dict.fromkeys(("dynamic_growth_steps", "increment_period", "scale_seq_len"), "growth_interval"),
+    **dict.fromkeys(("factor", "scale_factor", "multiplier", "growth"), "growth_factor"),
+    "backoff": "backoff_factor",
+    **dict.fromkeys(("min_scale", "minimum_scale", "min_loss_scale_value"), "min_loss_scale"),
+    **dict.fromkeys(("max_scale", "maximum_scale"), "max_loss_scale"),
+    "delayed_shift": "hysteresis",
+}
 
 
 class FromDict:
@@ -19,6 +34,17 @@ class FromDict:
     """
 
     _config_type: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        arguments = cls._arguments()
+        fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in kwargs:
+            if name not in arguments and name not in fields:
+                hint = did_you_mean(name, arguments, SPELLINGS)
+                raise TypeError(
+                    f"{cls.__name__} has no argument {name!r}.{hint} It takes {', '.join(arguments)}."
+                )
+        return super().__new__(cls)
 
     @classmethod
     def _arguments(cls) -> list[str]:
@@ -76,7 +102,7 @@ class FromDict:
                 f"{cls.__name__}.from_dict reads settings of the type {own!r}, and these are of the type "
                 f"{kind!r}. jmp_policy.from_config({{'loss_scale': ...}}).loss_scale reads all types."
             )
-        check_keys(values, ["type", *cls._arguments()], f"the loss scale {own!r}")
+        check_keys(values, ["type", *cls._arguments()], f"the loss scale {own!r}", SPELLINGS)
         try:
             return cls(**values)
         except TypeError as error:

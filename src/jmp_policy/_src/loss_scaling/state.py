@@ -113,10 +113,15 @@ def find_one(opt_state: PyTree) -> Found:
     if not found:
         raise ValueError(
             f"There is no loss scale in this {type(opt_state).__name__}: wrap the optimizer with "
-            "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and pass the state its init returned."
+            "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and pass the state its init returned, as "
+            "the first argument before the parameters."
         )
     if len(found) > 1:
         places = ", ".join(one.path or "(the state itself)" for one in found)
+        if found[1].path.startswith(f"{found[0].path}.inner_state"):
+            raise ValueError(
+                f"loss_scaled is around the optimizer twice: there are loss scales at {places}. Remove one."
+            )
         raise ValueError(
             f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
             "mean by passing that part of the state, or its .loss_scale, instead of the whole."

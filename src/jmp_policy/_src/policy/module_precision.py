@@ -11,18 +11,25 @@ is given, but for an input that may meet a parameter of the module's own in a pr
             rows = table[ids.astype(int)]       # ids came as they were: no axis of a parameter has 26
             return x @ w, rows                  # x came in half: `w` has an axis of 64
 
-Of those, small inputs stay float32 too: scalars, vectors next to larger inputs, and what has fewer than 8
-features. A noise level, a time or a coordinate costs nothing in float32, and half precision spoils what is
-computed from it: `sin(2e4 * t)` with an error of 2**-9 in `t` is off by 40 radians.
+Of those, small inputs stay float32 too: scalars, vectors next to larger inputs, a number per position of
+another input (masks), and what has fewer than 8 features. A noise level, a time or a coordinate costs nothing
+in float32, and half precision spoils what is computed from it: `sin(2e4 * t)` with an error of 2**-9 in `t`
+is off by 40 radians. A module that is given nothing else, and whose parameters sum fewer than 8 numbers,
+computes in float32.
 
-An image that enters a model with convolutions is cast. The only vector of a model that is mapped over its
-examples (`jax.vmap`) is cast, and so is what a module is called with alone. Modules inside the outermost
-governed one are passed small inputs on, alone too (an embedding of a noise level); there a float32 vector is
-taken for one, unless it comes with a half vector, as the state of a recurrent cell does.
+The only vector of a model that is mapped over its examples (`jax.vmap`) is cast, and so is what a module is
+called with alone. Modules inside the outermost governed one are passed small inputs on, alone too (an
+embedding of a noise level); there a float32 vector is taken for one, unless it comes with a half vector, as
+the state of a recurrent cell does.
+
+Outputs of a module, for code under the same policy, are compute dtype, but for small ones of small inputs,
+what a module without parameters made of float32 inputs (spectrograms), sums down to a vector in float32
+(log-likelihoods), and what is passed on beside a larger output (paddings).
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -111,19 +118,49 @@ class SmallInputs:
       rank: floating inputs of up to this rank are small; -1 if none are.
       are_all: whether the call has no other floating inputs: small outputs are as exact, then.
       rank_inside: the same rank for what is called inside of this call, alone.
+      reduced: up to which rank a float32 output is a sum or a mean over an axis, such as a likelihood.
+      wide_ranks: the ranks of inputs in float32.
+      positions: shapes of masks: the leading axes of a larger input, `(batch, time)`, or those of ids.
+      has_half: whether there are half inputs.
     """
 
     rank: int
     are_all: bool
     rank_inside: int
+    reduced: int
+    wide_ranks: frozenset[int]
+    has_half: bool
+    positions: frozenset[tuple[int, ...]]
 
     def inside(self) -> Any:
         """A context manager: calls of other modules in the with-block are inside of this one."""
         return _RANK(self.rank_inside)
 
-    def are_outputs_kept(self, precision: ModulePrecision) -> bool:
-        """Whether small outputs of the call keep their dtype; scalars always do."""
-        return self.are_all and precision.keeps_small_inputs
+    def kept_outputs(
+        self, out: Any, precision: ModulePrecision, has_params: bool, is_leaf: Any = None
+    ) -> Callable[[Any], bool]:
+        """Which outputs of the call keep their dtype for code under the same policy; scalars always do.
+
+        Args:
+          out: the outputs.
+          precision: of the module.
+          has_params: whether it, or a module inside of it, has parameters.
+          is_leaf: as for `jax.tree.flatten`.
+        """
+        if not precision.keeps_small_inputs:
+            return lambda x: False
+        if self.wide_ranks and not (self.has_half or has_params or precision.island):
+            return lambda x: True
+        largest = max(
+            (len(x.shape) for x in jax.tree.leaves(out, is_leaf) if isinstance(x, ARRAYS)), default=0
+        )
+
+        def is_kept(x: Any) -> bool:
+            rank = len(x.shape)
+            is_beside = rank <= 2 and rank < largest and rank in self.wide_ranks
+            return is_beside or rank <= self.reduced or (self.are_all and is_small(x, self.rank))
+
+        return is_kept
 
 
 def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> SmallInputs:
@@ -133,30 +170,75 @@ def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> S
       inputs: a pytree of what the call is given, as it came.
       is_leaf: as for `jax.tree.flatten`.
     """
-    outer = _RANK.value
-    # No boolean masks, and no keys.
-    numbers = [x for x in jax.tree.leaves(inputs, is_leaf) if isinstance(x, ARRAYS) and is_number(x.dtype)]
+    outer, leaves = _RANK.value, jax.tree.leaves(inputs, is_leaf)
+    # No boolean masks, and no keys. A number is an input where there is nothing else.
+    numbers = [x for x in leaves if isinstance(x, ARRAYS) and is_number(x.dtype)]
+    numbers = numbers or [np.float32(0) for x in leaves if isinstance(x, float)]
     half_ranks = [len(x.shape) for x in numbers if is_half(x.dtype)]
     wide = [x for x in numbers if is_floating(x.dtype) and not is_half(x.dtype)]
-    rank = min(1, max((len(x.shape) for x in numbers), default=0) - 1)
+    rank = reduced = min(1, max((len(x.shape) for x in numbers), default=0) - 1)
     if outer is not None:
         meets_half = max(half_ranks, default=0) > 0
         rank = max(rank, min(outer, 0) if meets_half else outer)
     are_all = bool(wide) and not half_ranks and all(is_small(x, rank) for x in wide)
-    return SmallInputs(rank, are_all, rank if outer is None else max(rank, outer))
+    wide_ranks = frozenset(len(x.shape) for x in wide)
+    positions = {x.shape[:n] for x in numbers for n in range(2, len(x.shape) + (not is_floating(x.dtype)))}
+    return SmallInputs(
+        rank,
+        are_all,
+        rank if outer is None else max(rank, outer),
+        reduced,
+        wide_ranks,
+        bool(half_ranks),
+        frozenset(positions),
+    )
 
 
 def is_small(x: Any, rank: int) -> bool:
-    """Whether an array costs nothing in float32: of a rank up to this one, or a table of few features."""
+    """Whether an array costs nothing in float32: of a rank up to this one, or rows of few features."""
     shape = x.shape
-    return len(shape) <= rank or (0 < len(shape) <= 2 and shape[-1] < LEAST_TERMS)
+    return len(shape) <= rank or (0 < len(shape) <= 3 and shape[-1] < LEAST_TERMS)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParams:
+    """The shapes of the parameters that a module itself has; None if it is about to make them."""
+
+    shapes: tuple[tuple[int, ...], ...] | None
+
+    def may_meet(self, shape: tuple[int, ...]) -> bool:
+        """Whether a product may read an input of such a shape along with one of them."""
+        if self.shapes is None:
+            return True
+        sizes = {size for own in self.shapes for size in own}
+        # The first of several axes is the batch's.
+        return any(size in sizes for size in (shape[1:] or shape))
+
+    def convolve(self, shape: tuple[int, ...]) -> bool:
+        """Whether one of them may be the kernel of a convolution of such an input, with many terms."""
+        if self.shapes is None:
+            return len(shape) >= 3
+        return any(
+            len(own) == len(shape) >= 3 and own[-2] == shape[-1] and math.prod(own[:-1]) >= LEAST_TERMS
+            for own in self.shapes
+        )
+
+    def sum_few(self) -> bool:
+        """Whether all of them are for products of too few terms to gain from half precision."""
+        kernels = [own for own in self.shapes or () if len(own) > 1]
+        return bool(self.shapes) and all(math.prod(own[:-1]) < LEAST_TERMS for own in kernels)
+
+    @classmethod
+    def of(cls, params: Iterable[Any]) -> "OwnParams":
+        """Those of some arrays."""
+        return cls(tuple(x.shape for x in params if hasattr(x, "shape")))
 
 
 def cast_inputs(
     tree: Any,
     precision: ModulePrecision,
     small: SmallInputs,
-    may_meet: Callable[[tuple[int, ...]], bool],
+    own: OwnParams,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Casts floating inputs to compute dtype, but those that stay as they came.
@@ -167,7 +249,7 @@ def cast_inputs(
       tree: inputs of one call.
       precision: what the rules mean for the module.
       small: which inputs are small.
-      may_meet: whether a product may read an input of such a shape: what `meeting` gives.
+      own: the parameters of the module itself.
       is_leaf: as for `jax.tree.flatten`.
     """
     dtype, widest = precision.compute_dtype, promote_dtype(precision.policy.param_dtype)
@@ -176,35 +258,13 @@ def cast_inputs(
     def cast(x: Any) -> Any:
         if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or is_half(x.dtype) or not is_half(dtype):
             return cast_leaf(x, dtype)
-        is_kept = (precision.keeps_small_inputs and is_small(x, rank)) or not may_meet(x.shape)
-        if not is_kept:
+        is_kept = is_small(x, rank) and not own.convolve(x.shape)
+        is_kept = precision.keeps_small_inputs and (is_kept or x.shape in small.positions)
+        if not (is_kept or not own.may_meet(x.shape)):
             return cast_leaf(x, dtype)
         return cast_leaf(x, widest) if x.dtype.itemsize > widest.itemsize else x
 
     return map_changed(cast, tree, is_leaf)
-
-
-def meeting(
-    own: Iterable[Any] | None, of_model: Callable[[], Iterable[Any]] | None = None
-) -> Callable[[tuple[int, ...]], bool]:
-    """Whether inputs of a module may meet parameters in products, by their shapes.
-
-    Args:
-      own: the parameters of the module itself; None if it is about to make them.
-      of_model: for the outermost module, gives all parameters. An image that enters a model with
-        convolutions counts as read by one: joined with half features it would make them float32.
-    """
-    axes = None if own is None else {size for x in own for size in getattr(x, "shape", ())}
-
-    def may_meet(shape: tuple[int, ...]) -> bool:
-        # The first of several axes is the batch's.
-        if axes is None or any(size in axes for size in (shape[1:] or shape)):
-            return True
-        if of_model is None or len(shape) < 4 or shape[-1] >= LEAST_TERMS:
-            return False
-        return any(len(x.shape) == len(shape) for x in of_model())
-
-    return may_meet
 
 
 def policy_changes(caller: Policy | None, policy: Policy) -> bool:

@@ -153,7 +153,10 @@ def get_policy(text: PolicyLike) -> Policy:
 
         - `"mixed_float16"`, `"mixed_bfloat16"`: parameters and outputs float32, computation half;
           `"mixed_half"` with the half type that suits the default backend;
-        - `"float32"` (or `"full"`), `"float16"`, `"bfloat16"`, `"float64"`, `"half"`: all of one type;
+        - `"fp16"`, `"bf16"`, `"16-mixed"`, `"bf16-mixed"`, `"no"`: words of other libraries, for mixed
+          precision and for none;
+        - `"float32"` (or `"full"`), `"float16"`, `"bfloat16"`, `"float64"`, `"half"`: all of one type,
+          parameters too, as in jmp and Keras;
         - `"params=float32,compute=float16,output=float32"`, or short `"p=f32, c=f16, o=f32"`, and `g`
           for `grad`, `r` for `recipe`: params default to float32, compute to params, output to compute;
         - a name and assignments that change it: `"mixed_bfloat16, r=fp8_current"`.

@@ -4,12 +4,13 @@ The grammar is jmp's, with its gaps closed: spaces are allowed, every policy's `
 error for an unknown word lists the known ones.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.core.dtype_words import DTYPE_WORDS, float8_hint, parse_dtype
+from jmp_policy._src.core.dtype_words import float8_hint, parse_dtype
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.policy.recipes import is_recipe
@@ -26,6 +27,16 @@ _SHORT_KEYS = {"p": "params", "c": "compute", "o": "output", "g": "grad", "r": _
 POLICY_KEYS = (*_WORD_TO_FIELD, _RECIPE, *_SHORT_KEYS)
 _PURE = ("float32", "full", "float16", "bfloat16", "float64", "half")
 _MIXED = ("mixed_float16", "mixed_bfloat16", "mixed_half")
+#: Words of other libraries (accelerate, Lightning, DeepSpeed). "fp16" and "bf16" mean mixed precision there.
+_OTHER_WORDS = {
+    **dict.fromkeys(("no", "false", "none", "32", "32-true", "fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "16", "16-mixed", "fp16-mixed", "float16-mixed"), "mixed_float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed", "bfloat16-mixed"), "mixed_bfloat16"),
+    **dict.fromkeys(("16-true", "fp16-true"), "float16"),
+    "bf16-true": "bfloat16",
+    **dict.fromkeys(("64", "64-true", "fp64", "f64"), "float64"),
+    "auto": "mixed_half",
+}
 
 
 def policy_text(policy: Any) -> str:
@@ -48,12 +59,12 @@ def parse_policy(text: Any) -> dict[str, Any]:
       TypeError: for what is no text.
     """
     if not isinstance(text, str):
-        hint = " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
         raise TypeError(
             f"A policy is a jmp_policy.Policy or its text, such as 'mixed_float16'; got {shown(text)} "
-            f"of type {type(text).__name__}.{hint if hasattr(text, 'items') else ''}"
+            f"of type {type(text).__name__}.{_instead_of(text)}"
         )
     name = text.strip().lower()
+    name = _OTHER_WORDS.get(name, name)
     if name in _PURE:
         return {"param_dtype": name, "compute_dtype": name, "output_dtype": name}
     if name in _MIXED:
@@ -61,24 +72,32 @@ def parse_policy(text: Any) -> dict[str, Any]:
         return {"param_dtype": "float32", "compute_dtype": half, "output_dtype": "float32"}
     if "=" in name:
         return _parse_assignments(text)
-    known = (*_MIXED, *_PURE)
+    known = (*_MIXED, *_PURE, *_OTHER_WORDS)
     if is_recipe(name):
         raise ValueError(
             f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
         )
     hint = float8_hint(name) or did_you_mean(name, known)
-    if name in ("f16", "fp16", "bf16"):  # In a config they mean mixed precision.
-        full = np.dtype(DTYPE_WORDS[name]).name
-        hint = f" Write 'mixed_{full}' for float32 parameters, or {full!r} for {full} parameters too."
     raise ValueError(
-        f"Unknown policy {text!r}.{hint} Known: {', '.join(known)}, or assignments such as "
+        f"Unknown policy {text!r}.{hint} Known: {', '.join((*_MIXED, *_PURE))}, other libraries' fp16, bf16, "
+        "16-mixed, bf16-mixed, fp32 and no, or assignments such as "
         "'params=float32,compute=float16,output=float32' (short: 'p=f32,c=f16,o=f32')."
     )
 
 
+def _instead_of(value: Any) -> str:
+    """What to write in place of a value that is no policy; " ..." or ""."""
+    if hasattr(value, "items"):
+        return " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
+    with contextlib.suppress(ValueError):
+        name = parse_dtype(value, "").name
+        return f" Write 'mixed_{name}' for float32 parameters, or {name!r} for {name} parameters too."
+    return ""
+
+
 def _parse_assignments(text: str) -> dict[str, Any]:
     first, comma, rest = text.partition(",")
-    named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE)
+    named = comma and "=" not in first and first.strip().lower() in (*_MIXED, *_PURE, *_OTHER_WORDS)
     parts = [part.lower().split("=", 1) for part in (rest if named else text).split(",")]
     fields = _assigned([[piece.strip() for piece in part] for part in parts], f"policy {text!r}")
     return parse_policy(first) | fields if named else _with_defaults(fields)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -224,7 +224,16 @@ class PolicyMap:
 FLAGS: dict[str, bool] = PolicyMap.__init__.__kwdefaults__  # type: ignore[assignment]
 
 #: What `wrap` and `intercept` take.
-PolicyMapLike: TypeAlias = PolicyMap | Policy | str
+PolicyMapLike: TypeAlias = "PolicyMap | Policy | str | HoldsRules"
+
+
+class HoldsRules(Protocol):
+    """What has rules as its `policy`: a `Precision`."""
+
+    @property
+    def policy(self) -> PolicyMap:
+        """The rules."""
+        ...
 
 
 def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
@@ -239,7 +248,8 @@ def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
       ValueError: for policies that compute, store or hand on values in 8 bits, and for those whose
         `grad_dtype` no product can return.
     """
-    rules = policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
+    named: Any = getattr(policy, "policy", policy)  # Of a `Precision`.
+    rules = named if isinstance(named, PolicyMap) else PolicyMap(named)
     for given in (rules.default, *[override for _, override in rules.overrides]):
         for dtype in (given.param_dtype, given.compute_dtype, given.output_dtype):
             if dtype.itemsize < 2:

@@ -355,7 +355,7 @@ class RoundedIntegers(Visitor):
             if half is None:
                 continue
             self._rounded.update((info.key, half) for info in results)
-            if jnp.issubdtype(after, jnp.integer):
+            if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(after, jnp.integer):
                 why = (
                     f"makes integers of {self._arguments[argument]!r} after it was rounded: pass integers, "
                     "or give the module float32 by a rule"
@@ -417,7 +417,7 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
 _SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
 
 #: Operations that give the numbers of their operands, or whole ones next to them.
-_KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | {"floor", "ceil", "round"}
+_KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]
 
 #: Operations between the making of an index and its use.
 _KEEPS_DISTINCT = _VIEWS | _ADDS | {"select_n", "concatenate"}

@@ -186,7 +186,7 @@ class Audit(Report):
         sums = [
             f"{h.operation} in {h.dtype} {h.why} ({h.place})"
             for h in self.half_operations
-            if h.operation in _IN_VERDICT
+            if h.operation in _SERIAL or h.operation == "convert_element_type"
         ]
         parts = self._product_texts() if self.products else self._texts_without_products()
         if sums:
@@ -289,8 +289,8 @@ def _is_narrow(name: str) -> bool:
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
 
-#: Sums that add one term after another, and conversions to integers.
-_IN_VERDICT = HAVING[Trait.SCATTER_SUM] | {"scan", "while", "convert_element_type"}
+#: Sums that add one term after another.
+_SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
 
 
 def _widest(product: Product) -> str:

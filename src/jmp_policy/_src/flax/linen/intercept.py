@@ -39,15 +39,20 @@ from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import special_calls, stored_variables
 from jmp_policy._src.flax.linen.governing import Location, governed, locate
-from jmp_policy._src.flax.linen.layers import WEIGHT_NORMS, has_few_results, is_recurrent, reads, sums_few
+from jmp_policy._src.flax.linen.layers import (
+    WEIGHT_NORMS,
+    all_params,
+    has_few_results,
+    is_recurrent,
+    own_params,
+    sums_few,
+)
 from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
-    SmallInputs,
     cast_inputs,
     cast_outputs,
-    is_small,
     policy_changes,
     small_inputs,
 )
@@ -180,27 +185,28 @@ def is_method(module: nn.Module, name: str) -> bool:
 def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: casts inputs that it reads, parameters at use, outputs where the policy changes."""
     precision, location = governed(scope, module)
-    if sums_few_numbers := sums_few(module, precision, args, kwargs):
+    sums_few_numbers = sums_few(module, precision, args, kwargs)
+    small = small_inputs((args, kwargs))
+    own = None if precision.island else own_params(module)
+    if sums_few_numbers or (own and precision.keeps_small_inputs and small.are_all and own.sum_few()):
         precision = precision.as_island()
     if scope.caller is not None and scope.location.is_of_same_module(location):
         # A method called by a method of the same module: the policy does not change, and what it computed
         # in float32 on purpose (logits for its loss method) must stay so.
         return _call_shadowed(scope, module, precision, location, call, args, kwargs)
-    small = small_inputs((args, kwargs))
-
-    def keeps(x: Any) -> bool:
-        if sums_few_numbers:
-            return has_few_results(module)
-        return small.are_outputs_kept(precision) and is_small(x, small.rank)
-
     with small.inside():
         try:
-            out = _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
+            cast = None
+            # What arrives in float32 (an image) is normalised as such: half would lose its range.
+            if own is not None and not precision.island:
+                cast = functools.partial(cast_inputs, precision=precision, small=small, own=own)
+            out = _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
         except half_errors.KINDS as error:
             path, name = scope.relative(location.path), location.cls.__name__
             shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
             half_errors.explain(error, *shown, precision)
             raise
+    keeps = small.kept_outputs(out, precision, bool(all_params(module)))
     in_loop = scope.caller is not None and _is_loop_body(args, precision)
     return cast_outputs(
         out,
@@ -209,7 +215,7 @@ def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], ar
         policy_changes=policy_changes(scope.caller, precision.policy),
         returns_carry=in_loop or (scope.caller is not None and is_recurrent(module)),
         may_return_carry_only=in_loop,
-        keeps=keeps,
+        keeps=(lambda x: has_few_results(module)) if sums_few_numbers else keeps,
     )
 
 
@@ -221,17 +227,17 @@ def _call_shadowed(
     call: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    small: SmallInputs | None = None,
+    cast: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Runs a method of a module while its fields and its `param` follow the policy.
 
-    Inputs are cast if it is said which of them are small.
+    Inputs are cast, if it is said how.
     """
     if scope.half_modules is None and not module.is_initializing():
         scope = dataclasses.replace(scope, half_modules={})
         stored = functools.partial(stored_variables.in_half, scope, module)
         with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
-            return _call_shadowed(scope, module, precision, location, call, args, kwargs, small)
+            return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
         scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
@@ -242,11 +248,8 @@ def _call_shadowed(
     with ACTIVE(scope.inside(precision.policy, location)):
         restore = shadow(scope, module, precision, location, (args, kwargs))
         try:
-            # What arrives in float32 (an image) is normalised as such: half would lose its range.
-            if small is not None and not precision.island:
-                args, kwargs = cast_inputs(
-                    (args, kwargs), precision, small, reads(module, scope.caller is None)
-                )
+            if cast is not None:
+                args, kwargs = cast((args, kwargs))
             return call(*args, **kwargs)
         finally:
             restore()

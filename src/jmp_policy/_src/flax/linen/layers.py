@@ -5,11 +5,10 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import (
@@ -20,7 +19,7 @@ from jmp_policy._src.core.dtypes import (
     is_half,
 )
 from jmp_policy._src.flax.linen.attention import attention
-from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, meeting
+from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, OwnParams
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -49,14 +48,18 @@ def _is_scanned(cls: type) -> bool:
     return any(name.startswith("Scan") for name in lifted)
 
 
-def reads(module: nn.Module, is_outermost: bool) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a product in a module may read an input of it, by the input's shape."""
+def own_params(module: nn.Module) -> OwnParams:
+    """The parameters of a module itself, without those of modules inside of it."""
     if module.is_initializing():
-        return meeting(None if _makes_params(type(module)) else ())
+        return OwnParams(None if _makes_params(type(module)) else ())
+    params = all_params(module).values()
+    return OwnParams.of(nn.meta.unbox(x) for x in params if not isinstance(x, Mapping))
+
+
+def all_params(module: nn.Module) -> Mapping[str, Any]:
+    """The parameters of a module and of those inside of it, as far as there are any yet."""
     assert module.scope is not None
-    params = module.scope.variables().get("params", {})
-    own = (nn.meta.unbox(x) for x in params.values() if not isinstance(x, Mapping))
-    return meeting(own, (lambda: jax.tree.leaves(nn.meta.unbox(params))) if is_outermost else None)
+    return module.scope.variables().get("params", {})
 
 
 @functools.cache

@@ -113,6 +113,14 @@ def _draw(module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args:
 
     Modules hand `self.dtype` to initialisers, and close over it.
     """
+    value = _as_bare(module, precision, init_fn, *args, **kwargs)
+    return cast_floating(value, precision.param_dtype)
+
+
+def _as_bare(
+    module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Initial values with the module's own fields."""
     draw_dtype, compute_dtype = promote_dtype(precision.param_dtype), precision.compute_dtype
 
     def as_drawn(value: Any) -> Any:
@@ -125,10 +133,9 @@ def _draw(module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args:
         args, kwargs = map(as_drawn, args), {name: as_drawn(value) for name, value in kwargs.items()}  # type: ignore[assignment]
     state.update(original)
     try:
-        value = init_fn(*args, **kwargs)
+        return init_fn(*args, **kwargs)
     finally:
         state.update(governed)
-    return cast_floating(value, precision.param_dtype)
 
 
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
@@ -188,7 +195,12 @@ def _as_used(module: nn.Module, params: Any) -> Any:
 def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.variable`: parameters and decode caches read in the dtype of use."""
     scope = ACTIVE.value
-    if scope is None or col not in ("params", "cache"):
+    if scope is None:
+        return variable(col, name, *args, **kwargs)
+    if col not in ("params", "cache"):
+        # Statistics over many steps stand still in half.
+        if args and args[0] is not None and not module.has_variable(col, name):
+            args = functools.partial(_as_bare, module, module_precision(scope, module), args[0]), *args[1:]
         return variable(col, name, *args, **kwargs)
     from jmp_policy._src.flax.linen.cast_variable import cast_variable  # Few modules have such variables.
 

@@ -23,11 +23,9 @@ from jmp_policy._src.flax.nnx.stand_in import bound, stand_in
 from jmp_policy._src.policy.half_errors import explained
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
-    SmallInputs,
+    OwnParams,
     cast_inputs,
     cast_outputs,
-    is_small,
-    meeting,
     small_inputs,
 )
 from jmp_policy._src.policy.policy import Policy
@@ -140,20 +138,23 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
         return run(module, args, kwargs)
     in_loop = param_cast_proxy.is_loop_body()
     small = small_inputs((args, kwargs), graph_nodes.is_node)
-    of_model = None if param_cast_proxy.is_running() else lambda: _arrays(graph_nodes.variables(module))
     is_few = precision.island and layers.sums_few(module) and layers.has_few_results(module)
-
-    def keeps(x: Any) -> bool:
-        return is_few or (small.are_outputs_kept(precision) and is_small(x, small.rank))
-
+    own = OwnParams.of(_arrays(graph_nodes.own_params(module)))
+    if not precision.island and precision.keeps_small_inputs and small.are_all and own.sum_few():
+        precision = precision.as_island()
     with (
         small.inside(),
         explained(bare.__name__, bare.__name__, precision),
         _watched(module),
         param_cast_proxy.opened(module, precision) as proxy,
     ):
-        new_args, new_kwargs = _cast_inputs(module, precision, args, kwargs, small, of_model)
+        new_args, new_kwargs = args, kwargs
+        # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
+        if not precision.island:
+            new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
         out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+    has_params = any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(module))
+    keeps = small.kept_outputs(out, precision, has_params, graph_nodes.is_node)
     return cast_outputs(
         out,
         args,
@@ -161,7 +162,7 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
         policy_changes=spec.policy_changes,
         returns_carry=in_loop or isinstance(module, nnx.RNNCellBase),
         may_return_carry_only=in_loop,
-        keeps=keeps,
+        keeps=(lambda x: True) if is_few else keeps,
         is_leaf=graph_nodes.is_node,
     )
 
@@ -172,16 +173,6 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
     return float32_products.watched(
         module, functools.partial(stored_arrays.in_half, module), stored_arrays.REPAIR
     )
-
-
-def _cast_inputs(
-    module: Any, precision: ModulePrecision, args: Any, kwargs: Any, small: SmallInputs, of_model: Any
-) -> tuple[Any, Any]:
-    if precision.island:
-        # What arrives in float32 (an image, positions) is taken as such: half would lose its range.
-        return args, kwargs
-    may_meet = meeting(_arrays(graph_nodes.own_params(module)), of_model)
-    return cast_inputs((args, kwargs), precision, small, may_meet, graph_nodes.is_node)
 
 
 def _arrays(params: Iterable[tuple[Any, nnx.Variable]]) -> list[Any]:
