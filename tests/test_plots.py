@@ -224,7 +224,7 @@ def test_the_table_of_cards_has_dashes_and_failures():
     old = {"model": "Net", "card": "V100", "precision": "float16", "over_float32": 4.0}
     lines = _page([old, row, {"model": "Net", "card": "A100", "precision": "bfloat16", "error": "no"}])
     found = [line for line in lines.splitlines() if line.startswith("| Net")]
-    numbers = ["4.00 | 3.00", "- | 1.50", *["- | failed"] * 2, *["- | -"] * 3]
+    numbers = ["4.00 | 3.00", "- | failed", *["- | -"] * 2]
     assert found == [f"| Net | {cells} |" for cells in numbers]
     assert lines.endswith("- Net in bfloat16 does not compile for A100: `no`")
 
@@ -242,7 +242,7 @@ def test_the_tables_of_tpus_name_what_is_missing_and_what_fails_once():
     ]
     text = page.tpus(page.load("zoo_tpu") | {"rows": rows}).replace("\n", " ")
     assert "| GPT-2 | 2.0 | failed | failed | failed |" in text
-    assert "| GPT-2 | 3 of 4 | failed | failed | failed |" in text
+    assert "| GPT-2 | 1.0 | failed | failed | failed |" in text
     assert "Not compiled for v6e so far: ResNet-50, Conv seq2seq, DeepSpeech2, " in text
     assert "GPT-2 (by hand, wrapped) does not compile for v6e: `INTERNAL: 'check' " in text
     assert "GPT-2 (autocast) does not compile for v6e: `too large`." in text
@@ -266,7 +266,7 @@ def test_the_table_of_cards_has_all_models():
     rows = result("zoo_cards")["rows"]
     page = importlib.import_module("benchmarks.pages.zoo").cards()
     models = [f"| {model}" for model in dict.fromkeys(row["model"] for row in rows)]
-    assert [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")] == 7 * [
+    assert [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")] == 4 * [
         "|",
         *models,
     ]

@@ -91,7 +91,7 @@ def test_search_from_disk_finds_a_public_name(site, browser, width):
     results = page.locator(".md-search-result__link")
     results.first.wait_for(state="attached", timeout=20_000)
     links = results.evaluate_all("(links) => links.map((link) => link.href)")
-    assert any(re.search(r"/api\.html\?.*#jmp_policy\.loss_scaled$", link) for link in links)
+    assert any(re.search(r"/api_training\.html\?.*#jmp_policy\.loss_scaled$", link) for link in links)
     assert faults == []
     page.close()
 

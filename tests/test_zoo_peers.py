@@ -72,10 +72,10 @@ def test_tables_of_libraries():
     ]
     page = benchmark("pages.zoo").peers(result(rows), result(ours))
     lines = page.splitlines()
-    tables = ["| Net | 20 | 20 | 2 | - | 4 |", "| Net | 1.00 | 1.00 | 1.00 | - | 1.00 |"]
+    tables = ["| Net | 20 | 20 | 2 | - | 4 |"]
     tables += ["| Net | 0.50 | 0.50 | 0.25 | - | 0.25 |", "| Net | 100% | 100% | 100% | - | 100% |"]
-    assert [line for line in lines if line.startswith("| Net")][:4] == tables
-    assert "| Net | jmp | 2.00 (1.00 to 4.00) | 1.00 (0.50 to 2.00) | 0.50 | 3.00 |" in lines
+    assert [line for line in lines if line.startswith("| Net")][:3] == tables
+    assert "| Net | jmp | 2.00 | 1.00 | 0.50 | 3.00 |" in lines
     assert not [line for line in lines if line.startswith("| Net | mpx")]
     assert {"mpx fails on Net: `TypeError: no`.", "mpx fails on Net: `ValueError: never`."} <= set(lines)
     words = " ".join(lines)
@@ -94,9 +94,9 @@ def test_table_of_torch():
     found = [{**about, **measured, "temp_gigabytes": 1.5, "peak_gigabytes": 3.0}]
     found.append({**found[0], "device": "CPU", "peak_gigabytes": 0.0})
     lines = benchmark("pages.zoo").torch(result(found)).splitlines()
-    assert lines[-2:] == [
-        "| Card | Net, full | float16 | 1234 | 0.50 (0.25 to 1.00) | 1.50 | 3.00 |",
-        "| CPU | Net, full | float16 | 1234 | 0.50 (0.25 to 1.00) |  |  |",
+    assert [line for line in lines if "Net" in line] == [
+        "| Card | Net, full | float16 | 1234 | 0.50 |",
+        "| CPU | Net, full | float16 | 1234 | 0.50 |",
     ]
 
 

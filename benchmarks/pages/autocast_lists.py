@@ -1,4 +1,4 @@
-"""autocast's choices beside PyTorch's, for each operation on PyTorch's lists: what docs/autocast.md shows.
+"""autocast's choices beside PyTorch's, by operation on its lists: what docs/results/autocast_lists.md shows.
 
 PyTorch's lists are those of `ATen/autocast_mode.h` in the wheel of version 2.9.1. Ours is what `explain` says
 of the same computation in JAX, between two products, so that what it is given and what reads it is half.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmp_policy as jmpp
+from benchmarks.pages.markdown import folded
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 #: PyTorch's list -> names of its operations.
@@ -76,10 +77,10 @@ def _each(*functions: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y, p: sum(function(x) for function in functions)
 
 
-_RANGE = "beyond float16's range, or without digits in half"
+_RANGE = "range, digits"
 _SUMS = "half stops growing"
-_PARTS = "what it is made of is each on a list; what only float32 operations use is float32"
-_ARGUMENT = "of a half value and a float32 argument, whose digits and range half may not hold"
+_PARTS = "operation by operation"
+_ARGUMENT = "has a float32 argument"
 
 GROUPS = (
     Group(
@@ -97,12 +98,12 @@ GROUPS = (
     Group(
         "matmul einsum linear",
         lambda x, y, p: p[:, :3] @ p[:3],
-        "fewer than 8 terms gain nothing, and are often positions or times",
+        "no gain; often positions",
         "of 7 or fewer terms, in float32",
     ),
-    Group("addr", lambda x, y, p: jnp.outer(p[0], p[1]), "a product that sums nothing is a multiplication"),
+    Group("addr", lambda x, y, p: jnp.outer(p[0], p[1]), "a multiplication"),
     Group("scaled_dot_product_attention _scaled_dot_product_flash_attention", _attention, _PARTS),
-    Group("prelu", lambda x, y, p: jnp.where(x > 0, x, p[0] * x), "multiplies and chooses: follows"),
+    Group("prelu", lambda x, y, p: jnp.where(x > 0, x, p[0] * x), "follows"),
     Group(
         "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
         lambda x, y, p: jnp.tanh(x @ y) * jax.nn.sigmoid(x @ y.T),
@@ -113,12 +114,10 @@ GROUPS = (
         _each(jnp.exp, jnp.log, jnp.log10, lax.rsqrt, jnp.tan, jnp.arccos, lax.erf_inv),
         _RANGE,
     ),
-    Group("reciprocal", lambda x, y, p: 1 / x, "bfloat16 has float32's range"),
+    Group("reciprocal", lambda x, y, p: 1 / x, "range"),
     Group("pow", lambda x, y, p: x**y, _RANGE),
-    Group(
-        "pow", lambda x, y, p: x**2, "where the squares are summed only the sum uses them: float32", "squares"
-    ),
-    Group("pow", lambda x, y, p: x**3, "bfloat16 has float32's range", "other integers"),
+    Group("pow", lambda x, y, p: x**2, "float32 if only summed", "squares"),
+    Group("pow", lambda x, y, p: x**3, "range", "other integers"),
     Group("softplus logsumexp", lambda x, y, p: jax.nn.softplus(x), _PARTS),
     Group("layer_norm native_layer_norm group_norm renorm", _normalized, _PARTS),
     Group(
@@ -138,23 +137,23 @@ GROUPS = (
         """upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
         upsample_nearest3d _upsample_nearest_exact3d""",
         lambda x, y, p: jax.image.resize(x, (32, 32), "nearest")[::2, ::2],
-        "a gather, in float32 for its gradient, which is a sum",
+        "its gradient is a sum",
     ),
     Group(
         """upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa""",
         lambda x, y, p: jax.image.resize(x, (32, 32), "linear")[::2, ::2],
-        "JAX multiplies by weights, and asks for full precision",
+        "JAX asks for full precision",
     ),
     Group("prod cumprod cumsum sum", lambda x, y, p: x * jnp.cumsum(x.sum(-1)), _SUMS),
     Group("softmax log_softmax", lambda x, y, p: jax.nn.softmax(x), _PARTS),
     Group("addcdiv", lambda x, y, p: x + p / y, _ARGUMENT),
     Group("addcmul", lambda x, y, p: x + p * y, _ARGUMENT),
-    Group("atan2", lambda x, y, p: jnp.arctan2(x, y), "a quotient beyond the range"),
+    Group("atan2", lambda x, y, p: jnp.arctan2(x, y), "range"),
     Group(
         "bilinear dot vdot tensordot",
         lambda x, y, p: jnp.tensordot(x, p, 1),
-        "Tensor Cores: a product, in which an argument is a weight",
+        "Tensor Cores",
     ),
     Group("cross", lambda x, y, p: jnp.cross(x[:, :3], p[:, :3]) @ p[:3], _ARGUMENT),
     Group("grid_sampler", lambda x, y, p: x[jnp.floor(p).astype(int)[:, 0]] * (p - jnp.floor(p)), _ARGUMENT),
@@ -165,21 +164,17 @@ GROUPS = (
     Group(
         "add mul",
         lambda x, y, p: x * p[0] + p[0],
-        "a bias or a scale, the same for all rows, follows",
+        "a bias or scale follows",
         "of a bias",
     ),
-    Group(
-        "div", lambda x, y, p: x / y, "its derivative in JAX has the factor `h ** -2`", "of two half values"
-    ),
-    Group("square", lambda x, y, p: jnp.square(x), "one rounding; float32 where only a sum uses it"),
-    Group("embedding", lambda x, y, p: p[jnp.arange(16)] - 1, "rows are rounded where a product reads them"),
-    Group("sqrt", _each(jnp.sqrt), "variances are subnormal in float16"),
-    Group("sin cos atan", _each(jnp.sin, jnp.cos, jnp.arctan), "positions have no fraction in half"),
-    Group(
-        "erfc lgamma digamma", _each(lax.erfc, lax.lgamma, lax.digamma), "tails underflow, and terms cancel"
-    ),
+    Group("div", lambda x, y, p: x / y, "range of its derivative", "of two half values"),
+    Group("square", lambda x, y, p: jnp.square(x), "float32 if only summed"),
+    Group("embedding", lambda x, y, p: p[jnp.arange(16)] - 1, "rounded where a product reads"),
+    Group("sqrt", _each(jnp.sqrt), "variances"),
+    Group("sin cos atan", _each(jnp.sin, jnp.cos, jnp.arctan), "positions"),
+    Group("erfc lgamma digamma", _each(lax.erfc, lax.lgamma, lax.digamma), "range, digits"),
     Group("argmax sort topk", lambda x, y, p: x[jnp.argmax(x, 0)] + jnp.sort(x), "half makes ties"),
-    Group("fft", lambda x, y, p: jnp.fft.fft(x).real, "JAX has none of half arrays"),
+    Group("fft", lambda x, y, p: jnp.fft.fft(x).real, "JAX has none in half"),
 )
 
 #: Operations that compute nothing.
@@ -226,10 +221,9 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 def table() -> str:
     """The whole comparison, as Markdown."""
-    words = "What is computed between two products, by PyTorch 2.9.1's CUDA autocast and here. Operations on "
-    words += (
-        "none of PyTorch's lists are computed as given, those of several arrays in the dtype of the widest."
-    )
+    words = "Dtypes between two products, by PyTorch 2.9.1's CUDA autocast and by "
+    words += "[`autocast`](../autocast.md#how-it-decides). Operations on no list of PyTorch's run as given. "
+    words += "Of the reasons, range is that of float16, and digits are those that half precision lacks."
     lines = ["| PyTorch's operations | PyTorch | here | reason |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows()]
-    return "\n".join([*textwrap.wrap(words, 110), "", *lines])
+    return "\n".join([*textwrap.wrap(words, 110), "", folded("Operations", lines)])

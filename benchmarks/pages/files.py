@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.counts.float8 import estimated
-from benchmarks.pages import autocast_lists
-from benchmarks.pages.markdown import grouped, section
-from benchmarks.pages.zoo import models
+from benchmarks.pages import autocast_lists, zoo
+from benchmarks.pages.markdown import folded_section, grouped, section
 from benchmarks.table import load
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,7 +38,8 @@ def nnx() -> str:
     first: dict[tuple[str, str], dict[str, Any]] = {}  # The first way of writing it by hand.
     for row in result["rows"]:
         first.setdefault((row["model"], row["dtype"]), row)
-    return "## NNX\n\n" + section("nnx", first.values(), wrap=wrap, **calls)
+    table = folded_section("Each model", "nnx", first.values(), wrap=wrap, **calls)
+    return "## NNX\n\n" + table
 
 
 def autocast() -> str:
@@ -52,11 +52,22 @@ def autocast() -> str:
         for dtype in ("float16", "bfloat16")
     ]
     call = next(row["ratio"] for row in result["calls"] if row["call"] == "jit(autocast(f))(x)")
-    return section("autocast", cases, call=call)
+    by_model = grouped(load("autocast_zoo")["rows"], "model", "variant")
+    steps = [
+        {"model": model, "hand": by["float16 by hand"], "auto": by["float16 autocast"]}
+        for model, by in by_model.items()
+    ]
+    parts = [
+        "## autocast",
+        folded_section("Tracing and residuals", "autocast", cases, call=call),
+        folded_section("Bytes and memory", "models under autocast", steps),
+    ]
+    return "\n\n".join(parts)
 
 
 def reports() -> str:
-    return section("reports", [row for row in load("report_cost")["rows"] if row["looks at"] != "nothing"])
+    rows = [row for row in load("report_cost")["rows"] if row["looks at"] != "nothing"]
+    return folded_section("Time, bytes and memory", "reports", rows)
 
 
 def float32_gradients() -> str:
@@ -76,23 +87,25 @@ def communication() -> str:
     return section("communication", [row for row in load("communication")["rows"] if row["devices"] == 8])
 
 
+def drift_shares() -> str:
+    return folded_section("Predicted and measured", "drift shares")
+
+
 def drift_cost() -> str:
     found = grouped(load("drift_cost")["rows"], "model", "program")
-    return section("drift cost", [by | {"name": name} for name, by in found.items()])
-
-
-def ranking() -> str:
-    result = load("sensitivity")
-    ratios = {
-        model: float(np.median([m["measured"] / m["predicted"] for m in found if m["predicted"]]))
-        for model, found in result["measured"].items()
-    }
-    return section("ranking", [{**row, "ratio": ratios[row["model"]]} for row in result["rows"]])
+    return folded_section(
+        "Time and memory", "drift cost", [by | {"name": name} for name, by in found.items()]
+    )
 
 
 def recommended() -> str:
-    rows = [{**row, "rule_count": len(row["rules"])} for row in load("recommend_zoo")["rows"]]
-    return section("recommended", rows, budget=rows[0]["budget"])
+    """What `recommend` gives, and how `sensitivity` ranks the modules of the same models."""
+    ranked = {row["model"]: row["spearman"] for row in load("sensitivity")["rows"]}
+    rows = [
+        {**row, "rule_count": len(row["rules"]), "spearman": ranked[row["model"]]}
+        for row in load("recommend_zoo")["rows"]
+    ]
+    return folded_section("Each model", "recommended", rows, budget=rows[0]["budget"])
 
 
 def gains() -> str:
@@ -106,21 +119,27 @@ def gains() -> str:
 
 
 def float8_steps() -> str:
-    rows = load("fp8_gpu")["rows"]
-    rows = [{**row, "products": row["float8_products"] + row["other_products"]} for row in rows]
+    """A row per step; its time under each recipe and its memory, over those in bfloat16."""
+    found = grouped(load("fp8_gpu")["rows"], "size", "policy")
+    rows = [{"size": size, "of": by} for size, by in found.items()]
+    for row in rows:
+        row["saved"] = row["of"]["fp8_current"]["temp_gigabytes"] / row["of"]["bfloat16"]["temp_gigabytes"]
     return section("float8 steps", rows)
 
 
+def float8_blocks() -> str:
+    rows = [row for row in load("fp8_blocks")["rows"] if row["recipe"] != "bfloat16"]
+    return folded_section("Recipes by card", "float8 blocks", rows)
+
+
 def float8_choices() -> str:
-    rows = []
-    for row in load("fp8_profit")["rows"]:
-        profits = estimated(row)
-        estimate = round(sum(profit.saved - profit.added for profit in profits) * 1e6)
-        is_chosen = "yes" if all(profit.gains for profit in profits) else "no"
-        gain = row["saved_us"] - row["added_us"]
-        rows.append(row | {"gain": gain, "estimate": estimate, "chosen": is_chosen})
-    wrong = sum(row["chosen"] == "yes" and row["gain"] < 0 for row in rows)
-    return section("float8 choices", rows, wrong=wrong or "none")
+    """How many layers `worthwhile` chooses, and how many of them lose."""
+    rows, chosen, missed = load("fp8_profit")["rows"], [], []
+    for row in rows:
+        gains = all(profit.gains for profit in estimated(row))
+        (chosen if gains else missed).append(row["saved_us"] - row["added_us"])
+    counts = {"chosen": len(chosen), "tried": len(rows), "lose": sum(gain < 0 for gain in chosen) or "none"}
+    return section("float8 choices", missed=sum(gain > 0 for gain in missed) or "none", **counts)
 
 
 #: Values of Student's t that chance exceeds, on either side, once in a hundred times, by number of pairs.
@@ -128,19 +147,24 @@ _T_LIMIT = {5: 4.604}
 
 
 def float8_losses() -> str:
+    """A row per policy; for each task the mean difference from bfloat16, seed by seed."""
     result = load("fp8_training")
     losses = {(row["task"], row["policy"]): np.array(row["losses"]) for row in result["rows"]}
-    rows, beyond = [], []
+    shown: dict[str, dict[str, Any]] = {}
+    beyond = []
     for (task, policy), found in losses.items():
-        row = {"task": task, "policy": policy, "loss": found.mean()}
-        over = {base: found - losses[task, base] for base in ("float32", "bfloat16")}
-        for base in ("float32", "bfloat16") if policy not in over else ("float32",):
-            if base != policy:
-                row |= {base: over[base].mean(), f"{base} deviation": over[base].std(ddof=1)}
-        if policy not in over and abs(_t_value(over["bfloat16"])) > _T_LIMIT[result["seeds"]]:
-            beyond.append(f"`{policy}` on {task} ({over['bfloat16'].mean():+.4f})")
-        rows.append(row)
-    return section("float8 losses", rows, beyond=", ".join(beyond) or "none")
+        if policy in ("float32", "bfloat16"):
+            continue
+        over = found - losses[task, "bfloat16"]
+        shown.setdefault(policy, {"policy": policy})[task] = {
+            "mean": over.mean(),
+            "deviation": over.std(ddof=1),
+        }
+        if abs(_t_value(over)) > _T_LIMIT[result["seeds"]]:
+            beyond.append(f"`{policy}` on {task}")
+    return folded_section(
+        "Loss over bfloat16's", "float8 losses", shown.values(), beyond=", ".join(beyond) or "none"
+    )
 
 
 def _t_value(pairs: np.ndarray) -> float:
@@ -150,9 +174,8 @@ def _t_value(pairs: np.ndarray) -> float:
 
 
 def float8_gradients() -> str:
-    rows = load("fp8_training")["gradients"]
-    none = "; ".join(row["model"] for row in rows if not row["float8_share"])
-    return section("float8 gradients", [row for row in rows if row["float8_share"]], none=none)
+    rows = [row for row in load("fp8_training")["gradients"] if row["float8_share"]]
+    return folded_section("Error of the gradient", "float8 gradients", rows)
 
 
 def agents() -> str:
@@ -182,27 +205,24 @@ Numbers = Callable[[], str] | str
 
 #: Files with measured numbers between markers, and what writes them, a tuple for each pair of markers.
 FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
-    "docs/autocast.md": (
-        (autocast_lists.table,),
-        (autocast, "encoder under autocast", "models under autocast"),
-    ),
-    "docs/drift.md": (("drift shares",), (drift_cost,)),
+    "docs/drift.md": ((recommended,), (drift_cost, drift_shares)),
     "docs/float8.md": (
         (float8_steps,),
-        ("float8 blocks",),
         (float8_choices,),
+        (float8_blocks,),
         (float8_losses, float8_gradients),
     ),
     "docs/index.md": ((gains,),),
-    "docs/performance.md": ((models, nnx),),
-    "docs/recommend.md": ((ranking, recommended),),
+    "docs/performance.md": ((zoo.performance,),),
     "docs/reliability.md": (("faults",), (agents,), ("checkpoints",)),
     "docs/reports.md": ((reports,),),
+    "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
         (overhead, gpu),
         (float32_gradients, collectives, communication, "accumulation"),
         ("rounding",),
     ),
+    "docs/results/models.md": ((zoo.results, nnx, autocast),),
 }
 
 

@@ -84,12 +84,11 @@ SECTIONS = _sections()
 
 
 def crossed(
-    title: str, names: Mapping[str, Any], groups: Mapping[str, Any], template: str, failed: str = "failed"
+    names: Mapping[str, Any], groups: Mapping[str, Any], template: str, failed: str = "failed"
 ) -> list[str]:
     """Lines of a table of one number: a row per group and a column per name.
 
     Args:
-      title: what the number is.
       names: of the columns -> the keys of their rows in each group.
       groups: name -> key -> row.
       template: of the number. Where there is none stands a dash.
@@ -100,9 +99,18 @@ def crossed(
         return (failed if "error" in row else template.format_map(Shown(row))) or "-"
 
     rows = ([name, *(cell(found.get(key, {})) for key in names.values())] for name, found in groups.items())
-    lines = (f"| {' | '.join(row)} |" for row in rows)
-    header = f"| | {' | '.join(names)} |"
-    return [f"**{title}**", "", *table(header, "", ()), *lines, ""]
+    return [*table(f"| | {' | '.join(names)} |", "", ()), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def folded(title: str, lines: Iterable[str]) -> str:
+    """Markdown that a page shows when a reader opens its title."""
+    return "\n".join(['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>"])
+
+
+def folded_section(title: str, *args: Any, **more: Any) -> str:
+    """A section, its words in sight and its table folded."""
+    words, _, rows = section(*args, **more).partition("\n\n")
+    return f"{words}\n\n{folded(title, rows.splitlines())}"
 
 
 def grouped(rows: Iterable[Row], outer: str, inner: str | Callable[[Row], Any]) -> dict[str, dict[Any, Any]]:

@@ -15,7 +15,7 @@ from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def autocast(fn: F, policy: PolicyMapLike | None = None, **options: Any) -> F:
+def autocast(fn: F, policy: "PolicyMapLike | None" = None, **options: Any) -> F:
     """Returns `jmp_policy.autocast` of a function that takes NNX modules.
 
     Stands where the function stands, under `nnx.jit` and inside `nnx.value_and_grad` or
@@ -49,7 +49,7 @@ def autocast(fn: F, policy: PolicyMapLike | None = None, **options: Any) -> F:
 
 
 def explain(
-    fn: Callable[..., Any], policy: PolicyMapLike | None = None, **options: Any
+    fn: Callable[..., Any], policy: "PolicyMapLike | None" = None, **options: Any
 ) -> Callable[..., explanation.Explanation]:
     """Shows what `autocast` would do with a function of NNX modules.
 

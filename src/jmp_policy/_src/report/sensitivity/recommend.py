@@ -34,7 +34,7 @@ from jmp_policy._src.report.sensitivity.recommendation import Recommendation, co
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
-#: two to ten times what a Transformer or a convolutional network has in float16 (docs/recommend.md).
+#: two to ten times what a Transformer or a convolutional network has in float16 (docs/drift.md).
 BUDGET = 0.01
 
 #: Share of the gradient's distance between batches that rounding may add to it.

@@ -133,7 +133,7 @@ def sensitivity(
 
     First order does not see decisions that rounding turns: that of a relu whose input is nearly 0. Where the
     program makes any, each row is measured: the error of a gradient with the rounding of its module. See
-    docs/recommend.md for how well both agree with what half precision does.
+    docs/drift.md for how well both agree with what half precision does.
 
     Args:
       loss_fn: the loss of the float32 model: `(params, *args) -> scalar`, of NNX modules
