@@ -58,7 +58,7 @@ def _negative_log(outputs, targets):
 PLANTED = {
     "Fourier features of 2e4": (
         NoiseConditioned(),
-        (_normal(0, 8, 8), jnp.exp(_normal(1, 8))),
+        (_normal(0, 8, 8), jnp.exp(_normal(1, 8, 8))),
         _normal(2, 8, 4),
         _square,
         ["fourier"],

@@ -446,8 +446,9 @@ def test_second_derivatives_in_reverse():
 
 # Ways from a parameter to its product. Each gradient is beyond float16.
 
-BIG = jnp.full((4096, 2), 8.0)
-MASK = np.array([[1.0, 0.0], [1.0, 1.0]], np.float32)
+SIDE = 8  # with fewer terms products are float32
+BIG = jnp.full((4096, SIDE), 8.0)
+MASK = np.tri(SIDE, dtype=np.float32)
 
 
 def zeros(shape, w):
@@ -460,17 +461,17 @@ WAYS = {
     "where": lambda x, w, v: x @ jnp.where(MASK > 0, w, 0),
     "tril": lambda x, w, v: x @ jnp.tril(w),
     "modulated": lambda x, w, v: x @ (w * jax.nn.sigmoid(x.mean(0))[:, None]),
-    "concatenate": lambda x, w, v: x @ jnp.concatenate([w, zeros((2, 1), w)], 1),
+    "concatenate": lambda x, w, v: x @ jnp.concatenate([w, zeros((SIDE, 1), w)], 1),
     "stack": lambda x, w, v: jnp.einsum("bi,kij->bkj", x, jnp.stack([w, v])),
     "pad": lambda x, w, v: x @ jnp.pad(w, ((0, 0), (0, 2))),
-    "set": lambda x, w, v: x @ zeros((2, 4), w).at[:, :2].set(w),
-    "update": lambda x, w, v: x @ lax.dynamic_update_slice(zeros((2, 4), w), w, (0, 1)),
-    "kron": lambda x, w, v: jnp.concatenate([x, x], 1) @ jnp.kron(w, v),
+    "set": lambda x, w, v: x @ zeros((SIDE, 10), w).at[:, :SIDE].set(w),
+    "update": lambda x, w, v: x @ lax.dynamic_update_slice(zeros((SIDE, 10), w), w, (0, 1)),
+    "kron": lambda x, w, v: jnp.tile(x, (1, SIDE)) @ jnp.kron(w, v),
     "straight through": lambda x, w, v: x @ (w + lax.stop_gradient(jnp.round(w) - w)),
     "two weights": lambda x, w, v: x @ (w @ v),
     "added to two": lambda x, w, v: x @ (w + v @ v),
-    "taken": lambda x, w, v: x @ jnp.take(w, jnp.array([1, 0]), axis=0),
-    "sliced": lambda x, w, v: x @ lax.dynamic_slice(w, (jnp.int32(0), jnp.int32(0)), (2, 1)),
+    "taken": lambda x, w, v: x @ jnp.take(w, jnp.arange(SIDE)[::-1], axis=0),
+    "sliced": lambda x, w, v: x @ lax.dynamic_slice(w, (jnp.int32(0), jnp.int32(0)), (SIDE, 1)),
     "cast twice": lambda x, w, v: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype),
     "cast back": lambda x, w, v: x @ (w.astype(F32) * MASK).astype(x.dtype),
     "named": lambda x, w, v: x @ checkpoint_name(w, "w"),
@@ -487,7 +488,7 @@ class Way(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        w, v = (self.param(name, nn.initializers.constant(0.5), (2, 2)) for name in ("w", "v"))
+        w, v = (self.param(name, nn.initializers.constant(0.5), (SIDE, SIDE)) for name in ("w", "v"))
         return WAYS[self.name_](x, w, v)
 
 

@@ -23,20 +23,20 @@ BATCH = 256
 
 
 class Fourier(nn.Module):
-    """Sine and cosine of a number at eight frequencies up to 2e4, as EDM has them of a noise level."""
+    """Sine and cosine of eight times, `(batch, 8)`, each at a frequency of its own up to 2e4."""
 
     @nn.compact
     def __call__(self, x):
-        angles = x[:, None] * self.param("frequencies", lambda key: jnp.geomspace(1e3, 2e4, 8))
+        angles = x * self.param("frequencies", lambda key: jnp.geomspace(1e3, 2e4, 8))
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
 class Signal(nn.Module):
-    """The value of a signal that depends on a time per example, beside other inputs."""
+    """The value of a signal that depends on eight times per example, beside other inputs."""
 
     @nn.compact
-    def __call__(self, x, time):
-        y = nn.Dense(32, name="embed")(Fourier(name="fourier")(time))
+    def __call__(self, x, times):
+        y = nn.Dense(32, name="embed")(Fourier(name="fourier")(times))
         y = nn.gelu(y + nn.Dense(32, name="inputs")(x))
         return nn.Dense(1, name="out")(nn.gelu(nn.Dense(32, name="hidden")(y)))[:, 0]
 
@@ -61,8 +61,8 @@ class Classifier(nn.Module):
 def signal(key: Any) -> Any:
     """Inputs, times, and a sum of waves and inputs."""
     a, b = jax.random.split(key)
-    x, time = jax.random.normal(a, (BATCH, 4)), jax.random.uniform(b, (BATCH,))
-    waves = jnp.sin(time[:, None] * jnp.geomspace(1e3, 2e4, 8)[::2]).sum(-1)
+    x, time = jax.random.normal(a, (BATCH, 4)), jax.random.uniform(b, (BATCH, 8))
+    waves = jnp.sin(time * jnp.geomspace(1e3, 2e4, 8))[:, ::2].sum(-1)
     return (x, time), waves + x[:, 0] * x[:, 1]
 
 
