@@ -549,7 +549,7 @@ def test_where_it_does_not_reach_it_says_so():
 def test_float64_parameters():
     with jax.enable_x64(True):
         model = jmpp.wrap(nn.Dense(1, use_bias=False), "p=f64,c=f16,o=f32,g=f32")
-        params = {"params": {"kernel": jnp.full((2, 1), 0.5, jnp.float64)}}
+        params = {"params": {"kernel": jnp.full((SIDE, 1), 0.5, jnp.float64)}}
         grad = jax.grad(lambda p: 4 * model.apply(p, BIG).astype(F32).sum())(params)["params"]["kernel"]
     assert grad.dtype == jnp.float64
     assert np.asarray(grad)[0, 0] == 4096 * 8 * 4
