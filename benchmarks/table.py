@@ -84,7 +84,7 @@ class Table:
                     self.save(rows, **beside)
                 else:
                     show(f"{self.name}, {size}, {jax.devices()[0].device_kind}", rows)
-        except (PluginMissingError, jmp_policy.LoweringUnavailableError) as error:
+        except (PluginMissingError, jmp_policy.report.LoweringUnavailableError) as error:
             print(f"Skipped {self.name}. {error}")
 
     def chosen(self, words: Sequence[str]) -> list[Key]:

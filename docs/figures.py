@@ -65,7 +65,7 @@ def trained(steps: int) -> tuple[Any, jax.Array, jax.Array]:
     return params, images[rows[-1]], labels[rows[-1]]
 
 
-def draw(spectrum: jmpp.GradientSpectrum, path: Path) -> None:
+def draw(spectrum: jmpp.report.GradientSpectrum, path: Path) -> None:
     """The magnitudes of gradients, over what float16 can hold."""
     with matplotlib.rc_context(STYLE):
         figure = spectrum.plot()

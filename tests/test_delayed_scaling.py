@@ -301,9 +301,9 @@ def test_a_run_begins_the_recipe_and_keeps_all_else():
     begun, left = jmpp.restore_state(fresh_again, whole), jmpp.restore_state(fresh_again, left)
     assert_equal((begun.params, begun.opt_state), (left.params, left.opt_state))
     with pytest.raises(ValueError, match=r"1 missing:\n  kernel: .*\n1 left over:\n  params/kernel: "):
-        jmpp.check_restored({"params": before.params}, before.params)
+        jmpp.optim.check_restored({"params": before.params}, before.params)
     with pytest.raises(ValueError, match="left over:\n  _overwrite_with_gradient/"):
-        jmpp.check_restored(kept, {"params": before.params})
+        jmpp.optim.check_restored(kept, {"params": before.params})
 
 
 @pytest.mark.slow

@@ -322,7 +322,7 @@ def test_data_parallel_by_hand_is_the_step_of_one_device(way):
         typed = way == "shard_map"
         mean = functools.partial(lax.pmean, axis_name="data")
         loss_fn = (lambda p, x: mean(training.loss_fn(p, x))) if typed else training.loss_fn
-        scaled = isinstance(state, jmpp.LossScaledState)
+        scaled = isinstance(state, jmpp.optim.LossScaledState)
         gradient = jmpp.scaled_value_and_grad(loss_fn) if scaled else None
         loss, grads = gradient(state, params, x) if scaled else jax.value_and_grad(loss_fn)(params, x)
         updates, state = (tx if scaled else plain).update(grads if typed else mean(grads), state, params)

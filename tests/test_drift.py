@@ -615,7 +615,7 @@ def test_metrics_of_a_training_run():
     @jax.jit
     def probe(params, opt_state, x):
         traces.append(None)
-        return jmpp.drift_metrics(loss_fn, params, x, scale=opt_state)
+        return jmpp.report.drift_metrics(loss_fn, params, x, scale=opt_state)
 
     assert not jax.make_jaxpr(probe)(params, opt_state, X).effects
     log = jmpp.MetricsLogger(written.__setitem__, every=2)
@@ -628,8 +628,8 @@ def test_metrics_of_a_training_run():
     assert written[0]["drift/gradient_error"] == pytest.approx(found.gradient_error, rel=0.1)
     assert written[0]["drift/loss_error"] == pytest.approx(found.loss_error, rel=1e-3)
     assert written[0]["drift/gradient_cosine"] == pytest.approx(1, abs=1e-5)
-    assert jmpp.drift_metrics(lambda x: (x.astype(HALF), 1), X)["drift/error"] > 1e-5
-    assert jmpp.drift_metrics(lambda x: x, X, prefix="")["error"] == 0
+    assert jmpp.report.drift_metrics(lambda x: (x.astype(HALF), 1), X)["drift/error"] > 1e-5
+    assert jmpp.report.drift_metrics(lambda x: x, X, prefix="")["error"] == 0
 
 
 def test_plot():

@@ -107,7 +107,7 @@ def test_nnx_layers_and_autocast_follow_where_it_gains():
     rows = jmpp.explain(loss, lower="fp8_current@H100")(w, v, TOKENS).of("dot_general")
     assert "not in float8: no gain on H100" in rows[0].why
     assert "in float8 by the recipe fp8_current@H100" in rows[1].why
-    half = jmpp.autocast(loss, lower=jmpp.worthwhile("fp8_current", target="H100"))
+    half = jmpp.autocast(loss, lower=jmpp.report.worthwhile("fp8_current", target="H100"))
     assert [p.scales for p in jmpp.audit(half, w, v, TOKENS).products] == ["", "fp8_current", ""]
 
 
@@ -122,19 +122,19 @@ def test_sizes_that_are_not_known_stay():
 
 
 def test_texts_of_recipes_with_a_device():
-    recipe = jmpp.worthwhile("fp8_current", target="h100")
+    recipe = jmpp.report.worthwhile("fp8_current", target="h100")
     policy = jmpp.Policy("mixed_bfloat16", recipe=recipe)
     assert policy == jmpp.get_policy(str(policy)) == jmpp.get_policy("mixed_bfloat16, r=fp8_current@h100")
     assert (policy.recipe, policy.to_dict()["recipe"]) == ("fp8_current@H100", "fp8_current@H100")
     assert jmpp.Policy.from_dict(policy.to_dict()) == policy
     with pytest.raises(ValueError, match="A100 has no float8 arithmetic.* L4, H100, H200, B200, v7x have"):
-        jmpp.worthwhile("fp8_current", target="A100")
+        jmpp.report.worthwhile("fp8_current", target="A100")
     with pytest.raises(ValueError, match="Unknown target 'h1000'. Did you mean 'H100'"):
         jmpp.get_policy("mixed_bfloat16, r=fp8_current@H1000")
     with pytest.raises(ValueError, match="Unknown recipe 'fp8_curent'.*Did you mean 'fp8_current'"):
         jmpp.get_policy("mixed_bfloat16, r=fp8_curent@H100")
     with pytest.raises(ValueError, match="Unknown recipe 'fp8'"):
-        jmpp.worthwhile("fp8", target="H100")
+        jmpp.report.worthwhile("fp8", target="H100")
 
 
 @pytest.mark.slow

@@ -47,13 +47,13 @@ def bad(state, params, x=X):
 
 
 def by_hand(state, params, x=X):
-    scale = jmpp.get_loss_scale_state(state).loss_scale
+    scale = jmpp.optim.get_loss_scale_state(state).loss_scale
     return jax.grad(lambda p: scale.scale(loss_fn(p, x)))(params)
 
 
 def by_number(state, params, x=X):
     """Without the library's function: the trace shows it all the same."""
-    scale = jmpp.get_loss_scale_state(state).loss_scale.loss_scale
+    scale = jmpp.optim.get_loss_scale_state(state).loss_scale.loss_scale
     return jax.grad(lambda p: scale * loss_fn(p, x))(params)
 
 
@@ -401,7 +401,7 @@ def test_two_optimizers_in_two_programs_each_vouch_for_themselves():
 
 def divided(gradient):
     def by_hand(state, params, x=X):
-        scale = jmpp.get_loss_scale_state(state).loss_scale
+        scale = jmpp.optim.get_loss_scale_state(state).loss_scale
         return jax.tree.map(lambda g: g / scale.loss_scale, gradient(state, params, x))
 
     return by_hand
@@ -409,7 +409,7 @@ def divided(gradient):
 
 def clipped_right(state, params, x=X):
     """Without the scale in them, which is multiplied again."""
-    scale = jmpp.get_loss_scale_state(state).loss_scale
+    scale = jmpp.optim.get_loss_scale_state(state).loss_scale
     clip = optax.clip_by_global_norm(1.0)
     return scale.scale(clip.update(scale.unscale(good(state, params, x)), optax.EmptyState())[0])
 

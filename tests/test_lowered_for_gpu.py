@@ -68,7 +68,7 @@ def step_and_state(tx, params):
         stats = jmpp.select_tree(jmpp.grads_finite(state), new, {"mean": jnp.zeros(64), "var": jnp.ones(64)})
         return optax.apply_updates(params, updates), state, stats
 
-    jmpp.get_loss_scale_state(tx.init(params)).loss_scale.scale(jnp.float32(1))  # As a loss was.
+    jmpp.optim.get_loss_scale_state(tx.init(params)).loss_scale.scale(jnp.float32(1))  # As a loss was.
     return step, tx.init(params)
 
 
@@ -190,7 +190,7 @@ def test_several_losses():
 def step_of_losses(tx, params):
     state = tx.init(params)
     for name in ("one", "two"):
-        jmpp.get_loss_scale_state(state).loss_scale[name].scale(jnp.float32(1))
+        jmpp.optim.get_loss_scale_state(state).loss_scale[name].scale(jnp.float32(1))
 
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)

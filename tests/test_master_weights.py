@@ -352,7 +352,7 @@ def test_other_leaves_and_boxes(method):
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, params)
     for name in ("single", "complex"):
         np.testing.assert_array_equal(after[name], params[name] - 4 * 2.0**-9)
-    if isinstance(state, jmpp.MasterWeightsState):
+    if isinstance(state, jmpp.optim.MasterWeightsState):
         assert state.masters["boxed"].names == ("a", "b")
         np.testing.assert_array_equal(state.masters["boxed"].value, np.full((2, 2), 1 - 4 * 2.0**-9))
         assert state.masters["complex"] == optax.MaskedNode()
@@ -559,7 +559,7 @@ def test_the_loss_scale_is_found(method):
     tx = optax.chain(optax.identity(), method(jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale(8.0))))
     params = jnp.ones(3, jnp.float16)
     state = tx.init(params)
-    assert float(jmpp.get_loss_scale_state(state).loss_scale.loss_scale) == 8.0
+    assert float(jmpp.optim.get_loss_scale_state(state).loss_scale.loss_scale) == 8.0
     loss, grads = jmpp.scaled_value_and_grad(lambda p: p.astype(jnp.float32).sum())(state, params)
     assert (float(loss), grads.tolist()) == (3.0, [8.0] * 3)
     _, state = jax.jit(tx.update)(grads, state, params)

@@ -305,8 +305,8 @@ def test_checkpoints_from_before_there_was_a_monitor():
     assert restored.gradients is None
     without = {k: v for k, v in saved.items() if k != "gradients"}
     values = {f: getattr(old, f) for f in old._fields if f != "gradients"}
-    assert jmpp.LossScaledState(**values) == old._replace(gradients=None)
-    assert jmpp.LossScaledState(*old[:-1]).gradients is None
+    assert jmpp.optim.LossScaledState(**values) == old._replace(gradients=None)
+    assert jmpp.optim.LossScaledState(*old[:-1]).gradients is None
     restored = flax.serialization.from_state_dict(tx(False).init(SMALL), {**without, "gradients": None})
     assert restored.gradients is None
     assert jax.tree.structure(restored) == jax.tree.structure(old)

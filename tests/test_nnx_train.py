@@ -164,7 +164,7 @@ def test_metrics_and_state_of_every_kind_of_optimizer():
         assert isinstance(jmpp.metrics(holder)["loss_scale"], jax.Array)
         jmpp.check(holder)
         assert bool(nnx.jit(jmpp.grads_finite)(holder))
-        state = jmpp.get_loss_scale_state(holder)
+        state = jmpp.optim.get_loss_scale_state(holder)
         assert isinstance(state.loss_scale, jmpp.DynamicLossScale)
         assert float(state.loss_scale.scale(jnp.float32(1.0))) == 2.0**12
     _, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(both, model, X)
@@ -310,7 +310,7 @@ def test_one_decision_for_all_devices():
         ("accumulate_gradients", lambda f: functools.partial(jmpp.accumulate_gradients(f, 2), SCALE)),
         (
             "spectrum_value_and_grad",
-            lambda f: functools.partial(jmpp.spectrum_value_and_grad(f), SCALE, None),
+            lambda f: functools.partial(jmpp.report.spectrum_value_and_grad(f), SCALE, None),
         ),
         ("autocast", lambda f: jmpp.autocast(f, "bfloat16")),
     ],

@@ -483,22 +483,22 @@ STATES = {
 def test_state_is_found_anywhere(name):
     tx = STATES[name](jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale()))
     state = tx.init(PARAMS)
-    found = jmpp.get_loss_scale_state(state)
-    assert isinstance(found, jmpp.LossScaledState)
+    found = jmpp.optim.get_loss_scale_state(state)
+    assert isinstance(found, jmpp.optim.LossScaledState)
     assert float(jax.jit(lambda s: jmpp.metrics(s)["loss_scale"])(state)) == 2.0**16
     assert bool(jmpp.grads_finite(state))
     grads = jax.tree.map(lambda p: p * 2.0**16, PARAMS)
     _, state = tx.update(grads, state, PARAMS)
-    assert jmpp.get_loss_scale_state(state).loss_scale is not None
+    assert jmpp.optim.get_loss_scale_state(state).loss_scale is not None
 
 
 def test_none_and_several_scales():
     with pytest.raises(ValueError, match="no loss scale in this tuple"):
-        jmpp.get_loss_scale_state(optax.adam(0.1).init(PARAMS))
+        jmpp.optim.get_loss_scale_state(optax.adam(0.1).init(PARAMS))
     scaled = lambda: jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale())  # noqa: E731
     two = optax.multi_transform({"a": scaled(), "b": scaled()}, {"w": "a", "b": "b"})
     with pytest.raises(ValueError, match=r"2 loss scales .*inner_states\['a'\].*inner_states\['b'\]"):
-        jmpp.get_loss_scale_state(two.init(PARAMS))
+        jmpp.optim.get_loss_scale_state(two.init(PARAMS))
     nested = jmpp.loss_scaled(scaled(), jmpp.DynamicLossScale())
     with pytest.raises(ValueError, match=r"\(the state itself\), \.inner_state"):
         jmpp.metrics(nested.init(PARAMS))
@@ -582,7 +582,7 @@ def test_a_number_in_the_place_of_the_loss_scale_is_refused():
     for use in uses:
         with pytest.raises(TypeError, match=r"is a number \(4.0\).*dataclasses.replace"):
             use(number)
-    scale = dataclasses.replace(jmpp.get_loss_scale_state(state).loss_scale, loss_scale=4.0)
+    scale = dataclasses.replace(jmpp.optim.get_loss_scale_state(state).loss_scale, loss_scale=4.0)
     good = optax.tree_utils.tree_set(state, loss_scale=scale)
     for use in uses:
         use(good)

@@ -150,10 +150,10 @@ def test_loss_scales_that_have_no_dict():
 
 def test_the_scales_of_several_losses_read_and_write_themselves():
     tx = jmpp.loss_scaled(optax.sgd(0.1), {"a": jmpp.DynamicLossScale(8.0), "b": jmpp.StaticLossScale(2.0)})
-    scales = jmpp.get_loss_scale_state(tx.init(jnp.ones(3))).loss_scale
+    scales = jmpp.optim.get_loss_scale_state(tx.init(jnp.ones(3))).loss_scale
     settings = scales.to_dict()
     assert settings["b"] == {"type": "static", "loss_scale": 2.0}
-    again = jmpp.LossScales.from_dict(through_yaml_and_json(settings))
+    again = jmpp.optim.LossScales.from_dict(through_yaml_and_json(settings))
     assert repr(again) == repr(scales)
     read = jmpp.from_config({"loss_scale": settings}).loss_scale
     assert {name: scale.to_dict() for name, scale in read.items()} == settings

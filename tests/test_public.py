@@ -64,7 +64,7 @@ class NNXNet(nnx.Module):
 
 def loss_fn(params, x):
     half = (x @ params["body"]["kernel"]).astype(jnp.float16)
-    hidden = jmpp.tap(jnp.tanh(half), "hidden").astype(jnp.float32)
+    hidden = jmpp.report.tap(jnp.tanh(half), "hidden").astype(jnp.float32)
     return jnp.mean(hidden @ params["head"]["kernel"])
 
 
@@ -101,7 +101,7 @@ def wrapped_nnx(policy="p=f32,c=f16,o=f32,g=f32"):
 def lowering():
     kernel = report.Kernel("gemm", "triton", operands="float16 x float16", flops=2)
     estimate = report.Estimate("float16", "as given", 1e-3, 2.0, "memory")
-    return jmpp.LoweringReport("step", "H100", 1, (kernel,), 1, 2, 3, (estimate,), None, (), "verdict")
+    return jmpp.report.LoweringReport("step", "H100", 1, (kernel,), 1, 2, 3, (estimate,), None, (), "verdict")
 
 
 #: What users make or get, by name.
@@ -129,10 +129,10 @@ OBJECTS = {
     "chain": lambda: optax.chain(optax.clip(1.0), scaled()).init(PARAMS),
     "MultiSteps": lambda: optax.MultiSteps(scaled(), 2).init(PARAMS),
     "inject_hyperparams": lambda: optax.inject_hyperparams(scaled_sgd)(learning_rate=0.1).init(PARAMS),
-    "SpectrumState": lambda: jmpp.SpectrumState.create(PARAMS, loss_fn, X),
+    "SpectrumState": lambda: jmpp.report.SpectrumState.create(PARAMS, loss_fn, X),
     "MetricsLogger": lambda: jmpp.MetricsLogger(print, every=2),
     "LossScaleStuckError": lambda: jmpp.LossScaleStuckError("stuck"),
-    "LoweringUnavailableError": lambda: jmpp.LoweringUnavailableError("no compiler"),
+    "LoweringUnavailableError": lambda: jmpp.report.LoweringUnavailableError("no compiler"),
     "Summary": lambda: jmpp.summary(LinenNet(), "mixed_float16", X),
     "Summary of NNX": lambda: jmpp.summary(NNXNet(nnx.Rngs(0)), "mixed_float16", X),
     "Audit": lambda: jmpp.audit(jax.grad(loss_fn), PARAMS, X),
@@ -258,7 +258,8 @@ STEPS = """
 import sys, flax.linen, jax, jax.numpy as jnp, optax
 from flax import nnx
 import jmp_policy
-from jmp_policy import report, tap
+from jmp_policy import report
+from jmp_policy.report import tap
 
 def update(tx, loss_of, state, params, x):
     loss, grads = jmp_policy.scaled_value_and_grad(loss_of)(state, params, x)
@@ -297,16 +298,16 @@ assert "jmp_policy._src.report" not in sys.modules
 assert not hasattr(jmp_policy, "no_name") and not hasattr(jmp_policy, "Product")
 assert not hasattr(jmp_policy.report, "__wrapped__")
 assert "jmp_policy._src.report" not in sys.modules
-from jmp_policy import Audit
+from jmp_policy import audit
 from jmp_policy.report import Product
-assert Audit is jmp_policy.Audit is jmp_policy.report.Audit and not hasattr(jmp_policy, "Product")
-assert (Audit.__module__, Product.__module__) == ("jmp_policy", "jmp_policy.report")
-assert {"Audit", "wrap", "tap", "report"} < set(dir(jmp_policy)) and "Product" in dir(jmp_policy.report)
+assert audit is jmp_policy.report.audit and not hasattr(jmp_policy, "Product")
+assert (audit.__module__, Product.__module__) == ("jmp_policy", "jmp_policy.report")
+assert {"audit", "wrap", "report"} < set(dir(jmp_policy)) and "Product" in dir(jmp_policy.report)
 assert "spectrum_value_and_grad" in dir(jmp_policy.nnx)
-assert jmp_policy.nnx.spectrum_value_and_grad is not jmp_policy.spectrum_value_and_grad
+assert jmp_policy.nnx.spectrum_value_and_grad is not jmp_policy.report.spectrum_value_and_grad
 names = {}
 exec("from jmp_policy import *", names)
-assert {"wrap", "audit", "Drift"} < set(names) and "Product" not in names
+assert {"wrap", "audit", "drift"} < set(names) and "Drift" not in names and "Product" not in names
 """
 
 
@@ -334,3 +335,15 @@ def test_a_pickle_of_the_first_version_says_what_to_do():
     written = b"cjmp_policy._state\nLossScaledState\n."  # As version 0.1.0 named it.
     with pytest.raises(ModuleNotFoundError, match=r"jmp_policy\._state.*0\.1\.0.*msgpack.*restore_state"):
         pickle.loads(written)
+
+
+@pytest.mark.parametrize("name", ["Audit", "LossScaledState", "tap"])
+def test_names_that_have_moved_warn_at_the_line_that_uses_them(name):
+    with pytest.warns(
+        DeprecationWarning, match=rf"jmp_policy\.{name} is jmp_policy\.(report|optim)\.{name}"
+    ) as found:
+        value = getattr(jmpp, name)
+    assert found[0].filename == __file__
+    assert value is getattr(jmpp.optim if name == "LossScaledState" else report, name)
+    assert name not in dir(jmpp)
+    assert len([n for n in dir(jmpp) if not n.startswith("_")]) < 50

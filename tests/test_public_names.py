@@ -140,8 +140,8 @@ W, X = jnp.ones((3, 2)), jnp.ones((4, 3))
 
 def test_what_explain_returns():
     found = jmpp.explain(loss_fn, "mixed_float16")(W, X)
-    assert isinstance(found, jmpp.Explanation)
-    assert isinstance(found.of("dot_general")[0], jmpp.Operation)
+    assert isinstance(found, jmpp.report.Explanation)
+    assert isinstance(found.of("dot_general")[0], jmpp.report.Operation)
 
 
 def rows_of(report):
@@ -155,7 +155,7 @@ def test_what_an_audit_returns():
         return again + jnp.exp(logits).sum() + (logits * x).sum()
 
     found = jmpp.audit(stored_in_half, W, X)
-    assert isinstance(found, jmpp.Audit)
+    assert isinstance(found, jmpp.report.Audit)
     assert rows_of(found) == {
         jmpp.report.Product, jmpp.report.HalfOperation, jmpp.report.RepeatedCast, jmpp.report.Upcast
     }  # fmt: skip
@@ -163,14 +163,14 @@ def test_what_an_audit_returns():
 
 def test_what_other_reports_are():
     memory = jmpp.memory_report(loss_fn, W, X)
-    assert isinstance(memory, jmpp.MemoryReport)
+    assert isinstance(memory, jmpp.report.MemoryReport)
     assert jmpp.report.MemoryRow in rows_of(memory)
     model = jmpp.wrap(nn.Dense(2), "mixed_float16")
     summary = jmpp.summary(model, None, X)
-    assert isinstance(summary, jmpp.Summary)
+    assert isinstance(summary, jmpp.report.Summary)
     assert jmpp.report.ModuleRow in rows_of(summary)
     spectrum = jmpp.gradient_spectrum(loss_fn, W, X)
-    assert isinstance(spectrum, jmpp.GradientSpectrum)
+    assert isinstance(spectrum, jmpp.report.GradientSpectrum)
     assert isinstance(spectrum.overall(), jmpp.report.Magnitudes)
     assert isinstance(spectrum.overall().float16, jmpp.report.Share)
     assert isinstance(jmpp.report.formats(1.0), jmpp.report.Formats)
@@ -179,9 +179,9 @@ def test_what_other_reports_are():
 def test_a_lowering_report_needs_the_compiler():
     if is_installed():
         pytest.skip("slow where it compiles; tests/test_lowering.py does")
-    with pytest.raises(jmpp.LoweringUnavailableError, match="gpu"):
+    with pytest.raises(jmpp.report.LoweringUnavailableError, match="gpu"):
         jmpp.lowering_report(loss_fn, W, X)
-    assert issubclass(jmpp.LoweringReport, type(jmpp.report.formats()).__mro__[1])
+    assert issubclass(jmpp.report.LoweringReport, type(jmpp.report.formats()).__mro__[1])
 
 
 def test_what_a_diagnosis_says_of_operands():
@@ -196,10 +196,10 @@ def test_casts_of_jmp():
 def test_states_of_half_parameters():
     params = {"w": W.astype(jnp.float16)}
     kinds = {
-        jmpp.master_weights: jmpp.MasterWeightsState,
-        jmpp.kahan_summation: jmpp.KahanSummationState,
-        jmpp.stochastic_rounding: jmpp.StochasticRoundingState,
-        jmpp.half_moments: jmpp.HalfMomentsState,
+        jmpp.master_weights: jmpp.optim.MasterWeightsState,
+        jmpp.kahan_summation: jmpp.optim.KahanSummationState,
+        jmpp.stochastic_rounding: jmpp.optim.StochasticRoundingState,
+        jmpp.half_moments: jmpp.optim.HalfMomentsState,
     }
     for make, kind in kinds.items():
         assert isinstance(jax.eval_shape(make(optax.sgd(0.1)).init, params), kind)
@@ -222,7 +222,7 @@ def test_the_spectrum_of_an_nnx_step():
 
     @nnx.jit
     def step(model):
-        state = jmpp.SpectrumState.create(model, loss_of, X)
+        state = jmpp.report.SpectrumState.create(model, loss_of, X)
         return jmpp.nnx.spectrum_value_and_grad(loss_of)(8.0, state, model, X)
 
     (_, grads), state = step(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
@@ -232,12 +232,14 @@ def test_the_spectrum_of_an_nnx_step():
 
 def test_results_of_sensitivity_and_recommend_say_what_they_hold():
     row = jmpp.report.SensitivityRow("head", 0.5, 0.1)
-    found = jmpp.Sensitivity("loss", "float16", 8.0, (row,))
+    found = jmpp.report.Sensitivity("loss", "float16", 8.0, (row,))
     assert found.of("head") is row
     assert "head changes the gradient most" in found.verdict
     rule = jmpp.report.RecommendationRow("head", "float32", "2 values exceed the range of float16", 0.5)
     rules = jmpp.PolicyMap("mixed_float16", {"head": "float32"})
-    made = jmpp.Recommendation("loss", "float16", rules, jmpp.NoOpLossScale(), (rule,), 0.1, 0.05, 0.04, 0.9)
+    made = jmpp.report.Recommendation(
+        "loss", "float16", rules, jmpp.NoOpLossScale(), (rule,), 0.1, 0.05, 0.04, 0.9
+    )
     assert "2 values exceed the range of float16" in str(made)
     assert jmpp.report.Kernel("gemm", "triton", flops=2).flops == 2
     assert jmpp.report.Estimate("float16", "as given", 1e-3, 2.0, "memory").speedup == 2.0

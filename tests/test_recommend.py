@@ -102,7 +102,7 @@ def test_a_model_is_taken_for_its_loss():
     model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)
     found = jmpp.recommend(model, variables, X, probes=1, target="h100", dtype="bfloat16")
-    assert isinstance(found, jmpp.Recommendation)
+    assert isinstance(found, jmpp.report.Recommendation)
     assert isinstance(found.rows[0], jmpp.report.RecommendationRow)
     assert found.policy == jmpp.PolicyMap("mixed_bfloat16")
     assert isinstance(found.loss_scale, jmpp.NoOpLossScale)

@@ -75,7 +75,7 @@ def _manager(path, state, template):
     with ocp.CheckpointManager(path, options=options) as manager:
         manager.save(3, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
-        jmpp.check_restored(manager.item_metadata(3), template)
+        jmpp.optim.check_restored(manager.item_metadata(3), template)
         return manager.restore(3, args=ocp.args.StandardRestore())
 
 
@@ -363,7 +363,7 @@ def test_half_parameters_go_on_with_masters(raw, outer, tmp_path):
     tx = outer(jmpp.master_weights(plain))
     # The template's masters are those of other parameters.
     restored = jmpp.restore_state(tx.init(jax.tree.map(jnp.ones_like, half)), saved)
-    masters = restored.inner_state if isinstance(restored, jmpp.LossScaledState) else restored
+    masters = restored.inner_state if isinstance(restored, jmpp.optim.LossScaledState) else restored
     assert_same(masters.inner_state, state)
     updates, _ = tx.update(GRADS, restored, half)
     want, _ = tx.update(GRADS, jmpp.restore_state(tx.init(half), saved), half)
@@ -419,7 +419,9 @@ def test_train_state(plain, keeper, tmp_path):
 
 
 # Checkpoints of the past.
-OldState = collections.namedtuple("OldState", [f for f in jmpp.LossScaledState._fields if f != "gradients"])
+OldState = collections.namedtuple(
+    "OldState", [f for f in jmpp.optim.LossScaledState._fields if f != "gradients"]
+)
 
 
 def as_old(state):
@@ -709,7 +711,7 @@ def test_many_changes_are_counted():
     wide = {f"w{i:02}": jnp.ones(2) for i in range(13)}
     half = jmpp.get_policy("half").cast_to_param(wide)
     with pytest.raises(ValueError, match=r"(?s)13 restored values are.*w09: [^\n]*\n  \.\.\. and 3 more$"):
-        jmpp.check_restored(half, wide)
+        jmpp.optim.check_restored(half, wide)
     with pytest.raises(ValueError, match=r"(?s)13 missing:.*w09: [^\n]*\n  \.\.\. and 3 more$"):
         jmpp.restore_state(wide, {})
 
@@ -758,17 +760,17 @@ CHECKED = {
 def test_check_restored(name):
     restored, expected, message = CHECKED[name]
     if message is None:
-        jmpp.check_restored({"a": {"x": restored}}, {"a": {"x": expected}})
+        jmpp.optim.check_restored({"a": {"x": restored}}, {"a": {"x": expected}})
     else:
         with pytest.raises(ValueError, match=f"(?s)a/x: .*{message}|{message}"):
-            jmpp.check_restored({"a": {"x": restored}}, {"a": {"x": expected}})
+            jmpp.optim.check_restored({"a": {"x": restored}}, {"a": {"x": expected}})
 
 
 def test_check_restored_does_not_fill_in():
     old = flax.serialization.to_state_dict(SCALED.init(PARAMS))
     del old["loss_scale"]["stuck"]
     with pytest.raises(ValueError, match=r"1 missing:\n  loss_scale/stuck: bool\[\]$"):
-        jmpp.check_restored(old, SCALED.init(PARAMS))
+        jmpp.optim.check_restored(old, SCALED.init(PARAMS))
 
 
 def test_orbax_casts_silently_and_its_metadata_tells(tmp_path):
@@ -779,10 +781,10 @@ def test_orbax_casts_silently_and_its_metadata_tells(tmp_path):
         c.save(tmp_path / "at", half)
         c.wait_until_finished()
         restored = c.restore(tmp_path / "at", abstract(wide))
-        jmpp.check_restored(restored, wide)
+        jmpp.optim.check_restored(restored, wide)
         assert restored["w"].tolist() == [1.0, 1.0]
         with pytest.raises(ValueError, match=r"w: float32\[2\] -> bfloat16\[2\]: saved in lower precision"):
-            jmpp.check_restored(c.metadata(tmp_path / "at").item_metadata, wide)
+            jmpp.optim.check_restored(c.metadata(tmp_path / "at").item_metadata, wide)
 
 
 @pytest.mark.parametrize(("saved", "wanted"), [

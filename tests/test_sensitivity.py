@@ -154,7 +154,7 @@ def test_decisions_are_found_in_the_gradient(function, decides):
 
 @pytest.mark.slow
 def test_the_result_is_a_report():
-    assert isinstance(found(), jmpp.Sensitivity)
+    assert isinstance(found(), jmpp.report.Sensitivity)
     assert isinstance(found().rows[0], jmpp.report.SensitivityRow)
     assert "In float16, the whole model changes the gradient most" in found().verdict
     assert "(all)" in str(found())

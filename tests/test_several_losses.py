@@ -46,7 +46,7 @@ def bits(tree):
 
 
 def scale_of(state, name):
-    return float(jmpp.get_loss_scale_state(state).loss_scale[name].loss_scale)
+    return float(jmpp.optim.get_loss_scale_state(state).loss_scale[name].loss_scale)
 
 
 # Arithmetic.
@@ -191,7 +191,7 @@ def machine(mode):
 
     def step(carry, events):
         param, state = carry
-        scales = jmpp.get_loss_scale_state(state).loss_scale
+        scales = jmpp.optim.get_loss_scale_state(state).loss_scale
         grads = {n: jnp.where(events[n] == 1, jnp.inf, scales[n].scale(1.0)) for n in ("x", "y")}
         updates, state = tx.update(grads, state, param, overflowed={n: events[n] == 2 for n in ("x", "y")})
         param = optax.apply_updates(param, updates)
@@ -337,7 +337,7 @@ def test_nnx_optimizer(bad):
 
     @nnx.jit
     def step(model, optimizer, x):
-        scales = jmpp.get_loss_scale_state(optimizer).loss_scale
+        scales = jmpp.optim.get_loss_scale_state(optimizer).loss_scale
         grads = {
             name: jmpp.nnx.scaled_value_and_grad(lambda m, n=name: m(x[n]).sum())(scales[name], model)[1]
             for name in ("a", "b")
@@ -411,7 +411,7 @@ def test_checkpoints_by_flax_and_pytrees():
 
 def test_names_and_iteration():
     scales = jmpp.loss_scaled(optax.sgd(1.0), SCALES).init(PARAMS).loss_scale
-    assert isinstance(scales, jmpp.LossScales)
+    assert isinstance(scales, jmpp.optim.LossScales)
     assert (list(scales), len(scales), "adversarial" in scales) == (list(SCALES), 2, True)
     with pytest.raises(KeyError, match="'x' is none of the losses: 'reconstruction', 'adversarial'"):
         scales["x"]
@@ -636,7 +636,7 @@ def test_two_optimizers_with_a_scale_each():
     assert float(jmpp.metrics(states["generator"])["loss_scale"]) == 2.0
     assert float(jmpp.metrics(states["discriminator"])["loss_scale"]) == 4.0
     with pytest.raises(ValueError, match=r"2 loss scales .* at \['discriminator'\], \['generator'\]"):
-        jmpp.get_loss_scale_state(states)
+        jmpp.optim.get_loss_scale_state(states)
 
 
 # Gradients of gradients.
@@ -748,7 +748,7 @@ def test_the_scale_of_the_state_may_serve_the_inner_gradient_too():
 
     @jax.jit
     def step(state):
-        inner = jmpp.get_loss_scale_state(state).loss_scale["penalty"]
+        inner = jmpp.optim.get_loss_scale_state(state).loss_scale["penalty"]
         _, grads = jmpp.scaled_value_and_grad(penalty, loss="penalty")(state, params, x, inner, 1.0)
         return tx.update({"penalty": grads}, state, params)[1]
 

@@ -168,9 +168,9 @@ def plain_case(wrapped):
 
     def loss(params, x):
         body, tiny = (params[name]["kernel"].astype(dtype) for name in ("body", "tiny"))
-        x = jmpp.tap(x.astype(dtype) @ body, "plain/body")
-        y = jmpp.tap(x @ tiny, "plain/tiny") * jnp.asarray(2.0**-30, dtype)
-        return jmpp.tap(x + y, "plain").astype(F32).mean()
+        x = jmpp.report.tap(x.astype(dtype) @ body, "plain/body")
+        y = jmpp.report.tap(x @ tiny, "plain/tiny") * jnp.asarray(2.0**-30, dtype)
+        return jmpp.report.tap(x + y, "plain").astype(F32).mean()
 
     return loss, params, "plain"
 
@@ -321,7 +321,7 @@ def test_a_module_called_twice_adds_up(kind):
 
 
 def halved(c):
-    return jmpp.tap(c * 0.5, "t")
+    return jmpp.report.tap(c * 0.5, "t")
 
 
 TAPPED = {
@@ -359,7 +359,7 @@ def test_taps_count_forward_and_backward_through_transforms(name, scale):
 def test_a_tap_in_a_shard_map_adds_up_over_devices():
     def loss(w, x):
         def shard(w, x):
-            return lax.psum(jmpp.tap(x * w, "t").sum(), "d")
+            return lax.psum(jmpp.report.tap(x * w, "t").sum(), "d")
 
         return jax.shard_map(shard, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(w, x)
 
@@ -371,7 +371,7 @@ def test_a_tap_in_a_shard_map_adds_up_over_devices():
 
 def test_a_tap_takes_any_tree():
     def loss(w):
-        tree = jmpp.tap({"a": w, "b": (2 * w, jnp.arange(3)), "n": 7, "s": None}, "tree")
+        tree = jmpp.report.tap({"a": w, "b": (2 * w, jnp.arange(3)), "n": 7, "s": None}, "tree")
         return tree["a"].sum() + tree["b"][0].sum() + tree["n"]
 
     found = jmpp.gradient_spectrum(loss, W)
@@ -380,8 +380,8 @@ def test_a_tap_takes_any_tree():
 
 def test_nothing_is_there_when_nobody_looks():
     x, tree = jnp.ones(3), {"a": jnp.ones(2)}
-    assert jmpp.tap(x, "x") is x
-    assert jmpp.tap(tree, "tree") is tree
+    assert jmpp.report.tap(x, "x") is x
+    assert jmpp.report.tap(tree, "tree") is tree
 
     def step(tap):
         def loss(w):
@@ -389,13 +389,13 @@ def test_nothing_is_there_when_nobody_looks():
 
         return str(jax.make_jaxpr(jax.value_and_grad(loss))(W))
 
-    assert step(lambda x: jmpp.tap(x, "x")) == step(lambda x: x)
+    assert step(lambda x: jmpp.report.tap(x, "x")) == step(lambda x: x)
 
 
 @pytest.mark.slow
 def test_looking_leaves_nothing_behind():
     loss, params, _ = nnx_case(False)
-    jitted = jax.jit(lambda w: jmpp.tap(w * 2, "t"))
+    jitted = jax.jit(lambda w: jmpp.report.tap(w * 2, "t"))
     found = jmpp.gradient_spectrum(lambda w: jitted(w).sum(), W)
     assert found.of("t", "activation").size == 4
     assert "custom_vjp" not in str(jax.make_jaxpr(jitted)(W))
@@ -406,8 +406,8 @@ def test_looking_leaves_nothing_behind():
 
 
 def test_no_callback_is_in_the_counting():
-    state = jmpp.SpectrumState.create(W, lambda w: jmpp.tap(w, "t").sum())
-    step = jmpp.spectrum_value_and_grad(lambda w: jmpp.tap(w, "t").sum())
+    state = jmpp.report.SpectrumState.create(W, lambda w: jmpp.report.tap(w, "t").sum())
+    step = jmpp.report.spectrum_value_and_grad(lambda w: jmpp.report.tap(w, "t").sum())
     assert "callback" not in str(jax.make_jaxpr(step)(jnp.float32(2), state, W))
 
 
@@ -418,7 +418,7 @@ def params_and_loss():
     params = {"a": jnp.asarray([1.0, 2.0, -4.0]), "b": {"c": jnp.ones((2, 2)), "n": jnp.arange(3)}}
 
     def loss(params, x):
-        return (jmpp.tap(params["a"] * x, "h") ** 2).sum() + params["b"]["c"].sum() * 2.0**-30
+        return (jmpp.report.tap(params["a"] * x, "h") ** 2).sum() + params["b"]["c"].sum() * 2.0**-30
 
     return params, loss
 
@@ -433,8 +433,8 @@ def test_value_and_gradients_are_those_of_scaled_value_and_grad():
     params, loss = params_and_loss()
     params["b"].pop("n")
     for scale in (jmpp.DynamicLossScale(), jmpp.NoOpLossScale()):
-        state = jmpp.SpectrumState.create(params, loss, 3.0)
-        (value, grads), state = jax.jit(jmpp.spectrum_value_and_grad(loss))(scale, state, params, 3.0)
+        state = jmpp.report.SpectrumState.create(params, loss, 3.0)
+        (value, grads), state = jax.jit(jmpp.report.spectrum_value_and_grad(loss))(scale, state, params, 3.0)
         expected = jax.jit(jmpp.scaled_value_and_grad(loss))(scale, params, 3.0)
         assert states_equal((value, grads), expected)
         assert float(state.loss_scale) == float(scale.loss_scale)
@@ -443,8 +443,8 @@ def test_value_and_gradients_are_those_of_scaled_value_and_grad():
 def test_two_steps_add_up():
     params, loss = params_and_loss()
     params["b"].pop("n")
-    step = jax.jit(jmpp.spectrum_value_and_grad(loss))
-    zero = jmpp.SpectrumState.create(params, loss, 3.0)
+    step = jax.jit(jmpp.report.spectrum_value_and_grad(loss))
+    zero = jmpp.report.SpectrumState.create(params, loss, 3.0)
     once = step(2.0, zero, params, 3.0)[1]
     other = step(8.0, zero, params, 5.0)[1]
     both = step(8.0, once, params, 5.0)[1]
@@ -465,14 +465,14 @@ def test_two_steps_add_up():
 def test_as_in_jit_in_a_scan_and_donated():
     params, loss = params_and_loss()
     params["b"].pop("n")
-    step = jmpp.spectrum_value_and_grad(loss)
+    step = jmpp.report.spectrum_value_and_grad(loss)
     scale = jmpp.StaticLossScale(4.0)
 
     def run(state, x):
         return step(scale, state, params, x)[1]
 
     xs = jnp.asarray([1.0, 3.0, 0.5])
-    zero = jmpp.SpectrumState.create(params, loss, xs[0])
+    zero = jmpp.report.SpectrumState.create(params, loss, xs[0])
     donated, traces = jax.tree.map(jnp.copy, zero), []
 
     @jax.jit
@@ -494,7 +494,7 @@ def test_as_in_jit_in_a_scan_and_donated():
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_every_so_many_calls_are_counted(every):
-    grads, state, traces = {"w": jnp.ones(5)}, jmpp.SpectrumState.create({"w": jnp.ones(5)}), []
+    grads, state, traces = {"w": jnp.ones(5)}, jmpp.report.SpectrumState.create({"w": jnp.ones(5)}), []
 
     @jax.jit
     def update(state, grads):
@@ -520,7 +520,7 @@ def test_the_state_takes_an_optimizer_state_and_a_number():
         tx.init(grads),
         jmpp.StaticLossScale(2.0**10),
     ):
-        state = jmpp.SpectrumState.create(grads).update(grads, scale)
+        state = jmpp.report.SpectrumState.create(grads).update(grads, scale)
         assert state.report().overall().exponents == {2: 3}
         assert float(state.loss_scale) == 2.0**10
 
@@ -528,7 +528,7 @@ def test_the_state_takes_an_optimizer_state_and_a_number():
 @pytest.mark.slow
 def test_the_state_is_saved_and_restored():
     params, loss = params_and_loss()
-    zero = jmpp.SpectrumState.create(params, loss, 1.0)
+    zero = jmpp.report.SpectrumState.create(params, loss, 1.0)
     grads = {"a": jnp.asarray([1.0, 0.0, jnp.inf]), "b": {"c": jnp.ones((2, 2))}}
     state = zero.update(grads, 2.0, activations={"h": zero.activations["h"] + 1})
     for restored in (
@@ -545,9 +545,9 @@ def test_sharded_gradients_count_alike_and_shardings_stay():
     sharded = NamedSharding(MESH, P("d"))
     grads = jax.device_put(jnp.asarray(2.0 ** -np.arange(32.0), F32), sharded)
     replicated = NamedSharding(MESH, P())
-    zero = jax.device_put(jmpp.SpectrumState.create(grads), replicated)
+    zero = jax.device_put(jmpp.report.SpectrumState.create(grads), replicated)
     state = jax.jit(lambda s, g: s.update(g), out_shardings=replicated)(zero, grads)
-    assert states_equal(state, jmpp.SpectrumState.create(grads).update(np.asarray(grads)))
+    assert states_equal(state, jmpp.report.SpectrumState.create(grads).update(np.asarray(grads)))
     assert all(leaf.sharding == replicated for leaf in jax.tree.leaves(state))
 
 
@@ -570,7 +570,7 @@ def test_in_the_step_of_an_nnx_model(has_aux):
     models = [jmpp.wrap(NnxNorm(rngs=nnx.Rngs(0)), "mixed_bfloat16") for _ in range(2)]
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(8.0))
     optimizers = [nnx.Optimizer(model, tx, wrt=nnx.Param) for model in models]
-    state = jmpp.SpectrumState.create(models[0], loss, X, power=2)
+    state = jmpp.report.SpectrumState.create(models[0], loss, X, power=2)
     assert state.names == ("a/bias", "a/kernel", "norm/bias", "norm/scale")
 
     @nnx.jit
@@ -604,7 +604,7 @@ def test_in_the_step_of_an_nnx_model(has_aux):
 @pytest.mark.slow
 def test_gradients_of_an_nnx_model_by_update():
     loss, model, _ = nnx_case(False)
-    state = jmpp.SpectrumState.create(model).update(nnx.grad(loss)(model, X))
+    state = jmpp.report.SpectrumState.create(model).update(nnx.grad(loss)(model, X))
     assert state.report().of("tiny/kernel").float16.zero == 1.0
 
 
@@ -614,7 +614,7 @@ def test_explicit_axes():
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(None, "d")))
         x = jax.device_put(X, NamedSharding(mesh, P()))
-        found = jmpp.gradient_spectrum(lambda w, x: (jmpp.tap(x @ w, "h") ** 2).sum(), w, x)
+        found = jmpp.gradient_spectrum(lambda w, x: (jmpp.report.tap(x @ w, "h") ** 2).sum(), w, x)
     assert (found.of("w").size, found.of("h", "activation").size) == (32, 64)
     expected = expected_counts(2 * np.asarray(X).T @ np.asarray(X).sum(1, keepdims=True) @ np.ones((1, 8)), 1)
     assert sum(found.of("w").exponents.values()) == 32
@@ -633,7 +633,9 @@ def test_float64_gradients_below_float32s_range():
 
 
 def test_taps_without_a_gradient_are_named():
-    found = jmpp.gradient_spectrum(lambda w: (jax.lax.stop_gradient(jmpp.tap(w * 2, "stopped")) * w).sum(), W)
+    found = jmpp.gradient_spectrum(
+        lambda w: (jax.lax.stop_gradient(jmpp.report.tap(w * 2, "stopped")) * w).sum(), W
+    )
     assert "Not counted, since no gradient flows through it: stopped" in str(found).replace("\n", " ")
 
 
@@ -641,7 +643,7 @@ def test_int_parameters_are_left_out():
     params, loss = params_and_loss()
     found = jmpp.gradient_spectrum(loss, params, 3.0)
     assert [row.path for row in found.tensors if row.kind == "weight gradient"] == ["a", "b/c"]
-    state = jmpp.SpectrumState.create(params)
+    state = jmpp.report.SpectrumState.create(params)
     assert state.names == ("a", "b/c")
 
 
@@ -651,7 +653,7 @@ def test_int_parameters_are_left_out():
 def test_a_float16_loss_warns_and_is_counted_right():
     with pytest.warns(UserWarning, match="The loss is float16"):
         found = jmpp.gradient_spectrum(
-            lambda w: jmpp.tap(w.astype(F16), "t").sum(), jnp.full(4, 0.5), scale=2.0**18
+            lambda w: jmpp.report.tap(w.astype(F16), "t").sum(), jnp.full(4, 0.5), scale=2.0**18
         )
     assert found.of("w").exponents == {0: 4}
     assert found.of("w").largest == 1
@@ -697,7 +699,7 @@ def test_zero_gradients():
 @example(float(np.nextafter(np.float32(65504), np.float32(np.inf))))
 @example(65504.0 / 8)
 def test_the_recommended_scale_is_the_largest_that_does_not_overflow(most):
-    state = jmpp.SpectrumState.create(W).update(jnp.asarray([most, 0.0, most / 2, -most / 4], F32))
+    state = jmpp.report.SpectrumState.create(W).update(jnp.asarray([most, 0.0, most / 2, -most / 4], F32))
     report = state.report(margin=3)
     scale = report.recommended_scale
     assert most * scale < 65504 <= most * 2 * scale
@@ -711,7 +713,7 @@ def test_the_recommended_scale_is_the_largest_that_does_not_overflow(most):
 @given(hnp.arrays(np.int32, 16, elements=st.integers(-60, 0)))
 def test_recovered_grows_with_the_scale(exponents):
     values = np.ldexp(1.0, exponents)
-    report = jmpp.SpectrumState.create(jnp.ones(16)).update(jnp.asarray(values, F32)).report()
+    report = jmpp.report.SpectrumState.create(jnp.ones(16)).update(jnp.asarray(values, F32)).report()
     row = report.overall()
     # 2**-25 itself, a tie, is zero too; by exponents it counts as kept.
     assert row.float16.zero == np.mean(values.astype(np.float16) == 0)
@@ -734,7 +736,11 @@ def example_report(scale=8.0):
     params = {"big": jnp.ones(3), "tiny": jnp.ones(5), "dead": jnp.ones(2)}
 
     def loss(params):
-        return jmpp.tap(params["big"], "h").sum() + params["tiny"].sum() * 2.0**-40 + 0 * params["dead"].sum()
+        return (
+            jmpp.report.tap(params["big"], "h").sum()
+            + params["tiny"].sum() * 2.0**-40
+            + 0 * params["dead"].sum()
+        )
 
     return jmpp.gradient_spectrum(loss, params, scale=scale)
 
@@ -777,8 +783,8 @@ PLOTTED = {
     "all zero": lambda: jmpp.gradient_spectrum(lambda w: (w * 0).sum(), W),
     "empty": lambda: jmpp.gradient_spectrum(lambda w: w.sum(), jnp.ones(0)),
     "nan": lambda: jmpp.gradient_spectrum(lambda w: (w * jnp.nan).sum(), W, scale=4.0),
-    "huge": lambda: jmpp.SpectrumState.create(W).update(3e38 * W, 1.0).report(),
-    "far below": lambda: jmpp.SpectrumState.create(W).update(jnp.full(4, 2.0**-120), 2.0**20).report(),
+    "huge": lambda: jmpp.report.SpectrumState.create(W).update(3e38 * W, 1.0).report(),
+    "far below": lambda: jmpp.report.SpectrumState.create(W).update(jnp.full(4, 2.0**-120), 2.0**20).report(),
 }
 
 
@@ -805,7 +811,7 @@ def test_plot_is_a_figure_with_labelled_axes(name):
 
 
 def with_state(model):
-    return jmpp.SpectrumState.create(model), model
+    return jmpp.report.SpectrumState.create(model), model
 
 
 @pytest.mark.parametrize(
@@ -841,28 +847,28 @@ def with_state(model):
             "no weight gradient 'smal'; there are big, dead, tiny",
         ),
         (
-            lambda: jmpp.SpectrumState.create([W, W]).update([W]),
+            lambda: jmpp.report.SpectrumState.create([W, W]).update([W]),
             ValueError,
             r"1 floating arrays and the spectrum was made for 2 parameters.*SpectrumState.create\(params\)",
         ),
         (
-            lambda: jmpp.SpectrumState.create(W).report().of("w", "activation"),
+            lambda: jmpp.report.SpectrumState.create(W).report().of("w", "activation"),
             KeyError,
             "There is no activation 'w'",
         ),
         (
-            lambda: jmpp.spectrum_value_and_grad(jnp.sum)(1.0, W, W),
+            lambda: jmpp.report.spectrum_value_and_grad(jnp.sum)(1.0, W, W),
             TypeError,
             r"counts into a SpectrumState, made by SpectrumState.create\(params\); it got ArrayImpl",
         ),
         (
-            lambda: jmpp.spectrum_value_and_grad(jnp.sum)(1.0, *with_state(NnxNet(rngs=nnx.Rngs(0)))),
+            lambda: jmpp.report.spectrum_value_and_grad(jnp.sum)(1.0, *with_state(NnxNet(rngs=nnx.Rngs(0)))),
             TypeError,
             "Use jmp_policy.nnx.spectrum_value_and_grad",
         ),
         (
             lambda: jmpp.gradient_spectrum(
-                lambda w: jax.jvp(lambda w: jmpp.tap(w * 2, "a"), (w,), (w,))[1].sum(), W
+                lambda w: jax.jvp(lambda w: jmpp.report.tap(w * 2, "a"), (w,), (w,))[1].sum(), W
             ),
             TypeError,
             "taps on activations cannot follow.*activations=False",
@@ -888,8 +894,10 @@ def test_has_aux():
 
     found = jmpp.gradient_spectrum(loss, W, 4 * W, has_aux=True)
     assert found.of("w").exponents == {2: 4}
-    state = jmpp.SpectrumState.create(W)
-    ((value, aux), grads), state = jmpp.spectrum_value_and_grad(loss, has_aux=True)(2.0, state, W, 4 * W)
+    state = jmpp.report.SpectrumState.create(W)
+    ((value, aux), grads), state = jmpp.report.spectrum_value_and_grad(loss, has_aux=True)(
+        2.0, state, W, 4 * W
+    )
     assert float(value) == 16
     assert set(aux) == {"n"}
     assert grads[0] == 8

@@ -166,7 +166,7 @@ def test_a_run_goes_on_under_another_policy(framework, change):
     assert bits(run) == bits(by_hand)
     assert bits(run) != before
     # Steps were skipped and counted before the change, and the scale goes on growing after it.
-    state = jmpp.get_loss_scale_state(run.optimizer if framework is NNX else run.everything()[1])
+    state = jmpp.optim.get_loss_scale_state(run.optimizer if framework is NNX else run.everything()[1])
     assert int(state.skipped) > 0
     assert float(state.loss_scale.loss_scale) != 2.0**20
 

@@ -48,7 +48,7 @@ def modules_keep_their_classes(net: Net, nnx_net: NNXNet, precision: jmpp.Precis
 def functions_keep_their_signatures(x: jax.Array) -> None:
     assert_type(jmpp.autocast(loss_fn, "float16")({}, x), jax.Array)
     assert_type(jmpp.full_precision(loss_fn)({}, x), jax.Array)
-    assert_type(jmpp.tap(x, "name"), jax.Array)
+    assert_type(jmpp.report.tap(x, "name"), jax.Array)
 
 
 def dtypes(dtype: jax.typing.DTypeLike, value: jax.typing.ArrayLike) -> None:
@@ -102,6 +102,6 @@ def whole_steps(apply: Callable[..., Any], optimizer: jmp_policy.nnx.Optimizer, 
 
 
 def reports(x: jax.Array) -> None:
-    assert_type(jmpp.audit(loss_fn, {}, x, grad=True), jmpp.Audit)
+    assert_type(jmpp.audit(loss_fn, {}, x, grad=True), jmpp.report.Audit)
     assert_type(jmpp.audit(loss_fn, {}, x).products[0].lhs, str)
-    assert_type(jmpp.explain(loss_fn, "float16")({}, x), jmpp.Explanation)
+    assert_type(jmpp.explain(loss_fn, "float16")({}, x), jmpp.report.Explanation)

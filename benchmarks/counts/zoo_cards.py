@@ -58,7 +58,7 @@ def rows(made: dict[str, Exported], card: Target) -> list[dict[str, Any]]:
     chosen = {p: program for p, program in made.items() if p == "float32" or p in card.on_tensor_cores}
     try:
         answers = dict(zip(chosen, compiled(list(chosen.values()), card), strict=True))
-    except jmpp.LoweringUnavailableError:
+    except jmpp.report.LoweringUnavailableError:
         raise
     except RuntimeError as error:
         answers = {precision: Compiled(error=str(error)) for precision in chosen}

@@ -33,7 +33,7 @@ def at_once(loss_fn: Any, opt_state: Any, params: Any, batch: Any) -> tuple[Any,
 
 def by_hand(loss_fn: Any, opt_state: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
     """The same from micro-batches, as it stands in training scripts."""
-    n, scale = MICROBATCHES, jmpp.get_loss_scale_state(opt_state).loss_scale.loss_scale
+    n, scale = MICROBATCHES, jmpp.optim.get_loss_scale_state(opt_state).loss_scale.loss_scale
 
     def scaled_loss(params: Any, micro: Any) -> Any:
         loss, stats = loss_fn(params, micro)

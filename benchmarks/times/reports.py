@@ -43,7 +43,7 @@ def looks(cls: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
                 return steps.loss_and_stats(model, params, state.stats, batch)
 
             if taps:
-                gradient = jmpp.spectrum_value_and_grad(loss_fn, has_aux=True)
+                gradient = jmpp.report.spectrum_value_and_grad(loss_fn, has_aux=True)
                 ((loss, stats), grads), spectrum = gradient(state.opt_state, spectrum, state.params)
             else:
                 gradient = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)
@@ -54,7 +54,7 @@ def looks(cls: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
 
         return run
 
-    weights, both = (jmpp.SpectrumState.create(state.params, *more) for more in ((), (loss_fn,)))
+    weights, both = (jmpp.report.SpectrumState.create(state.params, *more) for more in ((), (loss_fn,)))
     return {
         "nothing": (step(plain), (state, ())),
         "monitor=True": (step(monitored), (steps.init(model, monitored, batch), ())),

@@ -301,7 +301,7 @@ def _warning(loss: str) -> str:
 
 
 def _repair(loss: str) -> str:
-    state = "get_loss_scale_state(opt_state)"
+    state = "jmp_policy.optim.get_loss_scale_state(opt_state)"
     by_hand = f"{state}.loss_scale[{loss!r}].scale(loss)" if loss else f"{state}.loss_scale.scale(loss)"
     argument = f", loss={loss!r}" if loss else ""
     return (

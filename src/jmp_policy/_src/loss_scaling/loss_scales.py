@@ -35,7 +35,8 @@ class LossScales:
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from jmp_policy import DynamicLossScale, StaticLossScale, get_loss_scale_state, loss_scaled
+      >>> from jmp_policy import DynamicLossScale, StaticLossScale
+      >>> from jmp_policy.optim import get_loss_scale_state, loss_scaled
       >>> tx = loss_scaled(optax.sgd(0.1), {"a": DynamicLossScale(), "b": StaticLossScale(8.0)})
       >>> scales = get_loss_scale_state(tx.init(jnp.ones(3))).loss_scale
       >>> list(scales), float(scales["b"].loss_scale)
@@ -145,7 +146,7 @@ def pick(scale: Any, loss: str | None) -> Any:
         raise ValueError(
             f"There is a loss scale for each of the losses {listed(scale)}. Say whose is meant, as in "
             f"scaled_value_and_grad(loss_fn, loss={next(iter(scale))!r}), or pass "
-            f"get_loss_scale_state(opt_state).loss_scale[{next(iter(scale))!r}]."
+            f"jmp_policy.optim.get_loss_scale_state(opt_state).loss_scale[{next(iter(scale))!r}]."
         )
     check_names([loss], scale, "loss=")
     return scale[loss]

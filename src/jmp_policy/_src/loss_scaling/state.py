@@ -136,8 +136,8 @@ def check_no_number(state: LossScaledState) -> None:
     if isinstance(scale, jax.Array | np.ndarray | np.generic | int | float):
         raise TypeError(
             f"The loss scale of this optimizer state is a number ({scale}), without counters and bounds. Put "
-            "it into the loss scale: optax.tree_utils.tree_set(opt_state, loss_scale="
-            "dataclasses.replace(jmp_policy.get_loss_scale_state(opt_state).loss_scale, loss_scale=4.0))."
+            "it into the loss scale: optax.tree_utils.tree_set(opt_state, loss_scale=dataclasses.replace("
+            "jmp_policy.optim.get_loss_scale_state(opt_state).loss_scale, loss_scale=4.0))."
         )
 
 

@@ -38,7 +38,7 @@ def worthwhile(recipe: str, target: str) -> str:
 
     Example:
       >>> import jmp_policy as jmpp
-      >>> jmpp.Policy("mixed_bfloat16", recipe=jmpp.worthwhile("fp8_current", target="H100")).recipe
+      >>> jmpp.Policy("mixed_bfloat16", recipe=jmpp.report.worthwhile("fp8_current", target="H100")).recipe
       'fp8_current@H100'
     """
     if not is_recipe(without_target(recipe)):

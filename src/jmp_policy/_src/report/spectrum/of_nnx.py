@@ -31,7 +31,7 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
-      >>> from jmp_policy import SpectrumState
+      >>> from jmp_policy.report import SpectrumState
       >>> def loss_fn(model, x):
       ...     return (model(x) ** 2).mean()
       >>> model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))

@@ -57,8 +57,8 @@ def gradient_spectrum(
       args, kwargs: the rest of its arguments.
       scale: factor on the loss: a number, a loss scale, or an optimizer state that holds one.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      activations: whether to count the outputs of Flax modules and of `jmp_policy.tap`, and their gradients,
-        too.
+      activations: whether to count the outputs of Flax modules and of `jmp_policy.report.tap`, and their
+        gradients, too.
       margin: exponents by which the safe constant scale stays below overflow.
 
     Returns:
