@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 DEMO_READY = $(VENV)/.ready-demo
 
-.PHONY: demo test test-fast test-random lint types format bench bench-gpu docs site-test wheel clean
+.PHONY: demo test test-fast test-random coverage lint types format bench bench-gpu docs site-test wheel clean
 
 # An environment that is there for the tests has what the demo needs.
 demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
@@ -21,6 +21,9 @@ test-fast: $(READY)  ## run the quick tests, which use every public name
 
 test-random: $(READY)  ## run the tests of properties with other examples than those of `make test`, each time
 	$(BIN)/python -m pytest -n auto --dist worksteal -m hypothesis --hypothesis-profile random
+
+coverage: $(READY) $(VENV)/.ready-coverage  ## run every test, and list the lines and branches of src that none runs
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov=jmp_policy --cov-branch --cov-report=term-missing:skip-covered
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -53,6 +56,7 @@ wheel: $(READY) $(VENV)/.ready-release  ## build sdist and wheel, check both, an
 	$(PYTHON) -m venv build/release/wheel
 	build/release/wheel/bin/python -m pip install --quiet dist/*.whl
 	cd build/release && wheel/bin/python -c "import jmp_policy; print('wheel', jmp_policy.__version__, jmp_policy.get_policy('mixed_float16'))"
+	build/release/wheel/bin/jmp-policy formats 1.0
 	mkdir build/release/sdist && tar -xzf dist/*.tar.gz -C build/release/sdist --strip-components 1
 	$(BIN)/python -m pip install --quiet --no-deps --target build/release/installed dist/*.tar.gz
 	cd build/release/sdist && PYTHONPATH=$(CURDIR)/build/release/installed $(abspath $(BIN))/python -m pytest --collect-only --assert=plain > ../tests.txt

@@ -45,7 +45,7 @@ def workflow(path):
 
 @pytest.mark.parametrize(
     ("path", "targets"),
-    [(CI, {"lint", "types", "test", "docs", "site-test", "wheel"}), (RELEASE, {"wheel"})],
+    [(CI, {"lint", "types", "test", "test-fast", "docs", "site-test", "wheel"}), (RELEASE, {"wheel"})],
     ids=lambda p: getattr(p, "name", ""),
 )
 def test_workflows_call_make_with_targets_that_exist(path, targets):
@@ -92,6 +92,7 @@ def test_the_matrix_has_the_oldest_the_newest_and_tonights():
     pythons = {entry["python"] for entry in matrix.values()} | set(
         jobs["types"]["strategy"]["matrix"]["python"]
     )
+    pythons.add(jobs["fast"]["steps"][1]["with"]["python-version"])
     known = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r"3\.\d+$", c)}
     assert pythons == known
     # The one that may fail is the one of pre-releases.
@@ -142,6 +143,8 @@ def test_changelog():
     ordered = [tuple(map(int, version.split("."))) for version in versions]
     assert ordered == sorted(ordered, reverse=True)
     _, sections = versions[jmp_policy.__version__]
+    upgrade = [sections.pop(name) for name in list(sections) if name.startswith("Upgrade from ")]
+    assert all(steps.strip().startswith("1. ") for steps in upgrade)
     assert sections
     assert set(sections) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     for body in sections.values():
@@ -286,7 +289,19 @@ def test_contributing_names_what_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     called = set(re.findall(r"\bmake ([a-z-]+)\b", text))
     assert called == {
-        *("demo", "test", "test-fast", "lint", "types", "format", "docs", "site-test", "wheel", "bench"),
+        *(
+            "demo",
+            "test",
+            "test-fast",
+            "lint",
+            "types",
+            "format",
+            "docs",
+            "site-test",
+            "wheel",
+            "bench",
+            "coverage",
+        ),
     }
     assert called <= TARGETS
     paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w)`", text))

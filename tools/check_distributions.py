@@ -48,6 +48,7 @@ def expected_in_sdist(root: Path = ROOT) -> set[str]:
     """The package, and everything that its tests, documentation and benchmarks are made with."""
     files = {f"src/{name}" for name in modules(root)}
     files |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"}
+    files |= {"CODE_OF_CONDUCT.md", "SECURITY.md"}
     files |= {"Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml"}
     files |= {"hatch_build.py"}
     kinds = {".py", ".md", ".ipynb", ".json", ".npz", ".css", ".js", ".svg", ".png", ".yml", ".txt"}

@@ -50,7 +50,7 @@ from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _register_frameworks(linen="jmp_policy.linen", nnx="jmp_policy.nnx")
 _publish(__name__, globals(), also=[_PredicateOnWholePath])
