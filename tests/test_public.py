@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pickle
+import pydoc
 import re
 import subprocess
 import sys
@@ -347,3 +348,7 @@ def test_names_that_have_moved_warn_at_the_line_that_uses_them(name):
     assert value is getattr(jmpp.optim if name == "LossScaledState" else report, name)
     assert name not in dir(jmpp)
     assert len([n for n in dir(jmpp) if not n.startswith("_")]) < 50
+
+
+def test_the_first_help_that_is_asked_for_is_short():
+    assert len(pydoc.plain(pydoc.render_doc(jmpp.loss_scaled)).split()) < 300

@@ -58,71 +58,36 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take scaled gradients, and skip the steps on which they are not finite.
 
-    Put everything that looks at gradients inside: `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0),
-    optax.adamw(1e-3)), DynamicLossScale())`. For gradient accumulation, `loss_scaled(optax.MultiSteps(tx, k),
-    scale)` drops single micro-batches and accumulates in float32. The other way round, optax's MultiSteps
-    never gets rid of the first NaN in its accumulator.
-
-    What is tested is gradients. A NaN that `inner` itself makes of finite ones reaches the parameters, and
-    from then on every step is skipped. Inside `loss_scaled` that is rare: `inner` computes in float32, where
-    Adam's `eps=1e-8` is not 0, as it is in float16.
+    What looks at gradients belongs inside: `loss_scaled(optax.chain(clip, optax.adamw(1e-3)), scale)`,
+    `loss_scaled(optax.MultiSteps(tx, k), scale)`.
 
     Args:
-      inner: any optax transformation, or object with `init` and `update` (`optax.MultiSteps`).
-      loss_scale: the loss scale to start with. It is copied: states may be donated. For several losses with
-        a scale each, a mapping from their names: `{"adversarial": DynamicLossScale(), ...}`.
-      axis_name: mapped axis or axes over which all devices must agree whether to skip (`shard_map`,
-        `pmap`). Not needed under `jax.jit` with shardings.
-      count_mode: "hold": step counts inside `inner` (leaves named `count`, which move learning-rate schedules
-        and bias corrections) stay the same on a skipped step. "advance": they count skipped steps too.
-      on_nonfinite: where there are several losses, one with infinite or NaN gradients makes the step skipped
-        ("skip_step"), or is left out of it ("drop_loss"). With all of them left out the step is skipped.
-      monitor: keep magnitudes of the gradients by group of parameters, for `metrics`. True for one group
-        per part of the model, or a function from a parameter's path to its group. False adds nothing.
+      inner: an optax transformation, or an object with its `init` and `update`.
+      loss_scale: the scale to start with; for several losses, a mapping from their names to scales.
+      axis_name: axes over which devices agree whether to skip, inside `shard_map` or `pmap`.
+      count_mode: whether counts in `inner`'s state, as of schedules, "hold" on a skipped step or "advance".
+      on_nonfinite: where one of several losses is not finite, "skip_step", or "drop_loss" that loss.
+      monitor: keeps magnitudes of gradients for `metrics`: True, or a function from a path to its group.
 
     Returns:
-      A transformation. `init(params)` gives a `LossScaledState`. `update(grads, state, params, **extra)`
-      divides the gradients by the scale they were multiplied with, and runs `inner` on them as float32
-      (float64 and complex keep their types, integers and `float0` pass through; 16-bit `params` are passed to
-      it as float32 as well). Where a gradient is infinite or NaN, the updates are -0.0, which leaves every
-      bit of a parameter as it was, and `inner_state` is the old one. An extra argument `grad`, as the
-      line searches of optax take, is unscaled too; `value` must be the unscaled loss. `overflowed`, a
-      boolean scalar, says that gradients left out of `grads` were not finite (a dropped micro-batch): the
-      scale then adjusts as after an overflow, and finite `grads` are applied all the same. That is no
-      skipped step: of the metrics only `loss_scale` and `stuck` show it.
-
-      The state that float8 layers keep beside the parameters (`_overwrite_with_gradient`) is not tested, and
-      `inner` gets zeros for it; its updates lead to the values of the next step, or to the old ones on a
-      skipped step.
-
-      For several losses `update({"adversarial": grads, ...}, state, params)` takes the gradients of each,
-      divides them by the scale of that loss and tests them separately; `inner` gets the sum. Each scale
-      adjusts by the gradients of its loss only. `grad` is by name too; `overflowed` may be. Of optax's
-      wrappers only `optax.chain` can stand around it: the others expect gradients of the parameters'
-      structure.
+      A transformation. `init(params)` gives an `optim.LossScaledState`. `update(grads, state, params,
+      **extra)` divides by the scale and runs `inner` in float32 (float64 and complex stay). Where a gradient
+      is infinite or NaN, updates are -0.0, which changes no bit of a parameter, `inner`'s state is the old
+      one, and the scale backs off. With several losses, `grads` is a mapping by name. `overflowed=True` says
+      that gradients left out of `grads` were not finite. `grad=`, for line searches, is unscaled too.
 
     Raises:
-      TypeError, ValueError: for something that is not a transformation or a loss scale, and for an unknown
-        mode; in `update`, while it is traced, for gradients that were computed without the loss scale. Where
-        they were computed outside of the function that is traced, and no loss scale was ever asked for, it
-        warns instead.
+      TypeError, ValueError: for what is no transformation, scale or mode; in `update`, for gradients that
+        were computed without the scale (a warning where the trace cannot tell).
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> from jmp_policy import DynamicLossScale
       >>> tx = loss_scaled(optax.sgd(0.5), DynamicLossScale(4.0))
-      >>> params = jnp.float32(1.0)
-      >>> state = tx.init(params)
-      >>> grads = state.loss_scale.scale(jnp.float32(2.0))  # As those of a scaled loss are.
-      >>> updates, state = tx.update(grads, state, params)
-      >>> float(updates)
-      -1.0
-      >>> updates, state = tx.update(jnp.float32(jnp.inf), state, params)
-      >>> float(optax.apply_updates(params, updates)), float(state.loss_scale.loss_scale)
-      (1.0, 2.0)
-
-    References:
-      NVIDIA, "Training With Mixed Precision", SDK guide, section 3.2.
+      >>> state = tx.init(jnp.float32(1.0))
+      >>> updates, state = tx.update(jnp.float32(jnp.inf), state)
+      >>> float(updates), float(state.loss_scale.loss_scale)
+      (-0.0, 2.0)
     """
     transformation = check_inner(inner, "loss_scaled")
     if count_mode not in ("hold", "advance"):
