@@ -28,6 +28,7 @@ ON_CPU = {
     "times.accumulation": ("accumulation_cost",),
     "times.optimizers": ("rounding_cost", "checkpoint_pause"),
     "reliability.faults": ("faults",),
+    "reliability.mistakes": ("mistakes",),
     "reliability.long_run": ("long_run",),
     "accuracy.half_moments": ("half_moments",),
     "accuracy.tasks": ("accuracy",),

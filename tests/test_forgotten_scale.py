@@ -306,7 +306,9 @@ def both_in_jit(gradient, tx):
 
 def inside_multi_steps(gradient, tx):
     """The update runs in a branch, whose trace has the gradients as inputs."""
-    in_jit(gradient, optax.MultiSteps(tx, 2))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"optax\.MultiSteps stands around")
+        in_jit(gradient, optax.MultiSteps(tx, 2))
 
 
 @pytest.mark.slow

@@ -48,6 +48,10 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
     hint = " Make an instance of it first."
     if not isinstance(module, type):
         hint = " For functions, and models of Haiku or Equinox, there is jmp_policy.autocast(fn, 'bfloat16')."
+    if framework_of(policy) is not None:
+        hint = " The module comes first: wrap(module, policy)."
+    elif hasattr(module, "init") and hasattr(module, "update"):
+        hint = " Optimizers are wrapped by jmp_policy.loss_scaled(optimizer, DynamicLossScale())."
     if framework_of(getattr(module, "__self__", None)) is not None:
         hint = " Wrap the module whose function it is."
     raise TypeError(f"wrap takes an instance of flax.linen.Module or flax.nnx.Module, got {given}.{hint}")

@@ -49,11 +49,11 @@ class LossScaledState(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A state of `loss_scaled`, where it is, and whether `optax.apply_if_finite` stands around it."""
+    """A state of `loss_scaled`, where it is, and what to say of a wrapper around it that belongs inside."""
 
     path: str
     state: LossScaledState
-    is_guarded: bool
+    misplaced: str
 
 
 def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
@@ -88,14 +88,8 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
     if not is_scale(scale):
         found = find_one(scale)
         state, scale = found.state, unwrapped(found.state.loss_scale)
-        if found.is_guarded and jax.tree.leaves(scale):
-            warnings.warn(
-                "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
-                "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
-                "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale).",
-                UserWarning,
-                stacklevel=3,
-            )
+        if found.misplaced and jax.tree.leaves(scale):
+            warnings.warn(found.misplaced, UserWarning, stacklevel=3)
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)
     SCALE_USE.note(scale, state)
@@ -141,17 +135,39 @@ def check_no_number(state: LossScaledState) -> None:
         )
 
 
-def _find(tree: PyTree, prefix: str = "", is_guarded: bool = False) -> list[Found]:
-    wrappers = LossScaledState, optax.ApplyIfFiniteState
+def _misplaced(wrapper: Any) -> str:
+    """What to say of a wrapper that stands around `loss_scaled`, and belongs inside."""
+    if isinstance(wrapper, optax.ApplyIfFiniteState):
+        return (
+            "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
+            "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
+            "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
+        )
+    if isinstance(wrapper, optax.MultiStepsState) and not jax.tree.leaves(wrapper.skip_state):
+        return (
+            "optax.MultiSteps stands around loss_scaled and adds up gradients before they are tested: the "
+            "first overflow spoils its sum. Put it inside: loss_scaled(optax.MultiSteps(optimizer, n), "
+            "loss_scale)."
+        )
+    return ""
+
+
+def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
+    inner = {
+        LossScaledState: "inner_state",
+        optax.ApplyIfFiniteState: "inner_state",
+        optax.MultiStepsState: "inner_opt_state",
+    }
+    wrappers = tuple(inner)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, wrappers))
     found = []
     for path, leaf in leaves:
         if isinstance(leaf, wrappers):
             place = prefix + jax.tree_util.keystr(path)
             if isinstance(leaf, LossScaledState):
-                found.append(Found(place, leaf, is_guarded))
-            guards = is_guarded or isinstance(leaf, optax.ApplyIfFiniteState)
-            found += _find(leaf.inner_state, f"{place}.inner_state", guards)
+                found.append(Found(place, leaf, misplaced))
+            name = inner[type(leaf)]
+            found += _find(getattr(leaf, name), f"{place}.{name}", misplaced or _misplaced(leaf))
     return found
 
 

@@ -23,6 +23,8 @@ def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraAr
     """
     if isinstance(inner, type) or not all(callable(getattr(inner, n, None)) for n in ("init", "update")):
         hint = " Did you forget to call it?" if callable(inner) else ""
+        if hasattr(inner, "adjust"):
+            hint = " The optimizer comes first: loss_scaled(optimizer, loss_scale)."
         raise TypeError(
             f"{wrapper} wraps an optax transformation (an object with init and update), such as "
             f"optax.adam(1e-3); got {inner!r}.{hint}"

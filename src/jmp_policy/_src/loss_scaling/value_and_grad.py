@@ -123,6 +123,12 @@ def scaled_value_and_grad(
         numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
         check_no_nnx_module("scaled_value_and_grad", *[args[i] for i in numbers if i < len(args)])
         scale = find_loss_scale(scale_or_opt_state, loss)
+        if len(args) <= max(numbers, default=0):
+            raise TypeError(
+                "scaled_value_and_grad(loss_fn) is called as (opt_state, params, ...): the optimizer state, "
+                f"then the arguments of loss_fn. Behind the state came {len(args)}, too few for "
+                f"argnums={argnums}."
+            )
         if not retries:
             return once(scale, args, kwargs)
         result, scale = repeat_until_finite(lambda s: once(s, args, kwargs), scale, retries)

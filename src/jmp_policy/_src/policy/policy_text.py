@@ -88,7 +88,10 @@ def parse_policy(text: Any) -> dict[str, Any]:
 def _instead_of(value: Any) -> str:
     """What to write in place of a value that is no policy; " ..." or ""."""
     if hasattr(value, "items"):
-        return " Rules are a jmp_policy.PolicyMap; jmp_policy.from_config reads what a config holds."
+        return (
+            " Rules are jmp_policy.PolicyMap(policy, rules), the policy of all other modules first; "
+            "jmp_policy.from_config reads what a config holds."
+        )
     with contextlib.suppress(ValueError):
         name = parse_dtype(value, "").name
         return f" Write 'mixed_{name}' for float32 parameters, or {name!r} for {name} parameters too."
