@@ -774,6 +774,21 @@ def test_the_float32_carry_of_a_recurrent_cell_is_no_silent_upcast():
     assert found.half_share == 1
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_the_float32_softmax_of_attention_is_no_silent_upcast(policy):
+    x = array(4, 16, 32, dtype=F32)
+    linen = jmpp.wrap(nn.MultiHeadDotProductAttention(num_heads=2), policy)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), x)
+    attention = nnx.MultiHeadAttention(2, 32, 32, decode=False, rngs=nnx.Rngs(0))
+    for found in (
+        jmpp.audit(linen.apply, variables, x),
+        jmpp.audit(jmpp.wrap(attention, policy), x),
+        jmpp.audit(jmpp.autocast(lambda q: jax.nn.dot_product_attention(q, q, q), policy), array(2, 8, 2, 8)),
+    ):
+        assert not found.upcasts
+        assert found.half_share == 1
+
+
 class Vocabulary(nn.Module):
     """A head whose vocabulary no Tensor Core likes."""
 

@@ -76,13 +76,13 @@ def is_promotion(eqn: Any) -> bool:
     """Whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 
     What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
-    Flax's normalisation layers and JAX's sums compute in float32 on purpose.
+    Flax's normalisation layers, JAX's sums and this library's islands compute in float32 on purpose.
     """
     by_name = False
     for frame in compat.frames(eqn):
         if not frame.file_name.startswith(_directory("jax")):
             # The first that is not JAX's own.
-            if frame.file_name in _norm_files():
+            if frame.file_name in _norm_files() or frame.file_name.startswith(_directory("jmp_policy")):
                 return False
             return not by_name or "promote_dtype" in frame.function_name
         if frame.file_name in _files(jax.numpy.sum, jax.numpy.mean):
