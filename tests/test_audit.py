@@ -789,6 +789,33 @@ def test_the_float32_softmax_of_attention_is_no_silent_upcast(policy):
         assert found.half_share == 1
 
 
+class AttentionBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(x)
+
+
+class OneBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return AttentionBlock(name="block_0")(x)
+
+
+def test_names_are_whole_and_nothing_is_cut_off_in_120_columns():
+    x = array(4, 12, 32, dtype=F32)
+    model = jmpp.wrap(OneBlock(), "mixed_float16")
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    text = str(jmpp.audit(lambda v, x: model.apply(v, x).sum(), variables, x, grad=True))
+    lines = [line for line in text.splitlines() if "/attention" in line]
+    assert len(lines) > 15
+    assert "OneBlock/block_0/attention/query   test_audit.py:" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    words = " ".join(text.split())
+    assert "m 12 to 16, n 12 to 16" in words
+    assert words.count("reduce_sum") == 4
+    assert "|" not in text
+
+
 class Vocabulary(nn.Module):
     """A head whose vocabulary no Tensor Core likes."""
 

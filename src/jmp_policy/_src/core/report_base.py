@@ -11,6 +11,9 @@ import numpy as np
 #: Columns of text that `str` uses where the output is no terminal.
 _WIDTH = 120
 
+#: Up to which length a name is not broken.
+_WHOLE = 40
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -91,9 +94,15 @@ class Report:
         parts: list[Any] = []
         for shown in self._tables():
             grid = table.Table(title=shown.title or None, title_justify="left", box=box.SIMPLE_HEAD)
-            for name in shown.columns:
+            for i, name in enumerate(shown.columns):
+                # Names of operations, modules and files stay whole, where they are not very long.
+                is_name = name in ("operation", "module", "path", "line")
+                is_whole = is_name and all(len(str(row[i])) <= _WHOLE for row in shown.rows)
                 grid.add_column(
-                    name.strip(), justify="right" if name.endswith(" ") else "left", overflow="fold"
+                    name.strip(),
+                    justify="right" if name.endswith(" ") else "left",
+                    overflow="fold",
+                    no_wrap=is_whole,
                 )
             for row in shown.rows:
                 grid.add_row(*(text.Text(str(cell)) for cell in row))

@@ -239,17 +239,28 @@ class Audit(Report):
         return f"{shares} on Tensor-Core shapes"
 
     def _tables(self) -> Sequence[Table]:
-        columns = ("operation", "module", "line", "pass", "operands", "result", "size", "share ", "pad")
+        operations = {p.operation for p in self.products}
+        (one,) = operations if len(operations) == 1 else ("",)
+        columns = ("operation",) * (not one)
+        columns += ("module", "line", "pass", "operands", "result", "size", "share ", "pad")
         is_float8 = any(p.scales for p in self.products)
         columns += ("scales, or why not float8",) * is_float8
         rows = [
             (
-                *(p.operation, p.path, p.line, _pass(p), f"{p.lhs} x {p.rhs}", p.result),
+                *(p.operation,) * (not one),
+                *(_module(p.path), p.line.partition(" ")[0], _pass(p)),
+                *(p.lhs if p.lhs == p.rhs else f"{p.lhs} x {p.rhs}", p.result),
                 *(_size(p), percent(p.share), p.pad, *(p.scales or p.stays,) * is_float8),
             )
             for p in self.products
         ]
-        tables = [Table(columns, rows, f"Products of {self.function}; size: batch x m x n x k")]
+        tables = [
+            Table(
+                columns,
+                rows,
+                f"Products of {self.function}{f', all {one}' * bool(one)}; size: batch x m x n x k",
+            )
+        ]
         if self.upcasts:
             rows = [
                 (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
@@ -263,7 +274,16 @@ class Audit(Report):
             tables.append(Table(("value", "to", "times ", "size ", "where"), rows, "Casts of the same value"))
         if self.half_operations:
             rows = [
-                (h.operation, h.dtype, h.path, h.line, _pass(h), h.times, h.terms or "", h.why)
+                (
+                    h.operation,
+                    h.dtype,
+                    h.path,
+                    h.line.partition(" ")[0],
+                    _pass(h),
+                    h.times,
+                    h.terms or "",
+                    h.why,
+                )
                 for h in self.half_operations
             ]
             columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ", "why")
@@ -295,6 +315,12 @@ _SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
 
 def _widest(product: Product) -> str:
     return max(product.lhs, product.rhs, key=lambda name: jnp.dtype(name).itemsize)
+
+
+def _module(path: str) -> str:
+    """A path without the equation that `jnp.einsum` adds to it."""
+    module, _, last = path.rpartition("/")
+    return module if "->" in last else path
 
 
 def _pass(row: Product | HalfOperation) -> str:
