@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import nnx_helpers
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -573,6 +574,11 @@ LOST = {
 }  # fmt: skip
 
 KEPT = {
+    "softplus": jax.nn.softplus,
+    "mish": jax.nn.mish,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "a zero by another name": lambda x: jnp.sqrt(jnp.abs(x)) + x.dtype.type(0),
+    "one": lambda x: (1.0 * x) / 1,
     "an infinite mask": lambda x: jnp.where(BOOLS, x, -jnp.inf),
     "largest": lambda x: jnp.max(x, initial=-jnp.inf),
     "softmax": jax.nn.softmax,
@@ -606,6 +612,20 @@ def test_constants_that_float16_makes_infinite_or_zero_are_listed_with_their_lin
 @pytest.mark.parametrize("name", KEPT)
 def test_constants_that_are_meant_are_not_listed(name):
     assert not jmpp.audit(KEPT[name], BATCH).constants
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_decay_that_becomes_one_is_listed(dtype):
+    (found,) = jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=dtype)).constants
+    assert (found.written, found.becomes, found.dtype) == ("0.9999", "1", str(jnp.dtype(dtype)))
+    assert not jmpp.audit(lambda x: 0.5 * x + 0.9999, array(8, dtype=dtype)).constants
+    assert not jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=F32)).constants
+
+
+def test_a_zero_in_bfloat16_was_written_as_zero():
+    # Adam's eps_root: no epsilon is so small that bfloat16 makes it zero.
+    tx, w = optax.adam(1e-3), array(8, 8, dtype=BF16)
+    assert not jmpp.audit(lambda g, s: tx.update(g, s), w, jax.eval_shape(tx.init, w)).constants
 
 
 def test_constants_of_a_model_are_named_by_module():

@@ -33,6 +33,13 @@ def introducing(found):
     return {(row.module, row.direction) for row in found.rows if row.introduced}
 
 
+def module_shares(found):
+    shares = {}
+    for row in found.rows:
+        shares[row.module] = shares.get(row.module, 0.0) + row.share
+    return {module: share for module, share in shares.items() if share}
+
+
 def add_up(found):
     """Norms of two parts of a sum: none of them is larger than the other two together."""
     for row in found.rows:
@@ -244,6 +251,109 @@ def test_squares_beyond_float32_are_an_infinite_error():
     assert {row.total for row in found.rows} == {np.inf}
 
 
+def mean_of_70000(w, x):
+    with jax.named_scope("pool"):
+        mean = jnp.tanh(x.astype(HALF) @ w.astype(HALF)).sum(0) / 70000
+    return jnp.square(mean.astype(jnp.float32) - 1).sum()
+
+
+def test_float32_computes_with_the_constants_as_they_are_written():
+    found = jmpp.drift(mean_of_70000, W, X)
+    (constant,) = found.constants
+    assert (constant.written, constant.becomes, constant.path) == ("/ 70000", "inf", "pool")
+    exact = jax.grad(lambda w: jnp.square((jnp.tanh(X @ w).sum(0) / 70000) - 1).sum())(W)
+    # In half the mean is 0, and so is its gradient.
+    assert found.gradient_error == pytest.approx(1, rel=1e-3)
+    assert found.gradient_norm == pytest.approx(float(jnp.linalg.norm(exact)), rel=1e-3)
+    assert module_shares(found) == {"pool": pytest.approx(1, abs=1e-3)}
+    assert not found.is_normal
+    with pytest.raises(AssertionError, match="'/ 70000' is inf in float16, in pool"):
+        jmpp.assert_drift(mean_of_70000, W, X, rtol=0.01)
+
+
+def average(decay):
+    def ema(old, new):
+        return decay * old + (1 - decay) * new
+
+    return ema
+
+
+def test_an_average_that_stands_still_fails():
+    old, new = jnp.ones(8, HALF), jnp.full(8, 2, HALF)
+
+    def ema(old, new):
+        return 0.9999 * old + (1 - 0.9999) * new
+
+    with pytest.raises(AssertionError, match=r"'0.9999' is 1 in float16.*lost, in result \(100 %\)"):
+        jmpp.assert_drift(ema, old, new, rtol=0.01)
+    jmpp.assert_drift(average(0.5), old, new, rtol=0.01)
+    assert "lost" not in jmpp.drift(ema, old.astype(jnp.float32), new.astype(jnp.float32)).verdict
+
+
+@pytest.mark.parametrize(("dtype", "rate", "is_lost"), [("bfloat16", 1e-5, True), ("bfloat16", 0.1, False),
+                                                       ("float32", 1e-5, False)])  # fmt: skip
+def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
+    tx, params = optax.adamw(rate), {"w": W.astype(dtype)}
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = params, tx.init(params), jax.tree.map(jnp.ones_like, params)
+    found = jmpp.drift(step, *args)
+    assert (found.results[0].change_error > 0.5) == is_lost, found.results[0]
+    assert ("lost, in result/0/w" in found.verdict) == is_lost
+    if is_lost:
+        with pytest.raises(AssertionError, match="master_weights"):
+            jmpp.assert_drift(step, *args, rtol=0.1)
+    else:
+        jmpp.assert_drift(step, *args, rtol=0.1)
+
+
+@pytest.mark.parametrize("lines", [1, 4])
+def test_a_harmless_cast_has_no_share_however_its_reader_is_written(lines):
+    """The cast of e makes an error of 0.0002, what is added to a one of 0.25."""
+
+    def loss_fn(w, x):
+        with jax.named_scope("table"):
+            a = w["a"].astype(HALF) + 1000
+        with jax.named_scope("body"):
+            e = w["e"].astype(HALF)
+        with jax.named_scope("out"):
+            if lines == 1:
+                y = jnp.tanh(jnp.log1p(a + e - 1000))
+            else:
+                y = a + e
+                y = y - 1000
+                y = jnp.log1p(y)
+                y = jnp.tanh(y)
+        return jnp.sum(y.astype(jnp.float32) * x)
+
+    w = {k: jax.random.uniform(jax.random.key(i), (256,)) for i, k in enumerate("ae")}
+    shares = module_shares(jmpp.drift(loss_fn, w, jax.random.normal(jax.random.key(2), (256,))))
+    assert shares.get("body", 0) < 1e-4
+    assert shares["table"] > 0.2
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_operation_that_spoils_the_loss_is_named_for_it():
+    def loss_fn(w, xs):
+        def body(total, x):
+            part = jnp.mean(jnp.square(x.astype(HALF) @ w.astype(HALF)))
+            total = total + part
+            return total, None
+
+        with jax.named_scope("micro"):
+            total, _ = jax.lax.scan(body, HALF(0), xs)
+        return total.astype(jnp.float32)
+
+    found = jmpp.drift(loss_fn, W, jnp.tile(X, (64, 1, 1)))
+    worst = max(found.rows, key=lambda row: row.loss_share)
+    assert worst.loss_share > 0.9
+    assert worst.operation == "add"
+
+
 def test_a_loss_that_is_nan_in_both_runs_is_told():
     def loss_fn(w):
         return jnp.log(w.astype(HALF)).astype(jnp.float32).sum()
@@ -328,7 +438,7 @@ def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
     w = jnp.linspace(0.1, 0.9, 5)
     jaxpr = jax.make_jaxpr(loss_fn)(w, xs)
     comparison = Comparison(jaxpr, "operation")
-    _, measured, _ = jax.jit(comparison)([w, xs])
+    _, measured, *_ = jax.jit(comparison)([w, xs])
     (carry,) = (n for n, node in enumerate(comparison.nodes) if node.operation == "carry")
     half, exact, wanted = w.astype(jnp.bfloat16).astype(jnp.float32), w, []
     for x in xs[::-1] if reverse else xs:
@@ -347,7 +457,7 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     def run(quick, *args):
         jaxpr = jax.make_jaxpr(gradients)(*args)
         comparison = Comparison(jaxpr, "module", quick=quick)
-        compared, measured, _ = jax.device_get(jax.jit(comparison)(args))
+        compared, measured, *_ = jax.device_get(jax.jit(comparison)(args))
         return list(map(float, compared[1])), comparison.is_reliable(compared, measured)
 
     (quick, is_reliable), (slow, _) = run(True, jnp.float32(1), X), run(False, jnp.float32(1), X)

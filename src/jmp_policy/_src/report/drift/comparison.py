@@ -34,7 +34,7 @@ from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_float8_scale
@@ -50,6 +50,7 @@ from jmp_policy._src.report.drift.recorder import (
     squares,
 )
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
+from jmp_policy._src.report.lost_constants import lost_in
 
 
 class TwinEvaluation(Interpreter):
@@ -58,11 +59,13 @@ class TwinEvaluation(Interpreter):
     Args:
       recorder: takes note of the values that differ.
       every_operation: whether every operation is measured for itself, and there are no regions.
+      written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
     """
 
-    def __init__(self, recorder: Recorder, every_operation: bool):
+    def __init__(self, recorder: Recorder, every_operation: bool, written: Mapping[tuple[int, int], float]):
         self.recorder = recorder
         self._every_operation = every_operation
+        self._written = written
 
     def at(self, eqn: Any, around: Site) -> Site:
         """The site of an operation."""
@@ -139,6 +142,7 @@ class TwinEvaluation(Interpreter):
 
     def operation(self, eqn: Any, values: list[Twin], where: Site) -> list[Twin]:
         """Does an operation in both runs, and measures what it introduces."""
+        values = [self._as_written(eqn, place, twin, where) for place, twin in enumerate(values)]
         exact = replay_equation(eqn, [twin.exact for twin in values])
         differs = any(twin.node is not None for twin in values)
         computed = replay_equation(eqn, [twin.half for twin in values]) if differs else exact
@@ -168,6 +172,18 @@ class TwinEvaluation(Interpreter):
         made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
         return [self._result(eqn, where, values, within, i, made[i], one) for i, one in enumerate(rounds)]
 
+    def _as_written(self, eqn: Any, place: int, twin: Twin, where: Site) -> Twin:
+        """An operand; a constant that half precision made another number is the written one in float32."""
+        number = self._written.get((id(eqn), place))
+        if number is None or twin.node is not None:
+            return twin
+        var = eqn.invars[place]
+        node = Node(where, eqn.primitive.name, ir.dtype_of(var), 1, (), rounds=True, adds=False)
+        added = self.recorder.add(node)
+        exact, half = jnp.full_like(twin.exact, number), held(twin.half, var)
+        self.recorder.measure(added, half, exact, exact)
+        return Twin(half, exact, added)
+
     def _result(
         self, eqn: Any, site: Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
         rounds: bool,
@@ -178,7 +194,8 @@ class TwinEvaluation(Interpreter):
             # A view of what is in another region begins none: its node has the sources of that one.
             return made._replace(node=passed) if any(within) else Twin(made.half, made.exact, passed)
         nodes, sources = self.recorder.nodes, dict[int, None]()
-        operands = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
+        pairs = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
+        operands = tuple(dict.fromkeys(pairs))
         for number, inside in operands:
             sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
         before = [nodes[number] for number, inside in operands if inside]
@@ -192,9 +209,10 @@ class TwinEvaluation(Interpreter):
         if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
             name, dtype, terms = named.operation, named.dtype, named.terms
         rounds = rounds or any(node.rounds for node in before)
-        adds = eqn.primitive.name in _ADDS and all(node.adds for node in before)
         note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
-        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note)
+        joins = operands if before and len(sources) > 1 else ()
+        adds = eqn.primitive.name in _ADDS
+        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins)
         number = self.recorder.add(node)
         self.recorder.measure(number, made.half, made.wide, made.exact, made.lost)
         return made._replace(node=number)
@@ -261,6 +279,7 @@ _EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
 _PRODUCTS, _ACCUMULATES, _REDUCES = map(HAVING.__getitem__, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
 
 _VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
+_ADDITIONS = HAVING[Trait.ADDITION]
 
 #: Not done again for the sake of a region.
 _COSTLY = HAVING[Trait.COSTLY] | _PRODUCTS | HAVING[Trait.KERNEL] | _ACCUMULATES
@@ -289,6 +308,32 @@ class Compared(NamedTuple):
         return (self.exact + self.half - self.error) / (2 * (self.exact * self.half) ** 0.5)
 
 
+class _Updates(Visitor):
+    """Finds half values that are an argument with something added: new parameters, moving averages.
+
+    Attributes:
+      of: by the key of such a value, the indices of arguments that this may be said of.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[int]] = {}
+        self._arguments: dict[int, int] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Takes note of an operation, as `Visitor.see`."""
+        name = eqn.primitive.name
+        origins = [self._arguments.get(info.key, info.origin) for info in operands]
+        known = [origin for origin in origins if origin is not None]
+        if name in _VIEWS and operands[0].key in self.of:
+            self.of[results[0].key] = self.of[operands[0].key]
+        elif known and is_half(ir.dtype_of(eqn.outvars[0])):
+            decays = name == "mul" and any(info.constant is not None for info in operands)
+            if decays or name in _VIEWS:
+                self._arguments[results[0].key] = known[0]
+            elif name in _ADDITIONS:
+                self.of[results[0].key] = known
+
+
 class Comparison:
     """The two runs of a program as a function of its arguments.
 
@@ -301,10 +346,16 @@ class Comparison:
     Attributes:
       nodes: values at which the runs may differ.
       results: for each result of the program its node, or None where the runs cannot differ.
+      constants: those that half precision makes infinite, zero or one.
     """
 
     def __init__(self, jaxpr: Any, detail: str, *, quick: bool = False):
         self._jaxpr, self._every = jaxpr, detail == "operation"
+        lost = lost_in(jaxpr)
+        self.constants, self._written = lost.found(), lost.numbers
+        updates = _Updates()
+        made = walk.walk(jaxpr, updates)
+        self._updated = {i: updates.of[info.key] for i, info in enumerate(made) if info.key in updates.of}
         self._errors = Errors(quick)
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
         self.nodes: list[Node] = []
@@ -318,11 +369,22 @@ class Comparison:
         self._wanted = wanted(self.nodes, self.results) if wanted else {}
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        """What was measured, for each result and by node, and the first result in float32."""
+        """What was measured, for each result and by node, the first result in float32, and changes.
+
+        Changes are the sums of the squares of what float32 adds to arguments, by result.
+        """
         outs, recorder = self._run(arrays, self._wanted)
         measured = recorder.measured
         known = {number: measured[number] for number in measured.keys() - recorder.counted_often}
-        return [self._compared(twin, known) for twin in outs], measured, outs[0].exact if outs else None
+        compared = [self._compared(twin, known) for twin in outs]
+        changes = {}
+        for i, arguments in self._updated.items():
+            exact, before = outs[i].exact, [arrays[index] for index in arguments]
+            same_shape = [array for array in before if jnp.shape(array) == jnp.shape(exact)]
+            found = [squares(self._errors.difference(exact, array)) for array in same_shape]
+            if found:
+                changes[i] = jnp.min(jnp.stack(found))
+        return compared, measured, outs[0].exact if outs else None, changes
 
     def is_reliable(self, compared: Sequence[Compared], measured: Mapping[int, Measured]) -> bool:
         """Whether quick measurements, on the host, are those that slow ones would be."""
@@ -352,9 +414,8 @@ class Comparison:
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:
         recorder = Recorder(wanted, self._errors)
-        outs = TwinEvaluation(recorder, self._every).run(
-            self._jaxpr, [same(array) for array in arrays], Site()
-        )
+        evaluation = TwinEvaluation(recorder, self._every, self._written)
+        outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         return outs, recorder
 
@@ -369,11 +430,13 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
     used = _used(nodes, results)
     wanted: dict[int, set[str]] = defaultdict(set)
     for number in used:
-        node = nodes[number]
-        if node.rounds:
+        if nodes[number].rounds:
             wanted[number] |= {"introduced", "inherited", "exact"}
-        if len(node.sources) > 1:
-            for source in node.sources:
+    for number in _used(nodes, results, within_regions=True):
+        node = nodes[number]
+        operands = tuple(number for number, _ in node.operands) or node.sources
+        if len(operands) > 1:
+            for source in operands:
                 is_mask = node.adds and not is_floating(nodes[source])
                 wanted[source] |= _error_of(nodes[source]) | (set() if is_mask else {"exact"})
     for number in _leaving(nodes, results) & used:
@@ -389,13 +452,14 @@ def _error_of(node: Node) -> set[str]:
     return {"introduced", "inherited"} if node.rounds else {"total"}
 
 
-def _used(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
-    """The nodes that results depend on."""
+def _used(nodes: Sequence[Node], results: Sequence[int | None], *, within_regions: bool = False) -> set[int]:
+    """The nodes that results depend on; those within regions too, if asked for."""
     used: set[int] = set()
     ahead = {number for number in results if number is not None}
     while ahead:
         used |= ahead
-        ahead = {source for number in ahead for source in nodes[number].sources} - used
+        inner = {n for number in ahead for n, _ in nodes[number].operands} if within_regions else set()
+        ahead = (inner | {source for number in ahead for source in nodes[number].sources}) - used
     return used
 
 

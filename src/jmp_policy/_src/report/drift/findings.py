@@ -10,6 +10,7 @@ import numpy as np
 from jmp_policy._src.core.report_base import Report, Table, joined, percent, plotting
 from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS
 from jmp_policy._src.jaxpr.walk import Placed
+from jmp_policy._src.report import lost_constants
 
 #: Parts of a program that a row is about.
 OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
@@ -38,7 +39,7 @@ class DriftRow(Placed):
 
     Args:
       module: names of the scopes around it, joined by slashes.
-      operation: name of the primitive; of a module, of the one that introduces most.
+      operation: name of the primitive; of a module, of the one that introduces most, of gradient and loss.
       line: where the user wrote that.
       direction: "outputs", "activation gradients" or "parameter gradients".
       introduced: what half precision here adds, for the values that arrive here.
@@ -110,6 +111,8 @@ class ResultDrift:
       largest: largest absolute error of one element.
       norm: L2 norm in float32.
       cosine: of the angle between both runs; nan for zeros, and for errors that are not finite.
+      change_error: of an argument that is returned with something added to it in half precision, such as new
+        parameters, the error relative to what was added; nan for other results.
     """
 
     name: str
@@ -117,6 +120,7 @@ class ResultDrift:
     largest: float
     norm: float
     cosine: float
+    change_error: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,8 @@ class Drift(Report):
         mean of the squared relative errors of its results.
       expected: what `error` would be if every operation in half precision rounded once, at random.
       loss_scale: what the loss was multiplied by.
+      constants: constants that half precision makes infinite, zero or one; float32 computes with those that
+        stand in the source.
 
     Example:
       >>> import jax.numpy as jnp
@@ -156,6 +162,7 @@ class Drift(Report):
     error: float
     expected: float
     loss_scale: float = 1.0
+    constants: tuple[lost_constants.LostConstant, ...] = ()
 
     _rows = "rows"
     _computed = ("verdict", "is_normal")
@@ -182,7 +189,7 @@ class Drift(Report):
             text = f"{self.function}: no difference from float32"
             if self.is_loss and not math.isfinite(self.loss):
                 text += f", but the loss is {self.loss} in both: `diagnose` finds the first such value"
-            return f"{text}."
+            return ". ".join([text, *self._losses()]) + "."
         what = "the gradient is" if self.is_loss else "the results are"
         cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
         parts = [f"{self.function}: {what} off by {_error_text(self.error)}{cosine}{self._compared()}"]
@@ -193,7 +200,11 @@ class Drift(Report):
             parts.append(text + "".join(f"; {percent(r.share)} in {r.place}, {r.description}" for r in rest))
         if self.is_loss:
             parts.append(self._of_loss())
-        return ". ".join(parts) + "."
+        return ". ".join([*parts, *self._losses()]) + "."
+
+    def _losses(self) -> list[str]:
+        """Describes lost constants, and updates that half precision does not hold."""
+        return list(filter(None, [lost_constants.text(self.constants), _updates_text(self.results)]))
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):
@@ -231,7 +242,8 @@ class Drift(Report):
 
     def _lines(self) -> Sequence[str]:
         notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
-        return (*notes, self.verdict)
+        repair = [lost_constants.repair(self.constants)] if self.constants else []
+        return (*notes, *repair, self.verdict)
 
     def plot(self) -> Any:
         """Draws the error along the depth of the program, forward and backward; returns the figure.
@@ -258,7 +270,28 @@ def exceeding_text(found: Drift, rtol: float) -> str:
             parts.append(f"the loss is off by {found.loss_error:.3g}")
     else:
         parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.exceeding(rtol)])]
-    return "; ".join(filter(None, parts))
+    wrong = "; ".join(filter(None, parts))
+    return f"{wrong}, and may be by {rtol:.3g}" if wrong else ""
+
+
+def lost_text(found: Drift) -> str:
+    """Describes what is lost though one call may not show it: constants, and updates; "" if nothing is."""
+    constants = [c for c in found.constants if c.becomes == "1" or not c.written]
+    return "; ".join(filter(None, [lost_constants.text(constants), _updates_text(found.results)]))
+
+
+#: An argument is returned without what was added to it where so much of that is wrong.
+_LOST_UPDATE = 0.5
+
+
+def _updates_text(results: Sequence[ResultDrift]) -> str:
+    lost = [f"{r.name} ({percent(r.change_error)})" for r in results if r.change_error > _LOST_UPDATE]
+    if not lost:
+        return ""
+    return (
+        f"What is added to an argument is below half of its last digit, and lost, in {joined(lost)}: keep it "
+        "in float32, as master_weights does for parameters"
+    )
 
 
 def _cells(row: DriftRow) -> Sequence[str]:

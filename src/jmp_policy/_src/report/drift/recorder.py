@@ -95,6 +95,8 @@ class Node:
       rounds: whether the operation itself may introduce an error.
       adds: whether the errors of its operands add up as they are; else relative to each operand.
       note: what to say of it where it introduces an error.
+      operands: of an operation that goes on with a region that has several sources, its operands that differ,
+        each with whether it is in that region; else none.
     """
 
     site: Site
@@ -105,6 +107,7 @@ class Node:
     rounds: bool
     adds: bool
     note: str = ""
+    operands: tuple[tuple[int, bool], ...] = ()
 
 
 class Measured(NamedTuple):

@@ -41,6 +41,7 @@ class ErrorBudget:
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured]):
         self._nodes, self._measured = nodes, measured
+        self._known: dict[int, dict[int, float]] = {}
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [(i, *edge) for i in range(len(nodes)) for edge in self._split(i)]
 
@@ -99,19 +100,30 @@ class ErrorBudget:
 
     def _split(self, number: int) -> list[tuple[int, float]]:
         """The sources of a node, with the part of its error that it inherits from each."""
-        node = self._nodes[number]
         inherited = 1 - self._introduced[number]
-        if not node.sources or not inherited:
+        if not self._nodes[number].sources or not inherited:
             return []
-        errors = [self.error(source) for source in node.sources]
+        return [(source, inherited * part) for source, part in self._parts(number).items() if part]
+
+    def _parts(self, number: int) -> dict[int, float]:
+        """How what a node inherits is split among its sources; within a region, operation by operation."""
+        if number in self._known:
+            return self._known[number]
+        node = self._nodes[number]
+        operands = node.operands or tuple((source, False) for source in node.sources)
+        errors = [self.error(operand) for operand, _ in operands]
         if not node.adds:
-            errors = [self._relative(s, e) for s, e in zip(node.sources, errors, strict=True)]
+            errors = [self._relative(o, e) for (o, _), e in zip(operands, errors, strict=True)]
         if len(errors) == 1 or not any(errors):
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
             errors = [float(np.isinf(e)) for e in errors]
-        whole = sum(errors)
-        return [(s, inherited * e / whole) for s, e in zip(node.sources, errors, strict=True) if e]
+        whole, parts = sum(errors), dict.fromkeys(node.sources, 0.0)
+        for (operand, inside), error in zip(operands, errors, strict=True):
+            for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
+                parts[source] += part * error / whole
+        self._known[number] = parts
+        return parts
 
     def _relative(self, number: int, error: float) -> float:
         exact = self._measured[number].exact if number in self._measured else 0.0
@@ -266,7 +278,8 @@ class Rows:
         total, exact = sum(map(self._squared, shown)), self._sum(shown, "exact")
         rest = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
         inherited = rest if inside else self._inherited(shown)
-        main = max(counted, key=lambda n: (self.shares[n], self._relative(n)))
+        # Of a module one operation is named: what spoils the loss may do nothing to the gradient.
+        main = max(counted, key=lambda n: (self.shares[n] + self._loss_shares[n], self._relative(n)))
         node = self._nodes[main]
         largest = max(self._measured[n].largest for n in shown)
         return DriftRow(
