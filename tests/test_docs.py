@@ -67,7 +67,7 @@ def test_no_example_of_a_docstring_is_left_out():
 RECORDS = {
     "Operation", "HalfOperation", "Product", "RepeatedCast", "Upcast", "Operand", "Zero", "Format", "Formats",
     "Kernel", "Estimate", "LostConstant", "MemoryRow", "ModuleRow", "Magnitudes", "Share", "DriftRow",
-    "ResultDrift", "SensitivityRow", "RecommendationRow",
+    "ResultDrift", "SensitivityRow", "RecommendationRow", "Tried",
 }  # fmt: skip
 
 

@@ -149,6 +149,7 @@ OBJECTS = {
     "RepeatedCast": lambda: report.RepeatedCast(*("",) * len(report.RepeatedCast.__dataclass_fields__)),
     "HalfOperation": lambda: report.HalfOperation(*("",) * len(report.HalfOperation.__dataclass_fields__)),
     "LostConstant": lambda: report.LostConstant(*("",) * len(report.LostConstant.__dataclass_fields__)),
+    "Tried": lambda: report.Tried({"head": "float32"}, jmpp.PolicyMap("mixed_float16"), 0.0),
     "Zero": lambda: report.Zero(*("",) * len(report.Zero.__dataclass_fields__)),
     "Upcast": lambda: report.Upcast(*("",) * len(report.Upcast.__dataclass_fields__)),
     "intercept": lambda: jmpp.linen.intercept("mixed_float16"),

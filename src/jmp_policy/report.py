@@ -55,5 +55,6 @@ if _typing.TYPE_CHECKING:
     from jmp_policy._src.report.summary import ModuleRow as ModuleRow
     from jmp_policy._src.report.summary import Summary as Summary
     from jmp_policy._src.report.summary import summary as summary
+    from jmp_policy._src.report.trials import Tried as Tried
 else:
     __getattr__, __dir__ = _publish_later(__name__, globals(), {"jmp_policy._src.api.reports": None})

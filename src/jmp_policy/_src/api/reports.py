@@ -21,3 +21,4 @@ from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity, Sensitiv
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitudes, Share
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad
 from jmp_policy._src.report.summary import ModuleRow, Summary, summary
+from jmp_policy._src.report.trials import Tried

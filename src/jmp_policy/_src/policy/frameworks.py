@@ -17,9 +17,11 @@ class Framework:
 
     Attributes:
       holds_arrays: whether its modules hold their parameters, and so are themselves arguments of functions.
+      products: classes of layers whose work is a matrix product or convolution.
     """
 
     holds_arrays: bool = False
+    products: tuple[type, ...] = ()
 
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Returns the module under a policy; keywords are those of the framework's own `wrap`."""

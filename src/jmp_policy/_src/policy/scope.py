@@ -83,3 +83,31 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 
 #: The active scope of this thread, or None: `ACTIVE.value`, `with ACTIVE(scope): ...`.
 ACTIVE = jax.make_user_context(default_value=None)
+
+
+class Trial:
+    """Rules that a report tries in place of those that modules were wrapped with.
+
+    Args:
+      rules: the rules; None to leave modules their own.
+
+    Attributes:
+      met: the rules of the modules that were met, each once.
+    """
+
+    def __init__(self, rules: PolicyMap | None = None):
+        self.rules = rules
+        self.met: dict[PolicyMap, None] = {}
+
+
+#: The trial that is going on in this thread, or None.
+TRIAL = jax.make_user_context(default_value=None)
+
+
+def in_trial(rules: PolicyMap) -> PolicyMap:
+    """The rules to follow where a module or a block has these: those of a trial, if one is going on."""
+    trial = TRIAL.value
+    if trial is None:
+        return rules
+    trial.met[rules] = None
+    return rules if trial.rules is None else trial.rules

@@ -34,6 +34,7 @@ from jmp_policy._src.report.lost_constants import (
     LostConstants,
     without_overflow_warnings,
 )
+from jmp_policy._src.report.trials import Mending
 
 
 def diagnose(
@@ -95,7 +96,8 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     loss = float(np.asarray(replay.values[replay.results[0]]).astype(np.float64))
     names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
     found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
-    return _diagnosed(found, replay, function, names, replay.results[:2])
+    mending = Mending(function, loss_scale, has_aux)
+    return _diagnosed(found, replay, function, names, replay.results[:2], mending)
 
 
 def _of_program(function: Function, given: Any) -> Diagnosis:
@@ -127,6 +129,7 @@ def _diagnosed(
     function: Function,
     names: Sequence[str],
     forward: Sequence[int],
+    mending: Mending | None = None,
 ) -> Diagnosis:
     """Adds to a diagnosis the first non-finite value, if a result is not finite.
 
@@ -135,6 +138,7 @@ def _diagnosed(
       replay, function: what ran.
       names: of the results.
       forward: places of the results of the forward pass.
+      mending: tries rules, of a loss.
     """
     pairs = list(zip(names, replay.results, strict=True))
     bad = tuple(name for name, place in pairs if not replay.ranges[place].is_finite)
@@ -155,7 +159,7 @@ def _diagnosed(
     if first < -1:
         return _of_argument(found, replay, -2 - first, function)
     arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
-    return of_step(found, Fault(replay, first, arguments, replay.feeding(forward), {}))
+    return of_step(found, Fault(replay, first, arguments, replay.feeding(forward), {}), mending)
 
 
 def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Function) -> Diagnosis:
@@ -203,8 +207,8 @@ class Fault(NamedTuple):
         return self.replay.steps[self.at]
 
 
-def of_step(found: Diagnosis, fault: Fault) -> Diagnosis:
-    """Says what happened at a step of a replay, or inside it.
+def of_step(found: Diagnosis, fault: Fault, mending: Mending | None = None) -> Diagnosis:
+    """Says what happened at a step of a replay, or inside it, and what helps.
 
     Loops and shard_maps run as a whole at first. If the value was made in one, it runs again: a loop trip by
     trip, a shard_map with the devices as an axis. The operation inside takes its place.
@@ -213,7 +217,7 @@ def of_step(found: Diagnosis, fault: Fault) -> Diagnosis:
         _note_largest(fault.replay, fault.at, fault.before)
         inside = _inside(fault)
         if inside is None:
-            return _described(found, fault)
+            return _described(found, fault, mending)
         fault = inside
 
 
@@ -238,7 +242,7 @@ def _inside(fault: Fault) -> Fault | None:
     return None
 
 
-def _described(found: Diagnosis, fault: Fault) -> Diagnosis:
+def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagnosis:
     """Adds to a diagnosis what a step did to its operands, and what to do about it."""
     replay, step = fault.replay, fault.step
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
@@ -276,7 +280,18 @@ def _described(found: Diagnosis, fault: Fault) -> Diagnosis:
         has_infinite_constant=infinite is not None,
     )
     scaled, in_optimizer = step.site.backward, is_called_by(step.eqn, "optax")
-    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer))
+    # A smaller loss scale is tried by the next step of training.
+    is_for_policy = kind != "not finite" and not in_optimizer and not (scaled and found.loss_scale > 1)
+    if mending is None or not is_for_policy:
+        return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer))
+    mended = mending.best([found.path if found.zero is None else found.zero.path])
+    found = dataclasses.replace(
+        found,
+        rule={} if mended is None else mended.rule,
+        tried=tuple(mending.tried),
+        error_after=math.nan if mended is None else mended.error,
+    )
+    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, mended))
 
 
 def _zero(replay: EagerReplay, step: ReplayedEqn | None) -> Zero | None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, joined
 from jmp_policy._src.jaxpr.op_table import NOT_FINITE
 from jmp_policy._src.jaxpr.walk import Placed
-from jmp_policy._src.report import lost_constants
+from jmp_policy._src.report import lost_constants, trials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,10 @@ class Diagnosis(Report, Placed):
       constant: the constant that half precision made infinite or zero, if it is the cause; else None.
       has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
         been written so.
-      constants: all constants of the program that half precision makes infinite or zero.
+      constants: all constants of the program that half precision makes infinite, zero or one.
+      rule: overrides for the `PolicyMap` of the model that were tried and mend it; empty without such.
+      tried: every change of the policy that was tried, with the error of the gradient under it.
+      error_after: that error under the policy that is advised; nan without one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,6 +110,9 @@ class Diagnosis(Report, Placed):
     constant: lost_constants.LostConstant | None = None
     has_infinite_constant: bool = False
     constants: tuple[lost_constants.LostConstant, ...] = ()
+    rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    tried: tuple[trials.Tried, ...] = ()
+    error_after: float = math.nan
 
     _rows = "operands"
 
@@ -162,19 +169,24 @@ class Diagnosis(Report, Placed):
                 f"Largest {self.dtype} value before: {self.largest_before:.4g}, {self.largest_before_place}."
             )
         lines.append(f"Not finite in the end: {joined(self.bad_results, 6)}.")
-        return [*lines, self.advice]
+        return [*lines, *filter(None, [trials.tried_text(self.tried)]), self.advice]
 
 
-def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
+def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tried | None = None) -> str:
     """What to do.
 
     Args:
-      found: what happened.
+      found: what happened, with what was tried.
       scaled: whether the value has the loss scale in it.
       in_optimizer: whether an optimizer computed it.
+      mended: what was tried and helps.
     """
     if in_optimizer and found.kind in ("underflow", "overflow"):
         return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
+    if mended is not None:
+        whole = mended.text[0].upper() + mended.text[1:]
+        rule = f"{whole} mends it: the gradient is finite, and off by {trials.error_text(mended.error)}."
+        return f"{_limit(found)} {rule}{_mask(found)}{_logarithm(found.zero)}"
     if found.kind == "underflow" and found.zero is not None:
         return _of_underflow(found.zero)
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
@@ -182,20 +194,19 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
             return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
+    if found.kind == "overflow" and found.tried:
+        mending = f"No change of the policy that was tried mends it. {_upstream(found)}"
+        return f"{_limit(found)} {mending}{_mask(found)}"
     if found.kind == "overflow" and scaled:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
             "DynamicLossScale lowers it by itself; a constant scale must be smaller (gradient_spectrum says "
-            f"which). At a scale of 1 already: compute {part} in float32 or bfloat16."
+            f"which). At a scale of 1 already: compute {part} in float32."
         )
     if found.kind == "overflow":
-        limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
-        is_cast = found.operation == "convert_element_type"
-        of_mask = f" If it is a mask: {lost_constants.OF_MASK}" if is_cast else ""
         return (
-            f"The activation exceeds {limit}; no loss scale can help. Compute {part} in float32, or in "
-            "bfloat16, which has float32's range: by a rule of a PolicyMap or with full_precision around it. "
-            f"Or make what it is given smaller: normalise before it.{of_mask}"
+            f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or with full_precision "
+            f"around it. Or make what it is given smaller: normalise before it.{_mask(found)}"
         )
     known = NOT_FINITE.get(
         found.operation,
@@ -214,19 +225,56 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool) -> str:
     return known
 
 
+def _limit(found: Diagnosis) -> str:
+    """What was exceeded, or became zero."""
+    if found.kind == "underflow" and found.zero is not None:
+        return (
+            f"The result of {found.zero.operation} in {found.zero.place} became zero in {found.zero.dtype}."
+        )
+    if found.constant is not None:
+        return f"{found.constant.text}."
+    limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
+    if found.backward:
+        return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}."
+    return f"The activation exceeds {limit}; no loss scale can help."
+
+
+def _upstream(found: Diagnosis) -> str:
+    """What to do about a value that no rule keeps in range."""
+    if found.largest_in_float32 < _FAR_INSIDE:
+        return (
+            f"In float32 it is at most {found.largest_in_float32:.4g}: what it is computed from has lost its "
+            "digits before, as small differences of large numbers do. Subtract or normalise those in float32."
+        )
+    return "Make what it is given smaller: normalise before it."
+
+
+#: A value that is smaller in float32 is far inside the range of float16.
+_FAR_INSIDE = 65504 / 16
+
+
+def _mask(found: Diagnosis) -> str:
+    is_cast = found.kind == "overflow" and found.operation == "convert_element_type"
+    return f" If it is a mask: {lost_constants.OF_MASK}" if is_cast and not found.backward else ""
+
+
 def _part(path: str, line: str) -> str:
     return f"{path!r}" if path else f"the function at {line}"
 
 
 def _of_underflow(zero: Zero) -> str:
     part = _part(zero.path, zero.line)
-    logarithm = " Of a softmax take log_softmax in its place." * (zero.operation in ("exp", "div"))
     return (
         f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype} (the smallest number of "
         f"float16 is 6e-8): compute {part} in float32, by a rule of a PolicyMap or with full_precision "
         "around it, and return float32 from it; or enlarge the epsilon that guards it to 1e-4 or more."
-        f"{logarithm}"
+        f"{_logarithm(zero)}"
     )
+
+
+def _logarithm(zero: Zero | None) -> str:
+    is_of_softmax = zero is not None and zero.operation in ("exp", "div")
+    return " Of a softmax take log_softmax in its place." * is_of_softmax
 
 
 _OF_OPTIMIZER = (

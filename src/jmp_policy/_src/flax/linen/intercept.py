@@ -57,7 +57,7 @@ from jmp_policy._src.policy.module_precision import (
     small_inputs,
 )
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
-from jmp_policy._src.policy.scope import ACTIVE, Scope
+from jmp_policy._src.policy.scope import ACTIVE, Scope, in_trial
 from jmp_policy._src.weight_grads import param_casts
 
 
@@ -105,7 +105,8 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
         self._stacks.pop().close()
 
     def _scope(self, root_path: tuple[str, ...], location: Location | None) -> Scope:
-        return Scope(self.rules, root_path=root_path, location=location, model=weakref.ref(self))
+        rules = in_trial(self.rules)
+        return Scope(rules, root_path=root_path, location=location, model=weakref.ref(self))
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:

@@ -32,6 +32,9 @@ WEIGHT_NORMS = (nn.SpectralNorm, nn.WeightNorm)
 #: Layers that compute in float32 by default; subclasses of them too.
 ISLANDS = (*NORMS, *WEIGHT_NORMS)
 
+#: Layers that are one product.
+PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvTranspose, nn.ConvLocal)
+
 #: Layers whose products are fields, and the fields with the functions that they stand for when unset.
 _HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
 _PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}

@@ -18,13 +18,13 @@ import jax
 from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.linen import taps
+from jmp_policy._src.flax.linen import layers, taps
 from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.flax.linen.intercept import intercept, pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, wrapped_twice
-from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen
+from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen, in_trial
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -220,6 +220,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     """Makes the module's policy active, unless it is so for this very module already; yields its scope."""
     rules, base = policy_of(module), _base(module)
     assert rules is not None
+    own, rules = rules, in_trial(rules)
     if _is_active(module, rules, base):
         yield None
         return
@@ -229,7 +230,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     checked: Any = module if module.scope is None else type(module)
     with pushed(Scope(rules, root_path=base, location=location, model=weakref.ref(checked))) as scope:
         yield scope
-    if not rules.overrides:
+    if not rules.overrides or rules is not own:
         return
     if _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
         check_used(module, rules, scope, check_all, variables)
@@ -304,6 +305,8 @@ def _reduce(self: Any) -> Any:
 
 class LinenFramework(Framework):
     """`flax.linen`."""
+
+    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
 
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """The module under a policy."""

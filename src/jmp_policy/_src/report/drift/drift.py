@@ -1,5 +1,6 @@
 """Compares a half-precision function with its float32 replay, and says where the difference is introduced."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
-from jmp_policy._src.report.drift.findings import Drift, ResultDrift, exceeding_text, lost_text
+from jmp_policy._src.report.drift.findings import NAMED, NORMAL, Drift, ResultDrift, exceeding_text, lost_text
 from jmp_policy._src.report.drift.rows import Rows
 from jmp_policy._src.report.function import (
     Function,
@@ -24,8 +25,12 @@ from jmp_policy._src.report.function import (
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.trials import Mending
 
 _DETAILS = ("module", "operation")
+
+#: Keywords of `drift` itself; all others are those of the function.
+_OPTIONS = ("grad", "detail", "scale", "has_aux")
 
 #: Name of the first result of a loss.
 _LOSS = "the loss"
@@ -77,12 +82,34 @@ def drift(
       5.1.2, for the shares; Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 2.2, for the
       model of rounding.
     """
+    found, function, loss_scale = _measured(fn, args, kwargs, grad, detail, scale, has_aux)
+    if not found.is_worth_a_rule:
+        return found
+    mending = Mending(function, loss_scale, has_aux)
+    named = [row.module for row in found.contributions if row.share >= NAMED][:3]
+    mended = mending.best(named, limit=max(NORMAL * found.expected, 1e-3))
+    found = dataclasses.replace(found, tried=tuple(mending.tried))
+    if mended is None or not mended.error < found.error / 2:
+        return found
+    return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
+
+
+def _measured(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grad: bool = True,
+    detail: str = "module",
+    scale: Any = 1.0,
+    has_aux: bool = False,
+) -> tuple[Drift, Function, float]:
+    """The report before any rule was tried, the function, and what its loss was multiplied by."""
     if detail not in _DETAILS:
         raise ValueError(f"drift has rows per 'module' or per 'operation'; got detail={detail!r}.")
     function = as_function(fn, args, kwargs, "drift")
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
-    loss_scale = float(as_loss_scale(scale).loss_scale)
+    given_scale = loss_scale = float(as_loss_scale(scale).loss_scale)
     with without_overflow_warnings():
         jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
     for quick in (True, False):
@@ -92,7 +119,7 @@ def drift(
             break
     if is_loss:
         loss_scale = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale))
-    return _report(
+    found = _report(
         function,
         comparison,
         names,
@@ -103,6 +130,7 @@ def drift(
         loss_scale,
         detail,
     )
+    return found, function, given_scale
 
 
 def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: Any) -> None:
@@ -122,7 +150,8 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
       >>> import jax.numpy as jnp
       >>> assert_drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3), rtol=1e-2)
     """
-    found = drift(fn, *args, **kwargs)
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    found, *_ = _measured(fn, args, kwargs, **options)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
     if wrong := exceeding_text(found, rtol):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jmp_policy._src.core.report_base import Report, Table, joined, percent, plotting
 from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS
 from jmp_policy._src.jaxpr.walk import Placed
-from jmp_policy._src.report import lost_constants
+from jmp_policy._src.report import lost_constants, trials
 
 #: Parts of a program that a row is about.
 OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
@@ -21,13 +21,16 @@ OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
 DIRECTIONS = (OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS)
 
 #: Random errors of one rounding each are normal up to so many standard deviations.
-_NORMAL = 2.0
+NORMAL = 2.0
 
 #: From this error on a verdict says that it is large, also where it is normal.
 _LARGE = 0.1
 
+#: From this error on it is worth a rule where one line has most of it, also where it is normal.
+_WORTH_A_RULE = 0.02
+
 #: Shares below this are not named in a verdict.
-_NAMED = 0.05
+NAMED = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ class DriftRow(Placed):
             f"{percent(share)} of the elements of its {operand} operand {what} in 8 bits"
             for shares, what in ((self.flushed, "become zero"), (self.saturated, "are beyond the range"))
             for share, operand in zip(shares, ("left", "right"), strict=True)
-            if share >= _NAMED
+            if share >= NAMED
         ]
         return f" ({joined(found)})" if found else ""
 
@@ -142,6 +145,11 @@ class Drift(Report):
       loss_scale: what the loss was multiplied by.
       constants: constants that half precision makes infinite, zero or one; float32 computes with those that
         stand in the source.
+      rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error; empty
+        without such.
+      advice: the rule or policy to write, in words; "" if none was found.
+      tried: every change of the policy that was tried, with the error of the gradient under it.
+      error_after: that error under what is advised; nan without.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,6 +171,10 @@ class Drift(Report):
     expected: float
     loss_scale: float = 1.0
     constants: tuple[lost_constants.LostConstant, ...] = ()
+    rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    advice: str = ""
+    tried: tuple[trials.Tried, ...] = ()
+    error_after: float = math.nan
 
     _rows = "rows"
     _computed = ("verdict", "is_normal")
@@ -175,7 +187,16 @@ class Drift(Report):
     @property
     def is_normal(self) -> bool:
         """Whether the error is no more than one random rounding per operation explains."""
-        return self.error <= _NORMAL * self.expected
+        return self.error <= NORMAL * self.expected
+
+    @property
+    def is_worth_a_rule(self) -> bool:
+        """Whether a gradient is so far off that rules are tried: not normally, or much, or by one line."""
+        if not self.is_loss or not self.error:
+            return False
+        most = max((row.share for row in self.rows), default=0)
+        by_one_line = self.error >= _WORTH_A_RULE and most > 0.5
+        return not self.is_normal or self.error >= _LARGE or by_one_line
 
     @property
     def contributions(self) -> tuple[DriftRow, ...]:
@@ -193,14 +214,22 @@ class Drift(Report):
         what = "the gradient is" if self.is_loss else "the results are"
         cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
         parts = [f"{self.function}: {what} off by {_error_text(self.error)}{cosine}{self._compared()}"]
-        named = [row for row in self.contributions if row.share >= _NAMED][:3]
+        named = [row for row in self.contributions if row.share >= NAMED][:3]
         if named:
             first, *rest = named
             text = f"{percent(first.share)} of that error is introduced in {first.place}, {first.description}"
             parts.append(text + "".join(f"; {percent(r.share)} in {r.place}, {r.description}" for r in rest))
         if self.is_loss:
             parts.append(self._of_loss())
-        return ". ".join([*parts, *self._losses()]) + "."
+        return ". ".join([*parts, *self._losses(), *filter(None, [self._mended()])]) + "."
+
+    def _mended(self) -> str:
+        """Describes what the advised rule was seen to do."""
+        if not self.advice:
+            return ""
+        whole = self.advice[0].upper() + self.advice[1:]
+        before, after = _error_text(self.error), _error_text(self.error_after)
+        return f"{whole} mends it: the gradient is off by {after} instead of {before}"
 
     def _losses(self) -> list[str]:
         """Describes lost constants, and updates that half precision does not hold."""
@@ -219,7 +248,7 @@ class Drift(Report):
     def _of_loss(self) -> str:
         text = f"The loss is off by {_error_text(self.loss_error)}"
         row = max(self.rows, key=lambda row: row.loss_share, default=None)
-        if row is None or row.loss_share < _NAMED or not self.loss_error:
+        if row is None or row.loss_share < NAMED or not self.loss_error:
             return text
         return f"{text}, {percent(row.loss_share)} of it introduced in {row.place}, {row.description}"
 
@@ -243,7 +272,7 @@ class Drift(Report):
     def _lines(self) -> Sequence[str]:
         notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
         repair = [lost_constants.repair(self.constants)] if self.constants else []
-        return (*notes, *repair, self.verdict)
+        return (*notes, *repair, *filter(None, [trials.tried_text(self.tried)]), self.verdict)
 
     def plot(self) -> Any:
         """Draws the error along the depth of the program, forward and backward; returns the figure.

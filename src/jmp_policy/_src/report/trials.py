@@ -1,0 +1,195 @@
+"""Runs a loss again under other rules, to see which of them mend what a report found.
+
+What is tried, in this order, is float32 for the modules that a report names, then for what is around them;
+then half precision in layers that are products alone; then bfloat16 in place of float16. The first that
+mends is advised. Rules can be replaced where modules are wrapped, or run in a block under `intercept`, and
+hold no parameters themselves: in Linen.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.policy.frameworks import imported_frameworks
+from jmp_policy._src.policy.patterns import Pattern, show_pattern
+from jmp_policy._src.policy.policy import Policy, get_policy
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.scope import TRIAL, Trial
+from jmp_policy._src.policy.watching import Watcher, looking
+from jmp_policy._src.report.function import Function, trained_arguments, value_and_gradients
+from jmp_policy._src.report.lost_constants import without_overflow_warnings
+
+#: A gradient that is off by no more is mended, whatever else is known.
+_MENDED = 0.02
+
+#: A gradient that is off by more is none that a report advises.
+_TOLERABLE = 0.1
+
+#: At most so many modules are tried one by one.
+_MOST = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """Rules that a report has tried.
+
+    Args:
+      rule: overrides to put before those of the `PolicyMap`; empty where the whole policy is another one.
+      policy: the whole policy with them.
+      error: relative L2 error of the gradient under it, against the model in float32; infinite where that is
+        not finite.
+    """
+
+    rule: Mapping[Pattern, str]
+    policy: PolicyMap
+    error: float
+
+    @property
+    def text(self) -> str:
+        """Formats it as one would write it: "the rule {'drop': 'float32'}"."""
+        if not self.rule:
+            whole = repr(self.policy) if self.policy.overrides else repr(str(self.policy.default))
+            return f"the policy {whole}"
+        rule = ", ".join(f"{show_pattern(p)}: {policy!r}" for p, policy in self.rule.items())
+        return f"the rule {{{rule}}}"
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the error is so small that training is worth a try."""
+        return self.error <= _TOLERABLE
+
+
+def tried_text(tried: Sequence[Tried]) -> str:
+    """Says what was tried, and what came of it; "" if nothing was."""
+    if not tried:
+        return ""
+    results = (f"{t.text}: {error_text(t.error)}" for t in tried)
+    return f"Tried, with the error of the gradient: {'; '.join(results)}."
+
+
+def error_text(error: float) -> str:
+    """Formats a relative error: "0.2 %"."""
+    if not np.isfinite(error):
+        return "not finite"
+    return f"{100 * error:.3g} %" if error >= 1e-4 else f"{error:.2g}"
+
+
+class _Modules(Watcher):
+    """Which modules run: their paths below the model, and the classes of layers that are one product."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.products: dict[type, None] = {}
+
+    def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Takes note of a module."""
+        self.paths.add(name.partition(".")[0])
+        kinds = (kind for framework in imported_frameworks() for kind in framework.products)
+        self.products.update(dict.fromkeys(kind for kind in kinds if isinstance(module, kind)))
+        return out
+
+    def of(self, path: str) -> str:
+        """The innermost module that a report's path leads to, as a rule writes it; "" for the model."""
+        while path and path not in self.paths:
+            path = path.rpartition("/")[0]
+        return path.partition("/")[2]
+
+
+class Mending:
+    """Tries rules for a loss of wrapped modules.
+
+    Args:
+      function: the loss.
+      loss_scale: what it is multiplied by.
+      has_aux: whether it returns more than the loss.
+    """
+
+    def __init__(self, function: Function, loss_scale: float, has_aux: bool):
+        trained = trained_arguments(function, "a report")
+        self._program = value_and_gradients(function, trained, loss_scale, has_aux)
+        self._arrays = function.arrays
+        self.tried: list[Tried] = []
+
+    def best(self, paths: Sequence[str], *, limit: float = _MENDED) -> Tried | None:
+        """Tries rules until one mends.
+
+        Args:
+          paths: of modules where something was lost, most important first.
+          limit: relative error at which no more are tried.
+
+        Returns:
+          The one with the least error; None if nothing could be tried, or all are far off.
+        """
+        with without_overflow_warnings():
+            self._try(paths, limit)
+        best = min(self.tried, key=lambda tried: tried.error, default=None)
+        return best if best is not None and best.is_mended else None
+
+    def _try(self, paths: Sequence[str], limit: float) -> None:
+        own = self._rules()
+        if own is None:
+            return
+        self._exact = self._gradient(PolicyMap("float32"))
+        if not all(np.isfinite(g).all() for g in self._exact):
+            return
+        for rule, policy in self._candidates(own, paths):
+            self.tried.append(Tried(rule, policy, self._error(policy)))
+            if self.tried[-1].error <= limit:
+                return
+
+    def _rules(self) -> PolicyMap | None:
+        """The rules of the modules that the loss runs; None without any, and for several."""
+        trial = Trial()
+        with contextlib.ExitStack() as stack:
+            for framework in imported_frameworks():
+                stack.enter_context(framework.tapped())
+            stack.enter_context(TRIAL(trial))
+            self._modules = stack.enter_context(looking(_Modules()))
+            jax.eval_shape(self._program, self._arrays)
+        return next(iter(trial.met)) if len(trial.met) == 1 else None
+
+    def _candidates(
+        self, own: PolicyMap, paths: Sequence[str]
+    ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
+        default = own.default
+        named = list(filter(None, dict.fromkeys(map(self._modules.of, paths))))
+        around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
+        rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
+        rules = rules[:_MOST] + [dict.fromkeys(named, "float32")] * (len(named) > 1)
+        for rule in rules:
+            yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
+        if is_half(default.compute_dtype):
+            in_half = dataclasses.replace(default, output_dtype=jnp.float32)
+            products = [(cls, in_half) for cls in self._modules.products]
+            yield (
+                {},
+                dataclasses.replace(
+                    own, default=get_policy("float32"), overrides=[*own.overrides, *products]
+                ),
+            )
+        if default.compute_dtype == jnp.float16:
+            overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
+            yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)
+
+    def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
+        with TRIAL(Trial(rules)):
+            _, _, *gradient = jax.jit(self._program)(self._arrays)
+        return [np.asarray(g).astype(np.float64) for g in gradient if jnp.issubdtype(g.dtype, jnp.floating)]
+
+    def _error(self, rules: PolicyMap) -> float:
+        pairs = list(zip(self._gradient(rules), self._exact, strict=True))
+        with np.errstate(invalid="ignore"):
+            error = sum(np.square(found - exact).sum() for found, exact in pairs)
+        whole = sum(np.square(exact).sum() for _, exact in pairs)
+        return float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+
+
+def _in_bfloat16(policy: Policy) -> Policy:
+    names = [field.name for field in dataclasses.fields(policy) if getattr(policy, field.name) == jnp.float16]
+    return dataclasses.replace(policy, **dict.fromkeys(names, jnp.bfloat16))
