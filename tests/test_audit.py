@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
+from jmp_policy._src.core.folded_rows import folded
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 LINES = Path(__file__).read_text().splitlines()
@@ -832,8 +833,50 @@ def test_names_are_whole_and_nothing_is_cut_off_in_120_columns():
     assert all(len(line) <= 120 for line in text.splitlines())
     words = " ".join(text.split())
     assert "m 12 to 16, n 12 to 16" in words
-    assert words.count("reduce_sum") == 4
+    # Four rows, and one line that says why.
+    assert words.count("reduce_sum") == 5
     assert "|" not in text
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(16):
+            x = AttentionBlock(name=f"block_{i}")(x)
+        return nn.Dense(8, name="head")(x)
+
+
+def test_equal_layers_are_one_row_and_every_row_is_there_when_asked_for():
+    x = array(4, 16, 32, dtype=F32)
+    model = jmpp.wrap(Deep(), "mixed_float16")
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = jmpp.audit(lambda v, x: model.apply(v, x).sum(), variables, x, grad=True)
+    text = str(found)
+    assert len(text.splitlines()) <= 40
+    assert "Deep/block_0 ... block_15/attention/query (16 x)" in text
+    assert "Deep/head" in text
+    whole = found.table(full=True)
+    assert all(f"Deep/block_{i}/attention/query" in whole for i in range(16))
+    assert "..." not in whole
+    short, all_rows = found._repr_html_().split("<details>")
+    assert short.count("block_7") == 0 < all_rows.count("block_7/attention/query")
+    shown = str(jmpp.summary(Deep(), "mixed_float16", x))
+    assert len(shown.splitlines()) <= 40
+    assert "block_0 ... block_15/attention/query (16 x)" in shown
+
+
+def test_rows_of_other_layers_stay_apart():
+    columns = ("module", "line", "largest ")
+    rows = [("Net/Dense_0", "a.py:1", "1 k"), ("Net/Dense_1", "a.py:2", "2"), ("Net/Dense_2", "a.py:3", "3")]
+    assert folded(columns, rows) == rows
+    rows = [(f"Net/layer_{i}/{part}", "a.py:1", f"{i}.5 %") for i in range(12) for part in ("mlp", "attn")]
+    assert [list(row) for row in folded(columns, [("Net", "a.py:9", 1), *rows])] == [
+        ["Net", "a.py:9", 1],
+        ["Net/layer_0 ... layer_11/mlp (12 x)", "a.py:1", "0.5 % ... 11.5 %"],
+        ["Net/layer_0 ... layer_11/attn (12 x)", "a.py:1", "0.5 % ... 11.5 %"],
+    ]
+    assert folded(columns, rows[:4]) == rows[:4]
+    assert folded(columns, []) == []
 
 
 class Vocabulary(nn.Module):

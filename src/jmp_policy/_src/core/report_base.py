@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jmp_policy._src.core.folded_rows import folded
+
 #: Columns of text that `str` uses where the output is no terminal.
 _WIDTH = 120
 
@@ -23,11 +25,23 @@ class Table:
       columns: names; those of numbers end in a space and are set to the right.
       rows: one value per column; numbers are shown without units, which belong into the columns' names.
       title: what the rows are, or "".
+      most: how many rows are shown at most, those of equal layers as one; the others are counted.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     title: str = ""
+    most: int = 24
+
+    def shown(self, full: bool) -> tuple[Sequence[Sequence[Any]], str]:
+        """The rows to show, and how many more there are, in words."""
+        if full:
+            return self.rows, ""
+        rows = folded(self.columns, self.rows)
+        left = len(rows) - self.most
+        if left <= 1:  # What says that one is left out takes its place.
+            return rows, ""
+        return rows[: self.most], f"... and {left} more rows: print(report.table(full=True))"
 
 
 def row_of(rows: Sequence[Any], path: str, noun: str = "row") -> Any:
@@ -88,42 +102,56 @@ class Report:
             raise ImportError("to_pandas needs pandas: pip install pandas.") from error
         return pandas.DataFrame(plain(getattr(self, self._rows)))
 
+    def table(self, full: bool = False) -> str:
+        """The report as text, as `str` gives it.
+
+        Args:
+          full: whether to show every row; else rows of equal layers are one, and long tables are cut.
+        """
+        from rich import console
+
+        out = console.Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
+        out.print(self._as_rich(full, _widths))
+        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+    def __str__(self) -> str:
+        return self.table()
+
     def __rich__(self) -> Any:
+        return self._as_rich(full=False, widths=lambda columns: [None] * len(columns))
+
+    def _as_rich(self, full: bool, widths: Callable[[Any], Sequence[int | None]]) -> Any:
         from rich import box, console, table, text
 
         parts: list[Any] = []
         for shown in self._tables():
             grid = table.Table(title=shown.title or None, title_justify="left", box=box.SIMPLE_HEAD)
-            for i, name in enumerate(shown.columns):
-                # Names of operations, modules and files stay whole, where they are not very long.
-                is_name = name in ("operation", "module", "path", "line")
-                is_whole = is_name and all(len(str(row[i])) <= _WHOLE for row in shown.rows)
-                grid.add_column(
-                    name.strip(),
-                    justify="right" if name.endswith(" ") else "left",
-                    overflow="fold",
-                    no_wrap=is_whole,
-                )
-            for row in shown.rows:
-                grid.add_row(*(text.Text(str(cell)) for cell in row))
-            parts.append(grid)
+            rows, more = shown.shown(full)
+            # A column without anything in it takes the place of those with much.
+            used = [i for i in range(len(shown.columns)) if any(str(row[i]) for row in rows) or not rows]
+            columns = [(shown.columns[i], [str(row[i]) for row in rows]) for i in used]
+            for (name, _), width in zip(columns, widths(columns), strict=True):
+                side = "right" if name.endswith(" ") else "left"
+                grid.add_column(name.strip(), justify=side, overflow="fold", width=width)
+            for row in rows:
+                grid.add_row(*(text.Text(str(row[i])) for i in used))
+            parts += [grid, *([text.Text(f"  {more}\n")] if more else [])]
         return console.Group(*parts, *(text.Text(line) for line in self._lines()))
 
-    def __str__(self) -> str:
-        from rich import console
-
-        out = console.Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
-        out.print(self.__rich__())
-        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in lines).strip("\n")
-
     def _repr_html_(self) -> str:
+        whole, short = self._html(full=True), self._html(full=False)
+        if whole != short:
+            short += f"<details><summary>All rows</summary>{whole}</details>"
+        return "\n".join([short, *(f"<p>{html.escape(line)}</p>" for line in self._lines())])
+
+    def _html(self, full: bool) -> str:
         parts = []
         for shown in self._tables():
             head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
             caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
-            for row in shown.rows:
+            for row in shown.shown(full)[0]:
                 aligned = (
                     f'<td style="text-align:{"right" if name.endswith(" ") else "left"}">'
                     f"{html.escape(str(cell))}</td>"
@@ -131,8 +159,26 @@ class Report:
                 )
                 parts.append(f"<tr>{''.join(aligned)}</tr>")
             parts.append("</tbody></table>")
-        parts += [f"<p>{html.escape(line)}</p>" for line in self._lines()]
         return "\n".join(parts)
+
+
+def _widths(columns: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
+    """Widths of columns at which names stay whole, and no other word is broken if there is room for it."""
+    room = _WIDTH - 3 * len(columns) - 1
+    wanted = [max(map(len, [name.strip(), *cells])) for name, cells in columns]
+    for longest in (_WHOLE, 24, 16, 11, 1):
+        widths = []
+        for (name, cells), width in zip(columns, wanted, strict=True):
+            words = [name.strip(), *(word for cell in cells for word in cell.split())]
+            is_name = name in ("operation", "module", "path", "line") or name.endswith(" ")
+            widths.append(width if is_name and width <= _WHOLE else min(longest, max(map(len, words))))
+        if sum(widths) <= room:
+            break
+    # What is left goes to those that want it, evenly.
+    while sum(widths) < room and widths != wanted:
+        narrow = [i for i, width in enumerate(widths) if width < wanted[i]]
+        widths[min(narrow, key=widths.__getitem__)] += 1
+    return widths
 
 
 def plain(value: Any) -> Any:

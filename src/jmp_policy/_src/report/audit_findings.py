@@ -184,9 +184,7 @@ class Audit(Report):
     def verdict(self) -> str:
         """One line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
         sums = [
-            f"{h.operation} in {h.dtype} {h.why} ({h.place})"
-            for h in self.half_operations
-            if h.operation in _SERIAL or h.operation == "convert_element_type"
+            f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in self.half_operations if _is_harmful(h)
         ]
         parts = self._product_texts() if self.products else self._texts_without_products()
         if sums:
@@ -266,34 +264,31 @@ class Audit(Report):
                 (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
                 for u in self.upcasts
             ]
-            tables.append(Table(("module", "line", "cast", "shape", "reaches"), rows, "Silent upcasts"))
+            columns = ("module", "line", "cast", "shape", "reaches")
+            tables.append(Table(columns, rows, "Silent upcasts", most=8))
         if self.repeated_casts:
             rows = [
                 (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
             ]
-            tables.append(Table(("value", "to", "times ", "size ", "where"), rows, "Casts of the same value"))
+            columns = ("value", "to", "times ", "size ", "where")
+            tables.append(Table(columns, rows, "Casts of the same value", most=8))
         if self.half_operations:
+            # Those that the verdict names first.
+            ordered = sorted(self.half_operations, key=lambda h: not _is_harmful(h))
             rows = [
-                (
-                    h.operation,
-                    h.dtype,
-                    h.path,
-                    h.line.partition(" ")[0],
-                    _pass(h),
-                    h.times,
-                    h.terms or "",
-                    h.why,
-                )
-                for h in self.half_operations
+                (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), h.times, h.terms or "")
+                for h in ordered
             ]
-            columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ", "why")
-            tables.append(Table(columns, rows, "Still in half precision"))
+            columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ")
+            tables.append(Table(columns, rows, "Still in half precision", most=5))
         if self.constants:
             tables.append(lost_constants.table(self.constants))
         return tables
 
     def _lines(self) -> Sequence[str]:
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
+        reasons = dict.fromkeys((h.operation, h.why) for h in self.half_operations if not _is_harmful(h))
+        lines += [f"{operation} in half precision: {why}." for operation, why in reasons]
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")
         if self.opaque:
@@ -311,6 +306,11 @@ def _is_narrow(name: str) -> bool:
 
 #: Sums that add one term after another.
 _SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
+
+
+def _is_harmful(found: HalfOperation) -> bool:
+    """Whether what is in half precision loses more than one rounding, so that the verdict names it."""
+    return found.operation in _SERIAL or found.operation == "convert_element_type"
 
 
 def _widest(product: Product) -> str:

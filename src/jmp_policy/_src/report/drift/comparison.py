@@ -434,9 +434,13 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
             wanted[number] |= {"introduced", "inherited", "exact"}
     for number in _used(nodes, results, within_regions=True):
         node = nodes[number]
-        operands = tuple(number for number, _ in node.operands) or node.sources
-        if len(operands) > 1:
-            for source in operands:
+        operands = node.operands or tuple((source, False) for source in node.sources)
+        if len(operands) < 2:
+            continue
+        for operand, is_inside in operands:
+            if is_inside and node.adds and number not in used and nodes[operand].operation not in _COSTLY:
+                wanted[operand] |= {"total"}
+            for source in nodes[operand].sources if is_inside else (operand,):
                 is_mask = node.adds and not is_floating(nodes[source])
                 wanted[source] |= _error_of(nodes[source]) | (set() if is_mask else {"exact"})
     for number in _leaving(nodes, results) & used:

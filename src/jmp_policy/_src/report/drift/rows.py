@@ -112,8 +112,15 @@ class ErrorBudget:
         node = self._nodes[number]
         operands = node.operands or tuple((source, False) for source in node.sources)
         errors = [self.error(operand) for operand, _ in operands]
-        if not node.adds:
-            errors = [self._relative(o, e) for (o, _), e in zip(operands, errors, strict=True)]
+        inner = [
+            i for i, (operand, inside) in enumerate(operands) if inside and operand not in self._measured
+        ]
+        if node.adds and len(inner) == 1 and number in self._measured:
+            # What the others leave of the whole.
+            errors[inner[0]] = max(self._inherited(number) - sum(errors), 0.0)
+        elif inner or not node.adds:
+            outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
+            errors = [sum(self._relative(s, self.error(s)) for s in sources) for sources in outside]
         if len(errors) == 1 or not any(errors):
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
@@ -124,6 +131,13 @@ class ErrorBudget:
                 parts[source] += part * error / whole
         self._known[number] = parts
         return parts
+
+    def _inherited(self, number: int) -> float:
+        """The sum of the squared errors that a node inherits."""
+        found = self._measured.get(number)
+        if found is None:
+            return 0.0
+        return found.inherited if self._nodes[number].rounds else self.error(number)
 
     def _relative(self, number: int, error: float) -> float:
         exact = self._measured[number].exact if number in self._measured else 0.0
