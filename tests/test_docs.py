@@ -168,6 +168,23 @@ def test_every_page_is_in_the_navigation_under_its_title():
     assert sorted([*titles, *left_out]) == sorted([p.name for p in PAGES] + [*others])
 
 
+#: What newcomers search for, and the page that answers; tests/test_site.py types it in.
+FOUND_FIRST = {
+    "GradScaler": "migrating.md",
+    "TrainState": "index.md",
+    "fp16": "choosing.md",
+    "bf16": "choosing.md",
+    "NaN": "debugging.md",
+}
+
+
+@pytest.mark.parametrize("word", FOUND_FIRST)
+def test_a_heading_of_the_page_that_answers_has_the_word(word):
+    """The search counts a word in a heading a thousand times."""
+    pages = [path.name for path in PAGES if re.search(rf"^#+ .*\b{word}\b", path.read_text(), flags=re.M)]
+    assert pages == [FOUND_FIRST[word]]
+
+
 def test_every_page_that_is_not_in_the_navigation_is_linked_to():
     texts = {path: path.read_text() for path in PAGES}
     for path in (DOCS / "conformance.md", DOCS / "internals.md", *RESULTS):

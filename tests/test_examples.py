@@ -466,7 +466,6 @@ def test_they_explain_themselves_as_scripts(load, name, monkeypatch, capsys):
 def test_the_index_names_each_example_once():
     index = (EXAMPLES / "README.md").read_text()
     assert sorted(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", index, flags=re.M)) == ALL
-    assert sorted(re.findall(r"`python examples/(\w+)\.py`", index)) == ALL
 
 
 @pytest.mark.parametrize("quiet", [False, True])
