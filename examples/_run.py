@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -39,3 +39,25 @@ def finish(failure: str | None) -> int:
     if failure:
         print(failure, file=sys.stderr)
     return 1 if failure else 0
+
+
+def compare(
+    train: Callable[[str, int, int], float], description: str, steps: int, tolerance: float, argv: Any = None
+) -> int:
+    """Trains with each word for a precision, prints the results, and fails where half precision falls behind.
+
+    Args:
+      train: from the word, the number of steps and the seed to a result; more is better.
+      description: of the example.
+      steps: of each run, unless the command line says otherwise.
+      tolerance: how far behind float32 a result may be.
+      argv: the command line; that of the process by default.
+    """
+    options = Arguments(description, steps).parse_args(argv)
+    results = {word: train(word, options.steps, options.seed) for word in ("no", "bf16", "fp16")}
+    if not options.quiet:
+        print(description)
+    for word, result in results.items():
+        print(f'precision="{word}": {result:.4f}')
+    behind = [word for word, result in results.items() if not result >= results["no"] - tolerance]  # NaN, too
+    return finish(f"{' and '.join(behind)} more than {tolerance} behind float32" if behind else None)

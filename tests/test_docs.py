@@ -168,6 +168,23 @@ def test_every_page_is_in_the_navigation_under_its_title():
     assert sorted([*titles, *left_out]) == sorted([p.name for p in PAGES] + [*others])
 
 
+#: What newcomers search for, and the page that answers; tests/test_site.py types it in.
+FOUND_FIRST = {
+    "GradScaler": "migrating.md",
+    "TrainState": "index.md",
+    "fp16": "choosing.md",
+    "bf16": "choosing.md",
+    "NaN": "debugging.md",
+}
+
+
+@pytest.mark.parametrize("word", FOUND_FIRST)
+def test_a_heading_of_the_page_that_answers_has_the_word(word):
+    """The search counts a word in a heading a thousand times."""
+    pages = [path.name for path in PAGES if re.search(rf"^#+ .*\b{word}\b", path.read_text(), flags=re.M)]
+    assert pages == [FOUND_FIRST[word]]
+
+
 def test_every_page_that_is_not_in_the_navigation_is_linked_to():
     texts = {path: path.read_text() for path in PAGES}
     for path in (DOCS / "conformance.md", DOCS / "internals.md", *RESULTS):
@@ -195,6 +212,30 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
     assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
     room, below = next((room, min(below)) for room, below in rooms.reduced(imports).items() if below)
     assert rooms.drawn({**imports, room: imports[room] - {below}}) != picture
+
+
+def test_the_diagrams_are_drawn_and_shown(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    diagrams = importlib.import_module("diagrams")
+    texts = "".join(path.read_text() for path in PAGES)
+    for name in diagrams.DIAGRAMS:
+        picture = (DOCS / "images" / f"diagram_{name}.svg").read_text()
+        assert diagrams.drawn(name) == picture, "python docs/diagrams.py draws it again"
+        assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
+        assert f"(images/diagram_{name}.svg)" in texts
+
+
+def test_the_diagram_of_autocast_says_what_autocast_does(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    floors = [box for (box,) in importlib.import_module("diagrams").AUTOCAST]
+    namespace = {}
+    exec(BLOCK.findall((DOCS / "autocast.md").read_text())[0][1], namespace)
+    args = [namespace[name] for name in ("params", "x", "y")]
+    rows = jmp_policy.explain(namespace["loss_fn"], "float16")(*args)
+    found = [rows.of(name)[place] for name, place in (("dot_general", 0), ("tanh", 0), ("dot_general", 1))]
+    assert [row.operands for row in found] == [box.dtype for box in floors[:3]] == ["float16"] * 3
+    assert "only float32 operations use it" in found[2].why
+    assert {row.chosen for row in (*rows.of("exp"), *rows.of("log"))} == {floors[3].dtype}
 
 
 def test_the_files_that_internals_names_are_there():

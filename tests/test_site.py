@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_docs import FOUND_FIRST
 
 pytest.importorskip("material", reason="the extra `browser` is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="the extra `browser` is not installed")
@@ -26,6 +27,13 @@ pytestmark = [pytest.mark.once, pytest.mark.skipif(BROWSER is None, reason=f"non
 SCROLLING = """() => [...document.querySelectorAll("article pre > code")]
     .filter((code) => code.scrollWidth > code.clientWidth + 1)
     .map((code) => code.textContent.split("\\n").reduce((a, b) => (a.length > b.length ? a : b)))"""
+#: Tables that scroll sideways, folded ones too, each by its beginning.
+WIDE_TABLES = """() => {
+    document.querySelectorAll("article details").forEach((details) => (details.open = true));
+    return [...document.querySelectorAll("article table")]
+        .filter((table) => table.parentElement.scrollWidth > table.parentElement.clientWidth + 1)
+        .map((table) => table.innerText.slice(0, 80));
+}"""
 OVERFLOW = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -64,20 +72,47 @@ def opened(browser, **settings):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_and_raise_no_errors(site, browser, width, scheme):
     page, faults = opened(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
-    pages = sorted(
-        path for path in site.glob("*.html") if path.name != "404.html"
-    )  # That one is for servers.
-    assert len(pages) > 15
+    # 404.html is for servers.
+    pages = sorted({*site.glob("*.html"), *site.glob("results/*.html")} - {site / "404.html"})
+    assert len(pages) > 20
     found = {}
     for path in pages:
         page.goto(path.as_uri())
         dark = page.evaluate("() => document.body.dataset.mdColorScheme") == "slate"
         scrolling = page.evaluate(SCROLLING) if width >= 1280 else []
+        scrolling += page.evaluate(WIDE_TABLES)
         found[path.name] = [*faults, *scrolling, *(["overflow"] if page.evaluate(OVERFLOW) > 0 else [])]
         found[path.name] += [] if dark == (scheme == "dark") else ["colours"]
         faults.clear()
     page.close()
     assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def searched(page, word):
+    """Where the results lead, best first."""
+    page.locator("input[name=query]").click()
+    page.keyboard.type(word, delay=10)
+    results = page.locator(".md-search-result__link")
+    results.first.wait_for(state="attached", timeout=20_000)
+    return results.evaluate_all("(links) => links.map((link) => link.href)")
+
+
+@pytest.mark.parametrize("word", FOUND_FIRST)
+def test_search_finds_the_page_that_answers_first(site, browser, word):
+    page, faults = opened(browser, viewport={"width": 1280, "height": 900})
+    page.goto((site / "index.html").as_uri())
+    first = searched(page, word)[0]
+    assert Path(first.partition("?")[0]).stem == Path(FOUND_FIRST[word]).stem
+    assert faults == []
+    page.close()
+
+
+def test_the_first_page_shows_its_code_without_scrolling(site, browser):
+    page, _ = opened(browser, viewport={"width": 1280, "height": 800})
+    page.goto((site / "index.html").as_uri())
+    box = page.locator("article pre").first.bounding_box()
+    assert box["y"] + box["height"] < 800
+    page.close()
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -86,11 +121,7 @@ def test_search_from_disk_finds_a_public_name(site, browser, width):
     page.goto((site / "index.html").as_uri())
     if width < 1000:  # There the field is behind its icon.
         page.locator("label[for=__search]").first.click()
-    page.locator("input[name=query]").click()
-    page.keyboard.type("loss_scaled", delay=10)
-    results = page.locator(".md-search-result__link")
-    results.first.wait_for(state="attached", timeout=20_000)
-    links = results.evaluate_all("(links) => links.map((link) => link.href)")
+    links = searched(page, "loss_scaled")
     assert any(re.search(r"/api_training\.html\?.*#jmp_policy\.loss_scaled$", link) for link in links)
     assert faults == []
     page.close()

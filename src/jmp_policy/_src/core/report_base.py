@@ -14,7 +14,7 @@ from jmp_policy._src.core.folded_rows import folded
 _WIDTH = 120
 
 #: Up to which length a name is not broken.
-_WHOLE = 40
+_WHOLE = 48
 
 
 @dataclasses.dataclass(frozen=True)
