@@ -17,8 +17,6 @@ from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import replaced
-from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
 from jmp_policy._src.report.sensitivity.chosen_modules import (
     Choice,
     in_float8,
@@ -29,8 +27,8 @@ from jmp_policy._src.report.sensitivity.chosen_modules import (
     widened,
     within,
 )
-from jmp_policy._src.report.sensitivity.first_order import effects
 from jmp_policy._src.report.sensitivity.recommendation import Recommendation, compared, memory_of, products
+from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
@@ -155,22 +153,26 @@ def _in(
     """What to recommend in one dtype."""
     traced = traced_loss(loss, dtype, batches)
     seen = effects(traced, probes)
-    choice = within(overflowing(seen), budget)
     scale = seen.loss_scale if dtype == "float16" else 1.0
-    rules, measured = _measured(loss, choice, scale, exact)
+
+    def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
+        rules = rules_of(choice)
+        return choice, rules, _error(loss, rules, scale, exact)
+
+    choice, rules, measured = run(within(overflowing(seen), budget))
     if measured > budget and traced.decides:
         # First order has not seen decisions that rounding turns, so it does not say which modules matter.
         applied = AppliedRounding(traced, seen.loss_scale)
         choice = overflowing(applied.own(seen))
-        choice = within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
-        rules, measured = _measured(loss, choice, scale, exact)
+        choice, rules, measured = run(
+            within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+        )
     for _ in range(_ROUNDS):
         path = choice.next()
         if measured <= budget or path is None:
             break
         # What is measured may be more than first order says: half of the prediction, before the next run.
-        choice = within(widened(choice, path), choice.predicted / 2)
-        rules, measured = _measured(loss, choice, scale, exact)
+        choice, rules, measured = run(within(widened(choice, path), choice.predicted / 2))
     plain = products(loss)
     rules = _worth_it(loss, rules, plain, card)
     return Recommendation(
@@ -191,16 +193,7 @@ def _gains(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | No
     """What rules make of products and memory, as fields of a `Recommendation`."""
     under = loss.under(rules)
     memory = math.nan if card is None else memory_of(under) / memory_of(loss)
-    return {
-        **compared(plain, products(under), card)._asdict(),
-        "memory": memory,
-    }
-
-
-def _measured(loss: Loss, choice: Choice, scale: float, exact: np.ndarray) -> tuple[PolicyMap, float]:
-    """A choice as rules, and the error of the gradient under them."""
-    rules = rules_of(choice)
-    return rules, _error(loss, rules, scale, exact)
+    return {**compared(plain, products(under), card)._asdict(), "memory": memory}
 
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
@@ -228,12 +221,8 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
 
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
-    function, trained = loss.function(), loss.trained()
-
-    def scaled(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
-
-    grads = jax.jit(jax.grad(scaled))([function.arrays[i] for i in trained], function.arrays)
+    gradient, *arguments = loss.gradient(scale)
+    grads = jax.jit(gradient)(*arguments)
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 
@@ -254,14 +243,8 @@ def _as_loss(loss_fn: Any, params: Any, args: Any, kwargs: Any, has_aux: bool) -
     if framework is None:
         return Loss(loss_fn, params, args, kwargs, has_aux, "recommend")
     if framework.holds_arrays:
-        return Loss(
-            _of_outputs(lambda model, *a, **k: model(*a, **k)),
-            loss_fn,
-            (params, *args),
-            kwargs,
-            False,
-            "recommend",
-        )
+        call = _of_outputs(lambda model, *a, **k: model(*a, **k))
+        return Loss(call, loss_fn, (params, *args), kwargs, False, "recommend")
     rest = {kind: value for kind, value in params.items() if kind != "params"}
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
