@@ -95,11 +95,13 @@ class _Message:
         """A repeated field of integers, packed or not."""
         found: list[int] = []
         for value in self[field]:
+            if isinstance(value, int):
+                found.append(value)
+                continue
             at = 0
-            while not isinstance(value, int) and at < len(value):
+            while at < len(value):
                 number, at = _varint(value, at)
                 found.append(number)
-            found += [value] if isinstance(value, int) else []
         return found
 
 

@@ -37,9 +37,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 _DIRECTORY = re.compile(r"^.*[/\\]")
-_FILE = re.compile(r'^(\d+) "(.*)"$')
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 #: Files whose lines are not the user's: installed packages and this library.
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
 
@@ -89,11 +89,11 @@ def parse(text: str) -> tuple[Computations, str]:
             current = computations[match.group(2)] = []
             entry = match.group(2) if match.group(1) else entry
         elif match := _INSTRUCTION.match(line):
-            shape, rest = _split_shape(match.group(3))
-            opcode, _, tail = rest.partition("(")
+            root, name, text = match.groups()
+            end = _end(text, " ")
+            opcode, _, tail = text[end + 1 :].partition("(")
             operands = re.findall(r"%([\w.\-]+)", tail[: tail.find(")")])
-            name = match.group(2)
-            current.append(Instruction(name, shape, opcode, tuple(operands), line, bool(match.group(1))))
+            current.append(Instruction(name, text[:end], opcode, tuple(operands), line, bool(root)))
     return computations, entry
 
 
@@ -145,53 +145,32 @@ class Sources:
 
     def __init__(self, text: str):
         head = text[: text.find("\nENTRY ")]
-        self._files = _table(head, "FileNames", _FILE)
-        self._locations = _table(head, "FileLocations", _LOCATION)
-        self._frames = _table(head, "StackFrames", _FRAME)
+        # Behind the names of files are those of functions, in the same form.
+        files = dict(_FILE.findall(head.partition("\nFunctionNames\n")[0]))
+        self._lines = {at: (files.get(file, ""), line) for at, file, line in _LOCATION.findall(head)}
+        self._frames = {frame: (at, parent) for frame, at, parent in _FRAME.findall(head)}
 
     def line(self, instruction: Instruction) -> str:
         """The user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
-        frame = instruction.attribute("stack_frame_id")
-        places = list(self._places(frame))
-        users = [place for place in places if not _LIBRARY.search(place[0])]
-        for file, line in users or places:
-            return _DIRECTORY.sub("", file) + f":{line}"
-        return ""
-
-    def _places(self, frame: str) -> Iterator[tuple[str, str]]:
-        seen = set()
-        while frame in self._frames and frame not in seen:
-            seen.add(frame)
-            location, parent = self._frames[frame]
-            if location in self._locations:
-                file, line = self._locations[location]
-                yield self._files.get(file, ("",))[0], line
+        frame, places = instruction.attribute("stack_frame_id"), []
+        while frame in self._frames:
+            at, parent = self._frames[frame]
+            places.append(self._lines.get(at, ("", "")))
             # Parents are numbered from 1, so that 0 means none.
             frame = str(int(parent) - 1)
+        users = [place for place in places if not _LIBRARY.search(place[0])]
+        file, line = next(iter(users or places), ("", ""))
+        return f"{_DIRECTORY.sub('', file)}:{line}" if file else ""
 
 
-def _table(head: str, title: str, pattern: re.Pattern[str]) -> Mapping[str, tuple[str, ...]]:
-    _, found, rest = head.partition(f"\n{title}\n")
-    rows = {}
-    for line in rest.splitlines() if found else ():
-        match = pattern.match(line)
-        if match is None:
-            break
-        rows[match.group(1)] = match.groups()[1:]
-    return rows
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    """Splits `f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` into its shape and the rest."""
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
+def _end(text: str, letter: str) -> int:
+    """Where a letter stands in a text, outside of brackets; the end if nowhere."""
     depth = 0
-    for at, letter in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            return text[: at + 1], text[at + 2 :]
-    raise ValueError(f"unbalanced shape in {text!r}")
+    for at, found in enumerate(text):
+        depth += (found in "([{") - (found in ")]}")
+        if found == letter and not depth:
+            return at
+    return len(text)
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -378,13 +357,11 @@ def _parts(shape: str) -> list[str]:
     """Splits the shape of a tuple into those of its elements; of an array, into itself."""
     if not shape.startswith("("):
         return [shape]
-    parts, depth, begin = [], 0, 1
-    for at, letter in enumerate(shape):
-        depth += letter in "([{"
-        depth -= letter in ")]}"
-        if (letter == "," and depth == 1) or depth == 0:
-            parts.append(shape[begin:at].strip())
-            begin = at + 1
+    parts, rest = [], shape[1:-1]
+    while rest:
+        end = _end(rest, ",")
+        parts.append(rest[:end].strip())
+        rest = rest[end + 1 :]
     return parts
 
 

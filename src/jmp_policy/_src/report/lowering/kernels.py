@@ -96,8 +96,9 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         inner = hlo.inside(instruction, computations)
         collective = _collective(instruction, inner)
         made = [] if collective else products.of(instruction, scope)
-        largest = max(made, key=lambda p: p.flops, default=None)
-        path, backward = module_path((largest and largest.op_name) or instruction.op_name)
+        flops = sum(shown["flops"] for _, shown in made)
+        op_name, shown = max(made, key=lambda product: product[1]["flops"], default=("", {}))
+        path, backward = module_path(op_name or instruction.op_name)
         kernel = Kernel(
             name=instruction.name,
             kind="collective" if collective else _kind(instruction),
@@ -111,9 +112,7 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         )
         if collective:
             return _as_collective(kernel, collective, scope if collective is instruction else inner)
-        if largest:
-            return dataclasses.replace(kernel, **largest.shown, flops=sum(p.flops for p in made))
-        return kernel
+        return dataclasses.replace(kernel, **shown | {"flops": flops})
 
     found = []
     for name, runs in hlo.executed(computations, entry).items():
