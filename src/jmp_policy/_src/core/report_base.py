@@ -98,12 +98,8 @@ class Report:
                 # Names of operations, modules and files stay whole, where they are not very long.
                 is_name = name in ("operation", "module", "path", "line")
                 is_whole = is_name and all(len(str(row[i])) <= _WHOLE for row in shown.rows)
-                grid.add_column(
-                    name.strip(),
-                    justify="right" if name.endswith(" ") else "left",
-                    overflow="fold",
-                    no_wrap=is_whole,
-                )
+                side = "right" if name.endswith(" ") else "left"
+                grid.add_column(name.strip(), justify=side, overflow="fold", no_wrap=is_whole)
             for row in shown.rows:
                 grid.add_row(*(text.Text(str(cell)) for cell in row))
             parts.append(grid)
@@ -123,12 +119,11 @@ class Report:
             head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
             caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
+            sides = ["right" if name.endswith(" ") else "left" for name in shown.columns]
             for row in shown.rows:
-                aligned = (
-                    f'<td style="text-align:{"right" if name.endswith(" ") else "left"}">'
-                    f"{html.escape(str(cell))}</td>"
-                    for name, cell in zip(shown.columns, row, strict=True)
-                )
+                cells = [html.escape(str(cell)) for cell in row]
+                pairs = zip(sides, cells, strict=True)
+                aligned = (f'<td style="text-align:{side}">{cell}</td>' for side, cell in pairs)
                 parts.append(f"<tr>{''.join(aligned)}</tr>")
             parts.append("</tbody></table>")
         parts += [f"<p>{html.escape(line)}</p>" for line in self._lines()]
@@ -166,15 +161,11 @@ def plotting(use: str) -> Any:
 
 def bytes_text(count: float) -> str:
     """Formats a number of bytes, in powers of 1000: "1.5 MB"."""
-    return _with_prefix(count, "B")
+    return count_text(count, "B")
 
 
 def count_text(count: float, unit: str = "") -> str:
     """Formats a count, in powers of 1000: "1.5 M"."""
-    return _with_prefix(count, unit)
-
-
-def _with_prefix(count: float, unit: str) -> str:
     size, prefix = float(count), ""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(size) < 999.5 or prefix == "P":

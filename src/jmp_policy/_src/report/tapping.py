@@ -11,6 +11,7 @@ So it works under jit, in scans and under remat, and counts add up over the trip
 a tap returns the very value it was given.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,9 +60,8 @@ class Taps(Watcher):
         self.met.setdefault(name, jax.typeof(x))
         if self.sinks is None or name not in self.sinks:
             return x
-        sink = _varying_like(self.sinks[name], x)
-        inverse = _varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
-        return _watched(self.count, x, sink, inverse)
+        inverse = varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
+        return _watched(self.count, x, varying_like(self.sinks[name], x), inverse)
 
     def done(self) -> None:
         """Forgets the arrays of a trace: the cache of jit keeps the watcher, and is not to keep them."""
@@ -106,16 +106,15 @@ def _dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)))
 
 
-def _varying_like(value: Any, x: Any) -> Any:
+def varying_like(value: Any, x: Any) -> Any:
     """Types a value as varying over the devices that `x` varies over, so that its cotangents add up."""
     missing = varying(jax.typeof(x)) - varying(jax.typeof(value))
-    if not missing:
-        return value
-    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
-def _forward(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
-    return x, (count(x, 1.0), inverse_scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
+    return x
 
 
 def _backward(count: Any, residuals: Any, cotangent: Any) -> Any:
@@ -124,9 +123,4 @@ def _backward(count: Any, residuals: Any, cotangent: Any) -> Any:
     return cotangent, seen, jnp.zeros_like(inverse_scale)
 
 
-def _pass(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
-    return x
-
-
-_watched = jax.custom_vjp(_pass, nondiff_argnums=(0,))
-_watched.defvjp(_forward, _backward)
+_watched.defvjp(lambda count, x, sink, inverse: (x, (count(x, 1.0), inverse)), _backward)

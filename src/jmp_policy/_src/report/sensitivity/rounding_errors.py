@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.narrowing import rounded
-from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
+from jmp_policy._src.report.tapping import varying_like
 
 
 def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> jax.Array:
@@ -84,8 +84,7 @@ class Counter(NamedTuple):
         if jax.typeof(sink).sharding.mesh != mesh and not mesh.empty:
             # Within jax.sharding.auto_axes, or outside of jax.set_mesh.
             sink = jax.sharding.reshard(sink, jax.NamedSharding(mesh, jax.P()))
-        missing = varying(jax.typeof(x)) - varying(jax.typeof(sink))
-        return Counter(jax.lax.pcast(sink, tuple(sorted(missing)), to="varying") if missing else sink)
+        return Counter(varying_like(sink, x))
 
     def forward(self, which: Which, x: jax.Array) -> Any:
         """The value as it is; it passes another tap, at which c arrives."""
@@ -124,8 +123,7 @@ STATISTICS = (
 
 
 def _statistics(like: Any, **found: Any) -> Counter:
-    # Varying over devices as that does which they are about.
-    zero = jnp.sum(like, dtype=jnp.float32) * 0 if varying(jax.typeof(like)) else jnp.float32(0)
+    zero = varying_like(jnp.float32(0), like)
     return Counter(jnp.stack([found.get(name, zero) for name in STATISTICS]))
 
 

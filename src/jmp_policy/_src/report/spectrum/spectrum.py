@@ -137,8 +137,8 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
         check_no_nnx_module("spectrum_value_and_grad", params)
         if not isinstance(state, SpectrumState):
             raise TypeError(
-                "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); it "
-                f"got {type(state).__name__}."
+                "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); "
+                f"it got {type(state).__name__}."
             )
         scale = as_loss_scale(scale_or_opt_state)
         # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
