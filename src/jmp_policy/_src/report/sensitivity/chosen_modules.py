@@ -22,9 +22,26 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.worthwhile import target_of, without_target, worthwhile
-from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow, products
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, module_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RecommendationRow:
+    """One rule of a recommended policy.
+
+    Args:
+      pattern: path or glob; "" for the default.
+      policy: text of the policy.
+      reason: why.
+      predicted: relative error of the gradient that the modules it is about would bring in half; infinite
+        where a value overflows.
+    """
+
+    pattern: str
+    policy: str
+    reason: str
+    predicted: float
 
 
 class Choice(NamedTuple):
@@ -267,7 +284,7 @@ def in_float8(
 def _flops(loss: Loss, rules: PolicyMap) -> dict[str, int]:
     """The FLOPs in float8 by module, of the loss and its gradient."""
     path_of, found = module_of(loss.modules()), Counter[str]()
-    for product in products(loss.under(rules)):
+    for product in loss.under(rules).products():
         if product.scales:
             found[path_of(tuple(product.path.split("/"))) or ""] += product.flops
     return dict(found)

@@ -21,6 +21,8 @@ from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report import tapping
+from jmp_policy._src.report.audit import audit
+from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
@@ -117,6 +119,10 @@ class Loss(NamedTuple):
             return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
 
         return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+
+    def products(self) -> Sequence[Product]:
+        """The products of the loss and its gradient, which is traced and not run."""
+        return audit(*self.gradient()).products
 
 
 def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
