@@ -27,7 +27,7 @@ from jmp_policy._src.products.fp8.eligibility import formats_of
 
 
 def analytic_memory_model(
-    jaxpr: Any, roles: Sequence[str], donated: Sequence[int], parts: Sequence[int]
+    jaxpr: Any, roles: Sequence[str], donated: Sequence[int] = (), parts: Sequence[int] = ()
 ) -> Counter[str]:
     """Bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
 
@@ -35,9 +35,9 @@ def analytic_memory_model(
       jaxpr: a closed jaxpr.
       roles: the category of each of its arguments.
       donated: which of them results may overwrite.
-      parts: how many devices each of them is divided over.
+      parts: how many devices each of them is divided over; one, if left out.
     """
-    return _Accounting(jaxpr, roles, donated, parts).bytes
+    return _Accounting(jaxpr, roles, donated, parts or [1] * len(roles)).bytes
 
 
 def axes(shape: Sequence[int]) -> tuple[int, ...]:

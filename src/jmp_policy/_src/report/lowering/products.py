@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from jmp_policy._src.core.targets import Target
-from jmp_policy._src.report.lowering.hlo import (
-    RESHAPING,
-    Computations,
-    Instruction,
-    Scope,
-    arrays,
-    inside,
-    root_of,
-)
+from jmp_policy._src.report.lowering import hlo
+from jmp_policy._src.report.lowering.hlo import Instruction, Scope, arrays, inside
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
@@ -36,7 +29,7 @@ _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16
 _LANES = 128
 
 #: Instructions that a value may pass through between a pad and the product that it was padded for.
-_FORWARDING = RESHAPING | {"copy", "convert", "transpose"}
+_FORWARDING = hlo.RESHAPING | {"copy", "convert", "transpose"}
 
 
 #: The name that tracing gave a product, and the fields of a `Kernel` that describe it. A convolution is
@@ -44,9 +37,9 @@ _FORWARDING = RESHAPING | {"copy", "convert", "transpose"}
 Product = tuple[str, dict[str, Any]]
 
 
-def dtype_name(hlo: str) -> str:
+def dtype_name(name: str) -> str:
     """The name that JAX has for a dtype of HLO text: "float16" for "f16"."""
-    return _DTYPES.get(hlo, hlo.replace("f8", "float8_", 1) if hlo.startswith("f8") else hlo)
+    return _DTYPES.get(name, name.replace("f8", "float8_", 1) if name.startswith("f8") else name)
 
 
 def backend_config(instruction: Instruction) -> Mapping[str, Any]:
@@ -68,7 +61,7 @@ class Products:
       target: the device.
     """
 
-    def __init__(self, computations: Computations, target: Target):
+    def __init__(self, computations: hlo.Computations, target: Target):
         self._computations, self._target = computations, target
         self._is_tpu = target.platform == "tpu"
 
@@ -205,7 +198,7 @@ class Products:
         while name in scope:
             source = scope[name]
             if source.opcode == "fusion" and len(source.called) == 1:
-                return _is_the_compilers_pad(root_of(inside(source, self._computations)))
+                return _is_the_compilers_pad(hlo.root_of(inside(source, self._computations)))
             if source.opcode == "parameter" and outside is not None:
                 fusion, scope = outside
                 index = int(source.line.partition("parameter(")[2].partition(")")[0])

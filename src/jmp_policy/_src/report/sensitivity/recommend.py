@@ -20,17 +20,8 @@ from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
-from jmp_policy._src.report.sensitivity.chosen_modules import (
-    Choice,
-    RecommendationRow,
-    in_float8,
-    overflowing,
-    rows_of,
-    rules_of,
-    usable_recipe,
-    widened,
-    within,
-)
+from jmp_policy._src.report.sensitivity import chosen_modules as chosen
+from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
 
@@ -194,7 +185,7 @@ def recommend(
     if budget is not None and not budget > 0:
         raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
     card = None if target is None else find_target(target)
-    recipe = recipe and usable_recipe(recipe, target)
+    recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
     allowed = _budget(exact) if budget is None else float(budget)
@@ -216,7 +207,7 @@ def _with_recipe(
     def error(rules: PolicyMap) -> float:
         return _error(loss, rules, float(found.loss_scale.loss_scale), exact)
 
-    choice, measured = in_float8(loss, found.policy, recipe, found.measured, found.budget, error)
+    choice, measured = chosen.in_float8(loss, found.policy, recipe, found.measured, found.budget, error)
     rules = choice.rules()
     return dataclasses.replace(
         found,
@@ -250,23 +241,23 @@ def _in(
     scale = seen.loss_scale if dtype == "float16" else 1.0
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
-        rules = rules_of(choice)
+        rules = chosen.rules_of(choice)
         return choice, rules, _error(loss, rules, scale, exact)
 
-    choice, rules, measured = run(within(overflowing(seen), budget))
+    choice, rules, measured = run(chosen.within(chosen.overflowing(seen), budget))
     if measured > budget and traced.decides:
         # First order has not seen decisions that rounding turns, so it does not say which modules matter.
         applied = AppliedRounding(traced, seen.loss_scale)
-        choice = overflowing(applied.own(seen))
+        choice = chosen.overflowing(applied.own(seen))
         choice, rules, measured = run(
-            within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+            chosen.within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
         )
     for _ in range(_ROUNDS):
         path = choice.next()
         if measured <= budget or path is None:
             break
         # What is measured may be more than first order says: half of the prediction, before the next run.
-        choice, rules, measured = run(within(widened(choice, path), choice.predicted / 2))
+        choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
     plain = loss.products()
     rules = _worth_it(loss, rules, plain, card)
     return Recommendation(
@@ -274,7 +265,7 @@ def _in(
         dtype=dtype,
         policy=rules,
         loss_scale=DynamicLossScale(scale) if dtype == "float16" else NoOpLossScale(),
-        rows=tuple(rows_of(choice, rules)),
+        rows=tuple(chosen.rows_of(choice, rules)),
         budget=budget,
         predicted=choice.predicted,
         measured=measured,
@@ -397,10 +388,5 @@ def _seconds(products: Sequence[Product], card: Target) -> float:
 def memory_of(loss: Loss) -> int:
     """Bytes of parameters, half copies, gradients and activations; nothing is run or compiled."""
     gradient, params, arrays = loss.gradient()
-
-    def of_params(params: Any) -> Any:
-        return gradient(params, arrays)
-
-    jaxpr = jax.make_jaxpr(of_params)(params)
-    alone = [1] * len(params)
-    return analytic_memory_model(jaxpr, ["parameters"] * len(params), (), alone).total()
+    jaxpr = jax.make_jaxpr(lambda params: gradient(params, arrays))(params)
+    return analytic_memory_model(jaxpr, ["parameters"] * len(params)).total()
