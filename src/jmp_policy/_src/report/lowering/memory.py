@@ -85,16 +85,21 @@ class MemoryReport(Report):
         Raises:
           KeyError: for a word that is none of them.
         """
-        for row in self.rows:
-            if row.category == category:
-                return row
-        raise KeyError(f"No memory is called {category!r}: {', '.join(row.category for row in self.rows)}.")
+        rows = {row.category: row for row in self.rows}
+        if category not in rows:
+            raise KeyError(f"No memory is called {category!r}: {', '.join(rows)}.")
+        return rows[category]
 
     @property
     def accounted(self) -> tuple[float, float]:
         """The estimated total over XLA's, in float32 and under the policy."""
-        expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
-        return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
+        float32, policy = self._expected
+        return float32 / max(self.float32, 1), policy / max(self.policy, 1)
+
+    @property
+    def _expected(self) -> tuple[int, int]:
+        rows = self.rows
+        return sum(row.expected_float32 for row in rows), sum(row.expected_policy for row in rows)
 
     @property
     def verdict(self) -> str:
@@ -102,23 +107,23 @@ class MemoryReport(Report):
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
         share = percent(self.policy / max(self.float32, 1))
-        found = f"{self.precision} takes {share} of float32's memory"
         activations, copies = self.row("activations"), self.row("half copies").policy
         changes = []
         if activations.float32:
             changes.append(f"activations {_change(activations.policy, activations.float32)}")
         if self.parameters and copies:
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
-        found = f"{found}: {', '.join(changes)}." if changes else f"{found}."
+        found = ": ".join(
+            filter(None, (f"{self.precision} takes {share} of float32's memory", ", ".join(changes)))
+        )
         if self.backend == "cpu" and self.policy > self.float32:
-            return f"{found[:-1]}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
-        return found
+            return f"{found}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
+        return f"{found}."
 
     def _tables(self) -> Sequence[Table]:
         names = ("memory", "float32 ", f"{self.precision} ", "change ", "estimate, float32 ", "estimate ")
         rows = [_shown(row) for row in self.rows if any(dataclasses.astuple(row)[1:])]
-        sums = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
-        rows.append(_shown(MemoryRow("total", self.float32, self.policy, *sums)))
+        rows.append(_shown(MemoryRow("total", self.float32, self.policy, *self._expected)))
         return [Table(names, rows, f"Memory of {self.function} on {self.backend}")]
 
     def _lines(self) -> Sequence[str]:
@@ -149,12 +154,8 @@ class MemoryReport(Report):
         pyplot = plotting("MemoryReport.plot")
         figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
         bars = ["float32", "policy", "expected_float32", "expected_policy"]
-        names = [
-            "XLA,\nfloat32",
-            f"XLA,\n{self.precision}",
-            "estimate,\nfloat32",
-            f"estimate,\n{self.precision}",
-        ]
+        programs = ("float32", self.precision)
+        names = [f"{source},\n{program}" for source in ("XLA", "estimate") for program in programs]
         below = np.zeros(len(bars))
         for row, color in zip(self.rows, _COLORS, strict=True):
             heights = np.array([getattr(row, bar) for bar in bars]) / 1e6
@@ -175,8 +176,6 @@ _CATEGORIES = (
 
 #: Okabe and Ito's, which the colour-blind can tell apart.
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999", "#CC79A7", "#F0E442")
-
-_PROGRAMS = ("float32", "policy")
 
 
 def _change(now: int, before: int) -> str:
@@ -242,12 +241,8 @@ def memory_report(
     stats = _compiled_here(programs) if card is None else _compiled_elsewhere(programs, card, function.name)
     found = [_measured(program, *made, roles) for program, made in zip(programs, stats, strict=True)]
     policy, float32 = found[0], found[-1]
-    rows = [
-        MemoryRow(
-            name, float32.found[name], policy.found[name], float32.expected[name], policy.expected[name]
-        )
-        for name in _CATEGORIES
-    ]
+    columns = (float32.found, policy.found, float32.expected, policy.expected)
+    rows = [MemoryRow(name, *(column[name] for column in columns)) for name in _CATEGORIES]
     return MemoryReport(
         function=function.name,
         precision=", ".join(halves) or "float32",

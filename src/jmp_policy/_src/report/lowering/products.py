@@ -53,6 +53,11 @@ def backend_config(instruction: Instruction) -> Mapping[str, Any]:
         return {}
 
 
+def fusion_kind(instruction: Instruction) -> str:
+    """Who wrote a fusion: "__triton_gemm", "__cudnn$fusion"; "" for XLA itself and for no fusion."""
+    return str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
+
+
 class Products:
     """Finds the products that the kernels of a module compute.
 
@@ -91,9 +96,9 @@ class Products:
             return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
         if instruction.opcode != "fusion":
             return []
-        kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
         # The other fusions compute a product element by element, on the ordinary units.
-        on_cores = self._is_tpu or any(word in kind for word in ("triton", "cudnn", "cutlass", "gemm"))
+        libraries, kind = ("triton", "cudnn", "cutlass", "gemm"), fusion_kind(instruction)
+        on_cores = self._is_tpu or any(word in kind for word in libraries)
         found, inner = [], inside(instruction, self._computations)
         for part in inner.values():
             if part.opcode in ("dot", "scaled-dot"):
