@@ -186,11 +186,12 @@ def _cell(text: str) -> Any:
 def _gpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Gpu:
     known = {arithmetic: str(rate) for arithmetic, rate in rates.items() if rate != "-"}
     major, _, minor = str(row["capability"]).partition(".")
+    fields: dict[str, Any] = row | {"capability": (int(major), int(minor))}
     return Gpu(
         name,
         rates={arithmetic: float(rate.rstrip("*")) * 1e12 for arithmetic, rate in known.items()},
         on_tensor_cores=frozenset(arithmetic for arithmetic, rate in known.items() if "*" not in rate),
-        **row | {"capability": (int(major), int(minor))},
+        **fields,
     )
 
 

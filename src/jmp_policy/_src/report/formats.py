@@ -110,7 +110,7 @@ def _format(name: str, numbers: Sequence[float]) -> Format:
     normal, epsilon = float(exponent.smallest_normal), float(info.eps)
     with np.errstate(over="ignore", under="ignore"):
         if is_tf32:
-            rounded = jax.lax.reduce_precision(np.float32(numbers), 8, info.nmant)
+            rounded = jax.lax.reduce_precision(np.array(numbers, np.float32), 8, info.nmant)
         else:
             rounded = np.asarray(numbers, np.float64).astype(jnp.dtype(name))
     return Format(

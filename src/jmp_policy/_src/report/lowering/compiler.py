@@ -152,13 +152,10 @@ def _type(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str], ...]:
-    meshes = {
-        tuple(
-            (str(name), size, kind.name)
-            for name, size, kind in zip(m.axis_names, m.axis_sizes, m.axis_types, strict=True)
-        )
-        for m in (t.sharding.mesh for t in types if isinstance(t.sharding, NamedSharding))
-    }
+    meshes = set()
+    for mesh in (t.sharding.mesh for t in types if isinstance(t.sharding, NamedSharding)):
+        axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        meshes.add(tuple((str(name), size, kind.name) for name, size, kind in axes))
     if len(meshes) > 1:
         raise ValueError(f"The arguments lie on different meshes: {sorted(meshes)}. Give them one mesh.")
     return meshes.pop() if meshes else ()
@@ -171,7 +168,6 @@ def _mesh_in(text: str) -> tuple[tuple[str, int, str], ...]:
 
 
 def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -> Any:
-    allowed: list[Any] = []
     try:
         return jax.export.export(jitted, platforms=[platform])(list(types))
     except ValueError as error:
@@ -196,19 +192,12 @@ def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
     topologies = [target.topology(program.devices) for program in programs]
     check_installed(target.platform)
     with tempfile.TemporaryDirectory() as folder:
-        request = [
-            {
-                "mesh": program.mesh,
-                "devices": program.devices,
-                "donated": program.donated,
-                "topology": topology,
-                "options": target.options,
-            }
-            for program, topology in zip(programs, topologies, strict=True)
-        ]
+        request = []
+        for i, (program, topology) in enumerate(zip(programs, topologies, strict=True)):
+            fields = program._asdict()
+            Path(folder, f"{i}.bin").write_bytes(fields.pop("data"))
+            request.append(fields | {"topology": topology, "options": target.options})
         Path(folder, "request.json").write_text(json.dumps(request))
-        for i, program in enumerate(programs):
-            Path(folder, f"{i}.bin").write_bytes(program.data)
         # -P: the files beside this one are no top-level modules.
         command = [sys.executable, "-P", compile_process.__file__, folder]
         ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)

@@ -312,8 +312,9 @@ class AppliedRounding:
             jax.device_get(_squares(self._run(on, self._scale, arrays), exact))
             for arrays, exact in zip(self._traced.batches, self._exact, strict=True)
         ]
-        gradient, loss = np.mean(squares, axis=0, dtype=np.float64)
-        return tuple(float(x) if math.isfinite(x) else math.inf for x in (gradient, loss))
+        mean = np.mean(squares, axis=0, dtype=np.float64)
+        gradient, loss = np.where(np.isfinite(mean), mean, np.inf).tolist()
+        return gradient, loss
 
     def of_modules(self, groups: Iterable[str]) -> tuple[float, float]:
         """The same for modules in half, while all others compute in float32."""

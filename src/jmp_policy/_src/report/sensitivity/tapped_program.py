@@ -176,9 +176,8 @@ class TappedProgram(Interpreter):
 
     def constant(self, atom: Any, value: Any) -> Tapped:
         """A constant, which belongs to no module."""
-        return Tapped(
-            to_float32(np.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
-        )
+        is_literal = isinstance(atom, compat.Literal)
+        return Tapped(to_float32(np.asarray(value, ir.dtype_of(atom)) if is_literal else value))
 
     def enters(self, eqn: Any, kind: Kind, values: list[Tapped]) -> bool:
         """Whether it is run: not a while loop, which nothing differentiates backward, nor own derivatives."""
@@ -292,13 +291,13 @@ def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, li
 
 def _adds_up_cotangents(eqn: Any) -> bool:
     """Whether a transpose of an operation adds up half terms: of a bias, of the rows of a table."""
-    if eqn.primitive.name == "gather":
+    name = eqn.primitive.name
+    if name == "gather":
         return _is_half_variable(eqn.invars[0])
-    broadcasts = eqn.primitive.name in _BROADCASTING and len(eqn.outvars) == 1
-    operands = (
-        eqn.invars if broadcasts else eqn.invars[:1] if eqn.primitive.name == "broadcast_in_dim" else ()
-    )
-    return any(_is_half_and_smaller(atom, eqn.outvars[0]) for atom in operands)
+    if name == "broadcast_in_dim":
+        return _is_half_and_smaller(eqn.invars[0], eqn.outvars[0])
+    broadcasts = name in _BROADCASTING and len(eqn.outvars) == 1
+    return broadcasts and any(_is_half_and_smaller(atom, eqn.outvars[0]) for atom in eqn.invars)
 
 
 def _is_half_variable(atom: Any) -> bool:

@@ -126,15 +126,21 @@ def magnitudes(path: str, kind: str, vector: np.ndarray, largest: float | None) 
         # Activations have no loss scale: the upper end of their largest exponent is a bound.
         largest = 2.0 ** (max(exponents) + 1) if exponents else 0.0
     size = zeros + float(by_exponent.sum()) + infinite + nan
-    already = np.array([0.0, 0.0, infinite])
-    shares = [(lost + already) / (size or 1) for lost in (float16, bfloat16)]
+
+    def share(lost: np.ndarray) -> Share:
+        return Share(*((lost + np.array([0.0, 0.0, infinite])) / (size or 1)).tolist())
+
     return Magnitudes(
-        path,
-        kind,
-        *map(round, (size, zeros, infinite, nan)),
-        exponents,
-        float(largest),
-        *(Share(*share.tolist()) for share in shares),
+        path=path,
+        kind=kind,
+        size=round(size),
+        zeros=round(zeros),
+        infinite=round(infinite),
+        nan=round(nan),
+        exponents=exponents,
+        largest=float(largest),
+        float16=share(float16),
+        bfloat16=share(bfloat16),
     )
 
 
@@ -151,12 +157,16 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
         return Share(*(sizes @ shares / (total("size") or 1)).tolist())
 
     return Magnitudes(
-        "",
-        kind,
-        *map(total, ("size", "zeros", "infinite", "nan")),
-        _added(rows),
-        max((row.largest for row in rows), default=0.0),
-        *map(share, ("float16", "bfloat16")),
+        path="",
+        kind=kind,
+        size=total("size"),
+        zeros=total("zeros"),
+        infinite=total("infinite"),
+        nan=total("nan"),
+        exponents=_added(rows),
+        largest=max((row.largest for row in rows), default=0.0),
+        float16=share("float16"),
+        bfloat16=share("bfloat16"),
     )
 
 
