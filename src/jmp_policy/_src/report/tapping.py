@@ -11,8 +11,9 @@ So it works under jit, in scans and under remat, and counts add up over the trip
 a tap returns the very value it was given.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.watching import Watcher
 
 T = TypeVar("T")
@@ -66,6 +69,19 @@ class Taps(Watcher):
     def done(self) -> None:
         """Forgets the arrays of a trace: the cache of jit keeps the watcher, and is not to keep them."""
         self.sinks, self.inverse_scale = None, 1.0
+
+
+@contextlib.contextmanager
+def watching_modules(watcher: Watcher) -> Iterator[None]:
+    """Shows to a watcher, inside a with-block, what `tap` names and what modules of Flax return.
+
+    Linen modules show it here; NNX modules wherever `flax.nnx.states.named` gave them names.
+    """
+    with contextlib.ExitStack() as stack:
+        for framework in imported_frameworks():
+            stack.enter_context(framework.tapped())
+        stack.enter_context(watching.looking(watcher))
+        yield
 
 
 class Call(NamedTuple):

@@ -128,7 +128,7 @@ def shape_bytes(shape: str, on_chip: bool = True) -> int:
     return total
 
 
-def result_bytes(instruction: Instruction) -> int:
+def result_bytes(instruction: Instruction, on_chip: bool = True) -> int:
     """The bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
 
     XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
@@ -137,7 +137,7 @@ def result_bytes(instruction: Instruction) -> int:
     library = instruction.attribute("custom_call_target")
     has_scratch = library.startswith(_LIBRARIES) and len(found) > 1 and found[-1][0] in ("s8", "u8")
     scratch = shape_bytes(f"{found[-1][0]}[{found[-1][1]}]") if has_scratch else 0
-    return shape_bytes(instruction.shape) - scratch
+    return shape_bytes(instruction.shape, on_chip) - scratch
 
 
 class Sources:
@@ -193,28 +193,21 @@ class Runs(NamedTuple):
 
 def executed(computations: Computations, entry: str) -> dict[str, Runs]:
     """How often the entry runs each computation, through `while`, `call` and `conditional`."""
-    runs = {entry: Runs(1, True)}
-    for name, called, trips in _calls(computations, entry):
-        outer = runs[name]
-        times, counted = outer.times * (trips or 1), outer.counted and trips is not None
-        before = runs.get(called, Runs(0, True))
-        runs[called] = Runs(before.times + times, before.counted and counted)
-    return runs
-
-
-def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
-    """Yields (caller, called, trips) for every call, outer ones first."""
-    waiting = [entry]
+    runs, waiting = {entry: Runs(1, True)}, [entry]
+    # Outer ones first.
     for name in waiting:
+        outer = runs[name]
         for instruction in computations[name]:
             if instruction.opcode not in CONTAINERS:
                 continue
             trips = _trips(instruction, name, computations) if instruction.opcode == "while" else 1
-            for called in instruction.called:
-                if called in computations:
-                    yield name, called, trips
-                    if called not in waiting:
-                        waiting.append(called)
+            times, counted = outer.times * (trips or 1), outer.counted and trips is not None
+            for called in filter(computations.__contains__, instruction.called):
+                before = runs.get(called, Runs(0, True))
+                runs[called] = Runs(before.times + times, before.counted and counted)
+                if called not in waiting:
+                    waiting.append(called)
+    return runs
 
 
 def _trips(loop: Instruction, where: str, computations: Computations) -> int | None:
@@ -313,7 +306,7 @@ class Traffic:
             return self._bytes(_destination(instruction))
         inner = self._fused(instruction)
         if not inner:
-            return result_bytes(instruction) if self._on_chip else self._bytes(instruction.shape)
+            return result_bytes(instruction, self._on_chip)
         root = root_of(inner)
         outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         # The root of a fusion of the TPU compiler does not say where the result lies; the fusion does.

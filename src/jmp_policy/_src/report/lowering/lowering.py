@@ -111,7 +111,7 @@ def lowering_report(
     known = {p: known[p] for p in ("float32", *HALVES, "float8") if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
-    gains = recipe_profits(plain[0], kernels, recipes_by_path(jaxpr), card) if plain else ()
+    gains = recipe_profits(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
     # Variants begin with float32, unless the program is that.
     wide = given if "float32" in precisions else answers[1]
     return LoweringReport(
@@ -268,11 +268,10 @@ class _Paths(Visitor):
                 self.others[site.path] = None
 
 
-def recipes_by_path(jaxpr: Any) -> dict[str, str]:
-    """The recipe of the float8 products of each module that has such products by a recipe."""
+def _paths(jaxpr: Any) -> _Paths:
     paths = _Paths()
     walk(jaxpr, paths)
-    return {path: recipe for path, recipe in paths.float8.items() if recipe}
+    return paths
 
 
 def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
@@ -286,8 +285,7 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
       kernels: as it was compiled.
       program: what it is, for the message.
     """
-    paths = _Paths()
-    walk(jaxpr, paths)
+    paths = _paths(jaxpr)
     if not paths.float8:
         raise AssertionError(
             f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "

@@ -194,7 +194,7 @@ def recipe_profits(
     Args:
       half: kernels of the program without its recipes.
       float8: kernels of the program.
-      recipes: recipe of the float8 products of a module, by its path.
+      recipes: recipe of the float8 products of a module, by its path; "" for those by none.
       target: the device; without known rates there is no estimate.
     """
     if not target.rates:
@@ -204,7 +204,7 @@ def recipe_profits(
     found = []
     for path, _ in before.most_common():
         # The compiler may join the products of several modules, in both programs or in one.
-        if path in recipes and all(seconds[path] for seconds in products):
+        if recipes.get(path) and all(seconds[path] for seconds in products):
             saved = products[0][path] - products[1][path]
             added = saved - (before[path] - after[path])
             found.append(RecipeProfit(path, recipes[path], before[path], after[path], saved, added))

@@ -16,7 +16,6 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
-from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
@@ -61,10 +60,7 @@ class Loss(NamedTuple):
     def calls(self) -> list[tuple[tapping.Call, Scope | None]]:
         """The calls of modules in it, each with the policy that was active in Flax Linen."""
         watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function()
-        with contextlib.ExitStack() as stack:
-            for framework in imported_frameworks():
-                stack.enter_context(framework.tapped())
-            stack.enter_context(watching.looking(watcher))
+        with tapping.watching_modules(watcher):
             jax.eval_shape(function.call, function.arrays)
         return watcher.calls
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
-from jmp_policy._src.policy import watching
-from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import (
     Function,
@@ -147,8 +145,9 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
             taps = tapping.Taps(histogram.count, sinks, 1.0 / cotangent)
-            with _taps_active(taps) if sinks else contextlib.nullcontext():
+            with tapping.watching_modules(taps) if sinks else contextlib.nullcontext():
                 loss, aux = split_loss(loss_fn(params, *args, **kwargs), has_aux)
+            taps.done()
             return scale_loss(scale, loss), (loss, aux)
 
         sinks = {name: jnp.zeros((2, histogram.SIZE), jnp.float32) for name in state.activations}
@@ -291,22 +290,9 @@ def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
 
-@contextlib.contextmanager
-def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
-    """Makes taps count inside a with-block: those of `tap`, and those on the outputs of Flax modules.
-
-    Linen modules get taps here; NNX modules have them wherever `flax.nnx.states.named` gave them names.
-    """
-    with contextlib.ExitStack() as stack:
-        for framework in imported_frameworks():
-            stack.enter_context(framework.tapped())
-        yield stack.enter_context(watching.looking(taps))
-    taps.done()
-
-
 def _tap_names(function: Function) -> list[str]:
     taps = tapping.Taps(histogram.count)
-    with _taps_active(taps):
+    with tapping.watching_modules(taps):
         jax.eval_shape(function.call, function.arrays)
     return list(taps.met)
 
