@@ -196,13 +196,12 @@ class Float8(NamedTuple):
         count = f"no product suits {self.recipe}"
         if self.flops:
             count = f"{len(self.chosen)} of {len(self.flops)} modules with products for {self.recipe} have it"
-        rows = [
-            RecommendationRow("", str(rules.default), f"{before[''].reason}; {count}", before[""].predicted)
-        ]
+        default = before[""]
+        rows = [dataclasses.replace(default, policy=str(rules.default), reason=f"{default.reason}; {count}")]
         for pattern, policy in rules.overrides:
             text = str(pattern)
             if text in before:
-                rows.append(RecommendationRow(text, str(policy), before[text].reason, before[text].predicted))
+                rows.append(dataclasses.replace(before[text], policy=str(policy)))
                 continue
             inside = [path for path in self.flops if is_below(path, text)]
             added = sum(self.added[path] for path in inside)

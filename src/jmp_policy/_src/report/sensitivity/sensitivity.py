@@ -162,14 +162,14 @@ def sensitivity(
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
     traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
     found = effects(traced, probes)
-    # The paths that a row is about, by its name.
+    # The name of each row, and the paths that it is about.
     if candidates is None:
-        tops = {path: [path] for path in _paths(found)}
+        tops = [(path, [path]) for path in _paths(found)]
     else:
-        tops = {p if isinstance(p, str) else show_pattern(p): _matched(found, p) for p in candidates}
+        tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
     is_measured = traced.decides if measure is None else measure
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
-    rows = [_row(found, name, paths, applied) for name, paths in tops.items()]
+    rows = [_row(found, name, paths, applied) for name, paths in tops]
     rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
     return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
 
