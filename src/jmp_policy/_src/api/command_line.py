@@ -32,15 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         report = _report(given)
-    except (_MistakeError, ValueError, TypeError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
         return 2
     print(_as_json(report.to_dict()) if given.json else report)
     return 0
-
-
-class _MistakeError(Exception):
-    """Error for something on the command line that cannot be done."""
 
 
 def _as_json(fields: Any) -> str:
@@ -138,13 +134,13 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
         try:
             inspect.signature(fn).bind()
         except (TypeError, ValueError) as error:
-            raise _MistakeError(
+            raise ValueError(
                 f"{given.function} needs arguments: describe its arrays ('f32[64,784]' 'i32[64]'), or name a "
                 f"function that returns (function, *arguments). {error}."
             ) from error
         made = fn()
         if not isinstance(made, tuple | list) or not made or not callable(made[0]):
-            raise _MistakeError(
+            raise ValueError(
                 f"{given.function}() must return (function, *arguments) when no types of arrays are given; "
                 f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
             )
@@ -155,18 +151,16 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
 def _imported(text: str) -> Any:
     module, _, names = text.partition(":")
     if not names:
-        raise _MistakeError(
-            f"{text!r} does not say which function: module:function, as in my_model:train_step."
-        )
+        raise ValueError(f"{text!r} does not say which function: module:function, as in my_model:train_step.")
     sys.path.insert(0, os.getcwd())
     found: Any = importlib.import_module(module)
     for name in names.split("."):
         if not hasattr(found, name):
             public = ", ".join(n for n in vars(found) if not n.startswith("_"))
-            raise _MistakeError(f"{module} has no {names!r}; it has {public}.")
+            raise ValueError(f"{module} has no {names!r}; it has {public}.")
         found = getattr(found, name)
     if not callable(found):
-        raise _MistakeError(f"{text} is no function but {type(found).__name__}.")
+        raise ValueError(f"{text} is no function but {type(found).__name__}.")
     return found
 
 
@@ -178,9 +172,7 @@ def _array_type(text: str) -> Any:
 
     match = re.fullmatch(r"([a-z_0-9]+)\[([\d,\s]*)\]", text.strip())
     if not match:
-        raise _MistakeError(
-            f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'."
-        )
+        raise ValueError(f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'.")
     name, sizes = match.groups()
     short = re.fullmatch(r"([a-z]+?)(\d+)", name)
     if short and short.group(1) in _KINDS:
@@ -188,7 +180,7 @@ def _array_type(text: str) -> Any:
     try:
         dtype = jax.numpy.dtype("bool" if name == "pred" else name)
     except TypeError as error:
-        raise _MistakeError(f"{text!r}: there is no dtype {name!r}.") from error
+        raise ValueError(f"{text!r}: there is no dtype {name!r}.") from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise _MistakeError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
+        raise ValueError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)
