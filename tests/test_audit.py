@@ -842,7 +842,7 @@ class Deep(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(16):
-            x = AttentionBlock(name=f"block_{i}")(x)
+            x = nn.MultiHeadDotProductAttention(2, name=f"h_{i}")(x)
         return nn.Dense(8, name="head")(x)
 
 
@@ -853,16 +853,16 @@ def test_equal_layers_are_one_row_and_every_row_is_there_when_asked_for():
     found = jmpp.audit(lambda v, x: model.apply(v, x).sum(), variables, x, grad=True)
     text = str(found)
     assert len(text.splitlines()) <= 40
-    assert "Deep/block_0 ... block_15/attention/query (16 x)" in text
+    assert "Deep/h_0 ... h_15/query (16 x)" in text
     assert "Deep/head" in text
     whole = found.table(full=True)
-    assert all(f"Deep/block_{i}/attention/query" in whole for i in range(16))
+    assert all(f"Deep/h_{i}/query" in whole for i in range(16))
     assert "..." not in whole
     short, all_rows = found._repr_html_().split("<details>")
-    assert short.count("block_7") == 0 < all_rows.count("block_7/attention/query")
+    assert short.count("h_7") == 0 < all_rows.count("h_7/query")
     shown = str(jmpp.summary(Deep(), "mixed_float16", x))
     assert len(shown.splitlines()) <= 40
-    assert "block_0 ... block_15/attention/query (16 x)" in shown
+    assert "h_0 ... h_15/query (16 x)" in shown
 
 
 def test_rows_of_other_layers_stay_apart():

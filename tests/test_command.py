@@ -231,7 +231,7 @@ def test_lowering_hands_on_what_it_is_given(capsys, monkeypatch):
         asked.append((jax.eval_shape(fn, *args), target))
         return Fake(target)
 
-    monkeypatch.setattr("jmp_policy._src.report.lowering.lowering.lowering_report", lowering_report)
+    monkeypatch.setattr("jmp_policy._src.api.reports.lowering_report", lowering_report)
     assert run(capsys, "lowering", "jmp_example:example") == (0, "for H100\n", "")
     assert asked[0][0].shape == ()
     status, out, _ = run(capsys, "lowering", "jmp_example:example", "--grad", "--target", "T4", "--json")
@@ -244,7 +244,7 @@ def test_lowering_that_cannot_be_done_here(capsys, monkeypatch):
     def lowering_report(fn, *args, target):
         raise LoweringUnavailableError("no compiler for GPUs here")
 
-    monkeypatch.setattr("jmp_policy._src.report.lowering.lowering.lowering_report", lowering_report)
+    monkeypatch.setattr("jmp_policy._src.api.reports.lowering_report", lowering_report)
     status, out, err = run(capsys, "lowering", "jmp_example:example")
     assert (status, out) == (2, "")
     assert "no compiler for GPUs here" in err

@@ -13,8 +13,8 @@ from planted_models import PLANTED
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, overflowing, rows_of, rules_of, within
-from jmp_policy._src.report.sensitivity.first_order import Effect, Effects
-from jmp_policy._src.report.sensitivity.recommendation import compared
+from jmp_policy._src.report.sensitivity.recommend import compared
+from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
 
 
 @pytest.mark.once

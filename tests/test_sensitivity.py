@@ -13,7 +13,7 @@ from flax import nnx
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
-from jmp_policy._src.report.sensitivity.first_order import overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.rounding_errors import overflows, rounding_error, underflows
 from jmp_policy._src.report.sensitivity.traced_loss import DTYPES, makes_decisions
 
 
@@ -290,7 +290,7 @@ class Everything(nn.Module):
 @pytest.mark.once
 def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     """The tapped program is that of float32: its gradient, with custom rules, is compared."""
-    from jmp_policy._src.report.sensitivity import first_order
+    from jmp_policy._src.report.sensitivity import rounding_errors
 
     x = jax.random.normal(jax.random.key(4), (5, 8))
     params = Everything().init(jax.random.key(0), x, True)["params"]
@@ -299,9 +299,9 @@ def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
         return jnp.sum(Everything().apply({"params": params}, x, flag) ** 2)
 
     squares = []
-    effect = first_order._effect
+    effect = rounding_errors._effect
     monkeypatch.setattr(
-        first_order, "_effect", lambda seen, *a, **k: squares.append(seen.square) or effect(seen, *a, **k)
+        rounding_errors, "_effect", lambda seen, *a, **k: squares.append(seen.square) or effect(seen, *a, **k)
     )
     found = jmpp.sensitivity(loss, params, x, jnp.bool_(True), probes=1)
     exact = sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(params, x, True)))

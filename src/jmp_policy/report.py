@@ -40,9 +40,9 @@ if _typing.TYPE_CHECKING:
     from jmp_policy._src.report.lowering.memory import MemoryRow as MemoryRow
     from jmp_policy._src.report.lowering.memory import memory_report as memory_report
     from jmp_policy._src.report.lowering.roofline import Estimate as Estimate
+    from jmp_policy._src.report.sensitivity.chosen_modules import RecommendationRow as RecommendationRow
+    from jmp_policy._src.report.sensitivity.recommend import Recommendation as Recommendation
     from jmp_policy._src.report.sensitivity.recommend import recommend as recommend
-    from jmp_policy._src.report.sensitivity.recommendation import Recommendation as Recommendation
-    from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow as RecommendationRow
     from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity as Sensitivity
     from jmp_policy._src.report.sensitivity.sensitivity import SensitivityRow as SensitivityRow
     from jmp_policy._src.report.sensitivity.sensitivity import sensitivity as sensitivity

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jmp_policy._src.core.targets import TARGETS
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, and returns its exit status.
@@ -29,16 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        report = given.run(given)
-    except (_MistakeError, ValueError, TypeError, ImportError, RuntimeError) as error:
+        report = _report(given)
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
         return 2
     print(_as_json(report.to_dict()) if given.json else report)
     return 0
-
-
-class _MistakeError(Exception):
-    """Error for something on the command line that cannot be done."""
 
 
 def _as_json(fields: Any) -> str:
@@ -58,68 +56,64 @@ def _parser() -> argparse.ArgumentParser:
         "returns (function, *arguments) to look at."
     )
     arrays = "arguments as types: 'f32[64,784]', 'bf16[8]', 'i32[]'"
-    audit = commands.add_parser(
-        "audit", help="every product of a function: dtypes, sizes, FLOPs, what to pad"
-    )
-    drift = commands.add_parser(
-        "drift", help="how far half precision is from float32, and where that is introduced"
-    )
-    lowering = commands.add_parser("lowering", help="the kernels that XLA makes for a GPU or TPU")
-    memory = commands.add_parser("memory", help="what takes the memory, compiled for the default backend")
-    summary = commands.add_parser(
-        "summary", help="which rule governs which module of a model, in which dtypes"
-    )
-    for command in (audit, drift, lowering, memory, summary):
-        is_model = command is summary
+    helps = {
+        "audit": "every product of a function: dtypes, sizes, FLOPs, what to pad",
+        "drift": "how far half precision is from float32, and where that is introduced",
+        "lowering": "the kernels that XLA makes for a GPU or TPU",
+        "memory": "what takes the memory, compiled for the default backend",
+        "summary": "which rule governs which module of a model, in which dtypes",
+        "formats": "the number formats, and what a number becomes in each",
+    }
+    parsers = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
+    for name, command in parsers.items():
+        command.add_argument("--json", action="store_true", help="as JSON instead of a table")
+        if name == "formats":
+            continue
+        is_model = name == "summary"
         command.add_argument(
             "function", help=f"{where} A model in place of the function." if is_model else where
         )
-        drawn = "; filled with normal random numbers" if command is drift else ""
+        drawn = "; filled with normal random numbers" if name == "drift" else ""
         command.add_argument("arrays", nargs="*", help=arrays + drawn)
         policy = "the model's policy" if is_model else "autocast the function under this policy first"
         command.add_argument("--policy", help=policy)
-    for command in (audit, lowering, memory):
-        command.add_argument(
-            "--grad", action="store_true", help="the gradients of a loss in its first argument too"
-        )
+        if name in ("audit", "lowering", "memory"):
+            text = "the gradients of a loss in its first argument too"
+            command.add_argument("--grad", action="store_true", help=text)
+    drift, known = parsers["drift"], f"{', '.join(TARGETS)}, or a slice of TPUs as in v5e:2x4"
     drift.add_argument("--no-grad", action="store_true", help="compare the results of the function alone")
     drift.add_argument("--detail", default="module", help="module, or operation")
-    drift.set_defaults(run=_drift)
-    known = "V100, T4, A100, L4, H100, H200 or B200; v4, v5e, v5p, v6e or v7x, or a slice as in v5e:2x4"
-    lowering.add_argument("--target", default="H100", help=known)
-    memory.add_argument("--target", help=f"{known}; without it, the default backend")
-    audit.set_defaults(run=_audit)
-    lowering.set_defaults(run=_lowering)
-    memory.set_defaults(run=_memory)
-    summary.set_defaults(run=_summary)
-    formats = commands.add_parser("formats", help="the number formats, and what a number becomes in each")
-    formats.add_argument("numbers", nargs="*", type=float, help="any numbers; put -- before negative ones")
-    formats.set_defaults(run=_formats)
-    for command in (audit, drift, lowering, memory, summary, formats):
-        command.add_argument("--json", action="store_true", help="as JSON instead of a table")
+    parsers["lowering"].add_argument("--target", default="H100", help=known)
+    parsers["memory"].add_argument("--target", help=f"{known}; without it, the default backend")
+    text = "any numbers; put -- before negative ones"
+    parsers["formats"].add_argument("numbers", nargs="*", type=float, help=text)
     return parser
 
 
-def _formats(given: Any) -> Any:
-    from jmp_policy._src.report.formats import formats
-
-    return formats(*given.numbers)
-
-
-def _audit(given: Any) -> Any:
-    from jmp_policy._src.report.audit import audit
-
-    fn, args = _autocast(given)
-    return audit(fn, *args, grad=given.grad)
-
-
-def _drift(given: Any) -> Any:
+def _report(given: Any) -> Any:
+    """Runs the report that was asked for."""
     import jax
 
-    from jmp_policy._src.report.drift.drift import drift
+    from jmp_policy._src.api import reports
 
-    fn, args = _autocast(given)
-    return drift(fn, *jax.tree.map(_filled, args), grad=not given.no_grad, detail=given.detail)
+    if given.command == "formats":
+        return reports.formats(*given.numbers)
+    fn, args = _function(given)
+    if given.command == "summary":
+        return reports.summary(fn, given.policy, *args)
+    if given.policy:
+        from jmp_policy._src.autocast.api import autocast
+
+        fn = autocast(fn, given.policy)
+    if given.command == "audit":
+        return reports.audit(fn, *args, grad=given.grad)
+    if given.command == "drift":
+        filled = jax.tree.map(_filled, args)
+        return reports.drift(fn, *filled, grad=not given.no_grad, detail=given.detail)
+    if given.grad:
+        fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
+    report = reports.lowering_report if given.command == "lowering" else reports.memory_report
+    return report(fn, *args, target=given.target)
 
 
 def _filled(leaf: Any) -> Any:
@@ -133,47 +127,6 @@ def _filled(leaf: Any) -> Any:
     return jax.random.normal(jax.random.key(0), leaf.shape).astype(leaf.dtype)
 
 
-def _lowering(given: Any) -> Any:
-    from jmp_policy._src.report.lowering.lowering import lowering_report
-
-    fn, args = _with_gradients(given)
-    return lowering_report(fn, *args, target=given.target)
-
-
-def _memory(given: Any) -> Any:
-    from jmp_policy._src.report.lowering.memory import memory_report
-
-    fn, args = _with_gradients(given)
-    return memory_report(fn, *args, target=given.target)
-
-
-def _summary(given: Any) -> Any:
-    from jmp_policy._src.report.summary import summary
-
-    model, inputs = _function(given)
-    return summary(model, given.policy, *inputs)
-
-
-def _with_gradients(given: Any) -> tuple[Any, Sequence[Any]]:
-    """The function, or the one that computes its gradients too, and its arguments."""
-    fn, args = _autocast(given)
-    if given.grad:
-        import jax
-
-        fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
-    return fn, args
-
-
-def _autocast(given: Any) -> tuple[Any, Sequence[Any]]:
-    """The function, under the policy that was asked for, and its arguments."""
-    fn, args = _function(given)
-    if given.policy:
-        from jmp_policy._src.autocast.api import autocast
-
-        fn = autocast(fn, given.policy)
-    return fn, args
-
-
 def _function(given: Any) -> tuple[Any, Sequence[Any]]:
     fn = _imported(given.function)
     args: Sequence[Any] = [_array_type(text) for text in given.arrays]
@@ -181,13 +134,13 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
         try:
             inspect.signature(fn).bind()
         except (TypeError, ValueError) as error:
-            raise _MistakeError(
+            raise ValueError(
                 f"{given.function} needs arguments: describe its arrays ('f32[64,784]' 'i32[64]'), or name a "
                 f"function that returns (function, *arguments). {error}."
             ) from error
         made = fn()
         if not isinstance(made, tuple | list) or not made or not callable(made[0]):
-            raise _MistakeError(
+            raise ValueError(
                 f"{given.function}() must return (function, *arguments) when no types of arrays are given; "
                 f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
             )
@@ -198,18 +151,16 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
 def _imported(text: str) -> Any:
     module, _, names = text.partition(":")
     if not names:
-        raise _MistakeError(
-            f"{text!r} does not say which function: module:function, as in my_model:train_step."
-        )
+        raise ValueError(f"{text!r} does not say which function: module:function, as in my_model:train_step.")
     sys.path.insert(0, os.getcwd())
     found: Any = importlib.import_module(module)
     for name in names.split("."):
         if not hasattr(found, name):
             public = ", ".join(n for n in vars(found) if not n.startswith("_"))
-            raise _MistakeError(f"{module} has no {names!r}; it has {public}.")
+            raise ValueError(f"{module} has no {names!r}; it has {public}.")
         found = getattr(found, name)
     if not callable(found):
-        raise _MistakeError(f"{text} is no function but {type(found).__name__}.")
+        raise ValueError(f"{text} is no function but {type(found).__name__}.")
     return found
 
 
@@ -221,9 +172,7 @@ def _array_type(text: str) -> Any:
 
     match = re.fullmatch(r"([a-z_0-9]+)\[([\d,\s]*)\]", text.strip())
     if not match:
-        raise _MistakeError(
-            f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'."
-        )
+        raise ValueError(f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'.")
     name, sizes = match.groups()
     short = re.fullmatch(r"([a-z]+?)(\d+)", name)
     if short and short.group(1) in _KINDS:
@@ -231,7 +180,7 @@ def _array_type(text: str) -> Any:
     try:
         dtype = jax.numpy.dtype("bool" if name == "pred" else name)
     except TypeError as error:
-        raise _MistakeError(f"{text!r}: there is no dtype {name!r}.") from error
+        raise ValueError(f"{text!r}: there is no dtype {name!r}.") from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise _MistakeError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
+        raise ValueError(f"{text!r}: JAX has 64 bits only with the environment variable JAX_ENABLE_X64=1.")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)

@@ -15,8 +15,8 @@ from jmp_policy._src.report.lowering.lowered import LoweringReport
 from jmp_policy._src.report.lowering.lowering import lowering_report
 from jmp_policy._src.report.lowering.memory import MemoryReport, MemoryRow, memory_report
 from jmp_policy._src.report.lowering.roofline import Estimate
-from jmp_policy._src.report.sensitivity.recommend import recommend
-from jmp_policy._src.report.sensitivity.recommendation import Recommendation, RecommendationRow
+from jmp_policy._src.report.sensitivity.chosen_modules import RecommendationRow
+from jmp_policy._src.report.sensitivity.recommend import Recommendation, recommend
 from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity, SensitivityRow, sensitivity
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitudes, Share
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad

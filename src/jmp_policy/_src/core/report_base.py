@@ -14,7 +14,7 @@ from jmp_policy._src.core.folded_rows import folded
 _WIDTH = 120
 
 #: Up to which length a name is not broken.
-_WHOLE = 48
+_WHOLE = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +151,11 @@ class Report:
             head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
             caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
+            sides = ["right" if name.endswith(" ") else "left" for name in shown.columns]
             for row in shown.shown(full)[0]:
-                aligned = (
-                    f'<td style="text-align:{"right" if name.endswith(" ") else "left"}">'
-                    f"{html.escape(str(cell))}</td>"
-                    for name, cell in zip(shown.columns, row, strict=True)
-                )
+                cells = [html.escape(str(cell)) for cell in row]
+                pairs = zip(sides, cells, strict=True)
+                aligned = (f'<td style="text-align:{side}">{cell}</td>' for side, cell in pairs)
                 parts.append(f"<tr>{''.join(aligned)}</tr>")
             parts.append("</tbody></table>")
         return "\n".join(parts)
@@ -212,15 +211,11 @@ def plotting(use: str) -> Any:
 
 def bytes_text(count: float) -> str:
     """Formats a number of bytes, in powers of 1000: "1.5 MB"."""
-    return _with_prefix(count, "B")
+    return count_text(count, "B")
 
 
 def count_text(count: float, unit: str = "") -> str:
     """Formats a count, in powers of 1000: "1.5 M"."""
-    return _with_prefix(count, unit)
-
-
-def _with_prefix(count: float, unit: str) -> str:
     size, prefix = float(count), ""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(size) < 999.5 or prefix == "P":

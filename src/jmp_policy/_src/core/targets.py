@@ -132,75 +132,74 @@ device_description_str: "{self.description}"
 """
 
 
-_VOLTA = frozenset({"float16"})
-_TURING = _VOLTA | {"int8"}
-_AMPERE = _TURING | {"bfloat16", "tf32", "float64"}
-_ADA = (_AMPERE - {"float64"}) | {"float8"}
-_HOPPER = _AMPERE | {"float8"}
-_BLACKWELL = _HOPPER | {"mxfp8"}
+#: The fields of each card.
+_CARDS = """
+name capability cores bandwidth link  memory       description
+V100 7.0        80    898.048e9 150e9 16935682048  Tesla V100-SXM2-16GB
+T4   7.5        40    320.064e9 16e9  15843721216  Tesla T4
+A100 8.0        108   2039.04e9 300e9 85100068864  NVIDIA A100-SXM4-80GB
+L4   8.9        58    300.096e9 32e9  23669309440  NVIDIA L4
+H100 9.0        132   3352e9    450e9 84942979072  NVIDIA H100 80GB HBM3
+H200 9.0        132   4800e9    450e9 151397597184 NVIDIA H200 141GB HBM3e
+B200 10.0       148   7672.32e9 900e9 191514411008 NVIDIA B200
+"""
+
+_MULTIPROCESSORS = """
+name l2        clock_ghz shared_per_core shared_per_block threads_per_core units_per_core
+V100 6291456   1.53      98304           98304            2048             64
+T4   4194304   1.59      65536           65536            1024             64
+A100 41943040  1.41      167936          166912           2048             64
+L4   50331648  2.04      102400          101376           1536             128
+H100 52428800  1.98      233472          232448           2048             128
+H200 52428800  1.98      233472          232448           2048             128
+B200 132644864 1.965     233472          232448           2048             128
+"""
+
+#: Tera-operations per second. A star is for those that Tensor Cores do not do.
+_CARD_RATES = """
+name float64 float32 tf32  float16 bfloat16 float8 mxfp8 int8
+V100 7.8*    15.7*   -     125     -        -      -     62.8*
+T4   0.25*   8.1*    -     65      -        -      -     130
+A100 19.5    19.5*   156   312     312      -      -     624
+L4   0.47*   30.3*   60    121     121      242    -     242
+H100 66.9    66.9*   494.7 989.4   989.4    1978.9 -     1978.9
+H200 66.9    66.9*   494.7 989.4   989.4    1978.9 -     1978.9
+B200 37      75*     1100  2250    2250     4500   4500  4500
+"""
 
 
-def _rates(**tera: float) -> dict[str, float]:
-    return {arithmetic: rate * 1e12 for arithmetic, rate in tera.items()}
+def _rows(table: str) -> dict[str, dict[str, Any]]:
+    """The rows of a table by their name: numbers, or text."""
+    head, *rows = table.strip().splitlines()
+    columns = head.split()
+    cells = (row.split(maxsplit=len(columns) - 1) for row in rows)
+    return {name: dict(zip(columns[1:], map(_cell, row), strict=True)) for name, *row in cells}
 
 
-_HOPPER_RATES = _rates(
-    float64=66.9, float32=66.9, tf32=494.7, float16=989.4, bfloat16=989.4, float8=1978.9, int8=1978.9
-)
+def _cell(text: str) -> Any:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
+
+
+def _gpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Gpu:
+    known = {arithmetic: str(rate) for arithmetic, rate in rates.items() if rate != "-"}
+    major, _, minor = str(row["capability"]).partition(".")
+    fields: dict[str, Any] = row | {"capability": (int(major), int(minor))}
+    return Gpu(
+        name,
+        rates={arithmetic: float(rate.rstrip("*")) * 1e12 for arithmetic, rate in known.items()},
+        on_tensor_cores=frozenset(arithmetic for arithmetic, rate in known.items() if "*" not in rate),
+        **fields,
+    )
+
 
 #: The cards by name.
 GPUS = {
-    target.name: target
-    for target in (
-        Gpu(
-            "V100", "Tesla V100-SXM2-16GB", capability=(7, 0), cores=80, bandwidth=898.048e9, link=150e9,
-            memory=16_935_682_048, l2=6_291_456, clock_ghz=1.53, shared_per_core=98_304,
-            shared_per_block=98_304, threads_per_core=2048, units_per_core=64, on_tensor_cores=_VOLTA,
-            rates=_rates(float64=7.8, float32=15.7, float16=125.0, int8=62.8),
-        ),
-        Gpu(
-            "T4", "Tesla T4", capability=(7, 5), cores=40, bandwidth=320.064e9, link=16e9,
-            memory=15_843_721_216, l2=4_194_304, clock_ghz=1.59, shared_per_core=65_536,
-            shared_per_block=65_536, threads_per_core=1024, units_per_core=64, on_tensor_cores=_TURING,
-            rates=_rates(float64=0.25, float32=8.1, float16=65.0, int8=130.0),
-        ),
-        Gpu(
-            "A100", "NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, bandwidth=2039.04e9, link=300e9,
-            memory=85_100_068_864, l2=41_943_040, clock_ghz=1.41, shared_per_core=167_936,
-            shared_per_block=166_912, threads_per_core=2048, units_per_core=64, on_tensor_cores=_AMPERE,
-            rates=_rates(float64=19.5, float32=19.5, tf32=156.0, float16=312.0, bfloat16=312.0, int8=624.0),
-        ),
-        Gpu(
-            "L4", "NVIDIA L4", capability=(8, 9), cores=58, bandwidth=300.096e9, link=32e9,
-            memory=23_669_309_440, l2=50_331_648, clock_ghz=2.04, shared_per_core=102_400,
-            shared_per_block=101_376, threads_per_core=1536, units_per_core=128, on_tensor_cores=_ADA,
-            rates=_rates(
-                float64=0.47, float32=30.3, tf32=60.0, float16=121.0, bfloat16=121.0, float8=242.0, int8=242.0
-            ),
-        ),
-        Gpu(
-            "H100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, bandwidth=3352e9, link=450e9,
-            memory=84_942_979_072, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
-            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
-            rates=_HOPPER_RATES,
-        ),
-        Gpu(
-            "H200", "NVIDIA H200 141GB HBM3e", capability=(9, 0), cores=132, bandwidth=4800e9, link=450e9,
-            memory=151_397_597_184, l2=52_428_800, clock_ghz=1.98, shared_per_core=233_472,
-            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_HOPPER,
-            rates=_HOPPER_RATES,
-        ),
-        Gpu(
-            "B200", "NVIDIA B200", capability=(10, 0), cores=148, bandwidth=7672.32e9, link=900e9,
-            memory=191_514_411_008, l2=132_644_864, clock_ghz=1.965, shared_per_core=233_472,
-            shared_per_block=232_448, threads_per_core=2048, units_per_core=128, on_tensor_cores=_BLACKWELL,
-            rates=_rates(
-                float64=37.0, float32=75.0, tf32=1100.0, float16=2250.0, bfloat16=2250.0, float8=4500.0,
-                mxfp8=4500.0, int8=4500.0,
-            ),
-        ),
-    )
-}  # fmt: skip
+    name: _gpu(name, row | _rows(_MULTIPROCESSORS)[name], _rows(_CARD_RATES)[name])
+    for name, row in _rows(_CARDS).items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,44 +260,36 @@ class Tpu(Target):
         return tuple(sizes)
 
 
-def _tpu_rates(bfloat16: float, **others: float) -> dict[str, float]:
-    passes = {"bfloat16": bfloat16, "bfloat16_x3": bfloat16 / 3, "float32": bfloat16 / 6}
-    return {arithmetic: rate * 1e12 for arithmetic, rate in (passes | others).items()}
+#: The fields of each version. A chip of v4 and v5p is one device of two cores; a chip of v7x is two.
+_VERSIONS = """
+name dimensions devices_per_chip config   bandwidth link  memory       xla_name description
+v4   3          1                megacore 1228e9    150e9 34359738368  v4       TPU v4
+v5e  2          1                -        819e9     100e9 17179869184  v5e      TPU v5 lite
+v5p  3          1                -        2765e9    300e9 102005473280 v5p      TPU v5
+v6e  2          1                -        1640e9    224e9 34359738368  v6e      TPU v6 lite
+v7x  3          2                -        3690e9    300e9 103079215104 tpu7x    TPU7x
+"""
+
+#: Tera-operations per second.
+_VERSION_RATES = """
+name bfloat16 int8 float8
+v4   275      275  -
+v5e  197      393  -
+v5p  459      918  -
+v6e  918      1836 -
+v7x  1153.5   -    2307
+"""
 
 
-_UNITS = frozenset({"bfloat16", "bfloat16_x3", "float32", "int8"})
+def _tpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Tpu:
+    known = {arithmetic: rate * 1e12 for arithmetic, rate in rates.items() if rate != "-"}
+    known |= {"bfloat16_x3": known["bfloat16"] / 3, "float32": known["bfloat16"] / 6}
+    config = row.pop("config").strip("-")
+    return Tpu(name, rates=known, on_tensor_cores=frozenset({*known, "int8"}), config=config, **row)
 
-#: One device of each version, by name. A chip of v4 and v5p is one device of two cores; a chip of v7x is two.
-TPUS = {
-    tpu.name: tpu
-    for tpu in (
-        Tpu(
-            name="v4", description="TPU v4", xla_name="v4", dimensions=3, config="megacore",
-            bandwidth=1228e9, link=150e9, memory=32 * 2**30, on_tensor_cores=_UNITS,
-            rates=_tpu_rates(275.0, int8=275.0),
-        ),
-        Tpu(
-            name="v5e", description="TPU v5 lite", xla_name="v5e", dimensions=2,
-            bandwidth=819e9, link=100e9, memory=16 * 2**30, on_tensor_cores=_UNITS,
-            rates=_tpu_rates(197.0, int8=393.0),
-        ),
-        Tpu(
-            name="v5p", description="TPU v5", xla_name="v5p", dimensions=3,
-            bandwidth=2765e9, link=300e9, memory=95 * 2**30, on_tensor_cores=_UNITS,
-            rates=_tpu_rates(459.0, int8=918.0),
-        ),
-        Tpu(
-            name="v6e", description="TPU v6 lite", xla_name="v6e", dimensions=2,
-            bandwidth=1640e9, link=224e9, memory=32 * 2**30, on_tensor_cores=_UNITS,
-            rates=_tpu_rates(918.0, int8=1836.0),
-        ),
-        Tpu(
-            name="v7x", description="TPU7x", xla_name="tpu7x", dimensions=3, devices_per_chip=2,
-            bandwidth=3690e9, link=300e9, memory=96 * 2**30, on_tensor_cores=_UNITS | {"float8"},
-            rates=_tpu_rates(1153.5, float8=2307.0),
-        ),
-    )
-}  # fmt: skip
+
+#: One device of each version, by name.
+TPUS = {name: _tpu(name, row, _rows(_VERSION_RATES)[name]) for name, row in _rows(_VERSIONS).items()}
 
 
 def slice_named(name: str) -> Tpu | None:
@@ -349,10 +340,9 @@ def find_target(name: str) -> Target:
 
 def target_of_device(kind: str) -> Target | None:
     """Finds what a device's kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite") names; None if it is not known."""
-    if kind.startswith("TPU"):
-        short = kind.replace(" lite", "e")
-        return next((tpu for tpu in TPUS.values() if short in (tpu.description.replace(" lite", "e"),
-                     f"TPU {tpu.name}")), None)  # fmt: skip
+    tpus = {text: tpu for tpu in TPUS.values() for text in (tpu.description, f"TPU {tpu.name}")}
+    if kind in tpus:
+        return tpus[kind]
     if kind.partition(":")[0].lower() in TPUS:
         return slice_named(kind)
     words = re.split(r"[ -]", kind.upper())

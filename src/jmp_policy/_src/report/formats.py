@@ -106,23 +106,21 @@ def formats(*numbers: float) -> Formats:
 def _format(name: str, numbers: Sequence[float]) -> Format:
     # TensorFloat-32 is stored in 32 bits; its significand is float16's.
     is_tf32 = name == "tf32"
-    info = jnp.finfo("float16" if is_tf32 else name)
-    exponent_info = jnp.finfo("float32" if is_tf32 else name)
+    info, exponent = jnp.finfo("float16" if is_tf32 else name), jnp.finfo("float32" if is_tf32 else name)
+    normal, epsilon = float(exponent.smallest_normal), float(info.eps)
+    with np.errstate(over="ignore", under="ignore"):
+        if is_tf32:
+            rounded = jax.lax.reduce_precision(np.array(numbers, np.float32), 8, info.nmant)
+        else:
+            rounded = np.asarray(numbers, np.float64).astype(jnp.dtype(name))
     return Format(
         name=name,
-        bits=int(exponent_info.bits),
-        exponent_bits=int(exponent_info.nexp),
+        bits=int(exponent.bits),
+        exponent_bits=int(exponent.nexp),
         significand_bits=int(info.nmant) + 1,
-        largest=2.0**127 * (2 - float(info.eps)) if is_tf32 else float(info.max),
-        smallest_normal=float(exponent_info.smallest_normal),
-        smallest_subnormal=float(exponent_info.smallest_normal) * float(info.eps),
-        epsilon=float(info.eps),
-        becomes=tuple(_becomes(number, name) for number in numbers),
+        largest=2.0**127 * (2 - epsilon) if is_tf32 else float(info.max),
+        smallest_normal=normal,
+        smallest_subnormal=normal * epsilon,
+        epsilon=epsilon,
+        becomes=tuple(f"{float(number):.9g}" for number in rounded),
     )
-
-
-def _becomes(number: float, name: str) -> str:
-    with np.errstate(over="ignore", under="ignore"):
-        if name == "tf32":
-            return f"{float(jax.lax.reduce_precision(np.float32(number), 8, 10)):.9g}"
-        return f"{float(np.asarray(number, np.float64).astype(jnp.dtype(name))):.9g}"

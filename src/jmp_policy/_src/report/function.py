@@ -36,11 +36,13 @@ class Argument(NamedTuple):
       position: the argument that it is part of: a position, or the name of a keyword.
       trainable: whether it is a floating array, and, in NNX models, belongs to a Param; not what
         float8 layers keep of their amax.
+      in_module: whether an NNX module holds it.
     """
 
     path: str
     position: int | str
     trainable: bool
+    in_module: bool = False
 
 
 class Function(NamedTuple):
@@ -156,7 +158,7 @@ def _of_modules(
 ) -> Function:
     others = [i for i, leaf in enumerate(split.others) if is_array(leaf)]
     values, structure = jax.tree.flatten(split.state)
-    known = [Argument(path, place, kind) for path, place, kind in split.describe(names)]
+    known = [Argument(path, place, trains, True) for path, place, trains in split.describe(names)]
     paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(split.structure, range(len(split.others))))
     arguments = known + [_argument(path, names, split.others[i]) for path, i in paths if i in others]
 

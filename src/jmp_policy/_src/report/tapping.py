@@ -11,7 +11,9 @@ So it works under jit, in scans and under remat, and counts add up over the trip
 a tap returns the very value it was given.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.watching import Watcher
 
 T = TypeVar("T")
@@ -59,13 +63,25 @@ class Taps(Watcher):
         self.met.setdefault(name, jax.typeof(x))
         if self.sinks is None or name not in self.sinks:
             return x
-        sink = _varying_like(self.sinks[name], x)
-        inverse = _varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
-        return _watched(self.count, x, sink, inverse)
+        inverse = varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
+        return _watched(self.count, x, varying_like(self.sinks[name], x), inverse)
 
     def done(self) -> None:
         """Forgets the arrays of a trace: the cache of jit keeps the watcher, and is not to keep them."""
         self.sinks, self.inverse_scale = None, 1.0
+
+
+@contextlib.contextmanager
+def watching_modules(watcher: Watcher) -> Iterator[None]:
+    """Shows to a watcher, inside a with-block, what `tap` names and what modules of Flax return.
+
+    Linen modules show it here; NNX modules wherever `flax.nnx.states.named` gave them names.
+    """
+    with contextlib.ExitStack() as stack:
+        for framework in imported_frameworks():
+            stack.enter_context(framework.tapped())
+        stack.enter_context(watching.looking(watcher))
+        yield
 
 
 class Call(NamedTuple):
@@ -106,16 +122,15 @@ def _dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)))
 
 
-def _varying_like(value: Any, x: Any) -> Any:
+def varying_like(value: Any, x: Any) -> Any:
     """Types a value as varying over the devices that `x` varies over, so that its cotangents add up."""
     missing = varying(jax.typeof(x)) - varying(jax.typeof(value))
-    if not missing:
-        return value
-    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
-def _forward(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
-    return x, (count(x, 1.0), inverse_scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
+    return x
 
 
 def _backward(count: Any, residuals: Any, cotangent: Any) -> Any:
@@ -124,9 +139,4 @@ def _backward(count: Any, residuals: Any, cotangent: Any) -> Any:
     return cotangent, seen, jnp.zeros_like(inverse_scale)
 
 
-def _pass(count: Any, x: Any, sink: Any, inverse_scale: Any) -> Any:
-    return x
-
-
-_watched = jax.custom_vjp(_pass, nondiff_argnums=(0,))
-_watched.defvjp(_forward, _backward)
+_watched.defvjp(lambda count, x, sink, inverse: (x, (count(x, 1.0), inverse)), _backward)

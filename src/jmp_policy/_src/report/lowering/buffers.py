@@ -4,7 +4,8 @@ Compiled programs hand it out as serialised protocol buffers (`BufferAssignmentP
 XLA's `hlo.proto`), of which the few fields that matter are read here, without a protobuf library.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -49,140 +50,128 @@ def allocations(compiled: Any) -> list[Allocation]:
     if len(modules) != 1:
         return []
     try:
-        return _read(assignment, _Module(modules[0].as_serialized_hlo_module_proto()))
+        return _read(_Message(assignment), _Module(modules[0].as_serialized_hlo_module_proto()))
     except (LookupError, ValueError):
         # A program in a form that other versions of XLA may give it: its totals are known all the same.
         return []
 
 
-class _Instruction(NamedTuple):
-    opcode: str
-    operands: list[int]
-    calls: list[int]
-    op_name: str
-    shape: Any
+class _Message:
+    """A serialised message: by number of a field its values, integers or bytes of what is in it.
+
+    Args:
+      data: the message.
+    """
+
+    def __init__(self, data: bytes):
+        self._fields: dict[int, list[Any]] = defaultdict(list)
+        at = 0
+        while at < len(data):
+            key, at = _varint(data, at)
+            kind = key & 7
+            if kind == 0:
+                value, at = _varint(data, at)
+            else:
+                size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
+                value, at = data[at : at + size], at + size
+            self._fields[key >> 3].append(value)
+
+    def __getitem__(self, field: int) -> list[Any]:
+        return self._fields.get(field, [])
+
+    def number(self, field: int) -> int:
+        """A field of one integer."""
+        return next(iter(self[field]), 0)
+
+    def text(self, field: int) -> str:
+        """A field of text."""
+        return next(iter(self[field]), b"").decode(errors="replace")
+
+    def message(self, field: int) -> "_Message":
+        """A field of one message."""
+        return _Message(next(iter(self[field]), b""))
+
+    def numbers(self, field: int) -> list[int]:
+        """A repeated field of integers, packed or not."""
+        found: list[int] = []
+        for value in self[field]:
+            if isinstance(value, int):
+                found.append(value)
+                continue
+            at = 0
+            while at < len(value):
+                number, at = _varint(value, at)
+                found.append(number)
+        return found
 
 
 class _Module:
     """The instructions of a serialised HloModuleProto by number."""
 
     def __init__(self, data: bytes):
-        self.instructions: dict[int, _Instruction] = {}
+        self.instructions: dict[int, _Message] = {}
         self._inside: dict[int, list[int]] = {}
-        for computation in _all(data, 3):
+        for computation in map(_Message, _Message(data)[3]):
             # An instruction's number holds that of its computation in its upper half, in newer versions.
-            made = {_first(part, 35, 0): _instruction(part) for part in _all(computation, 2)}
+            made = {part.number(35): part for part in map(_Message, computation[2])}
             self.instructions.update(made)
-            self._inside[_first(computation, 5, 0)] = list(made)
+            self._inside[computation.number(5)] = list(made)
         self._users: dict[int, list[int]] = {}
         for number, instruction in self.instructions.items():
-            for operand in instruction.operands:
+            for operand in instruction.numbers(36):
                 self._users.setdefault(operand, []).append(number)
 
-    def name(self, number: int) -> str:
+    def op_name(self, number: int) -> str:
         """The name of an operation; of those that XLA put there, that of a neighbour."""
-        return self._nearest(number, self._before) or self._nearest(number, self._after)
+        return self._nearest(number, self._before) or self._nearest(
+            number, lambda number: self._users.get(number, [])
+        )
 
-    def _nearest(self, number: int, near: Callable[[int], list[int]]) -> str:
+    def _nearest(self, number: int, near: Callable[[int], Iterable[int]]) -> str:
         layer, seen = [number], {number}
         for _ in range(8):
             layer = [n for n in layer if n in self.instructions]
             for n in layer:
-                if self.instructions[n].op_name:
-                    return self.instructions[n].op_name
+                if name := self.instructions[n].message(7).text(2):
+                    return name
             layer = list(dict.fromkeys(m for n in layer for m in near(n) if m not in seen))
             seen.update(layer)
         return ""
 
     def _before(self, number: int) -> list[int]:
         instruction = self.instructions[number]
-        inside = self._inside[instruction.calls[0]] if instruction.opcode == "fusion" else ()
-        return [*reversed(inside), *instruction.operands]
+        is_fusion = instruction.text(2) == "fusion"
+        inside = self._inside[instruction.numbers(38)[0]] if is_fusion else ()
+        return [*reversed(inside), *instruction.numbers(36)]
 
-    def _after(self, number: int) -> list[int]:
-        return self._users.get(number, [])
-
-
-def _instruction(data: bytes) -> _Instruction:
-    return _Instruction(
-        opcode=_text(data, 2),
-        operands=_integers(data, 36),
-        calls=_integers(data, 38),
-        op_name=_text(_first(data, 7, b""), 2),
-        shape=_first(data, 3, b""),
-    )
+    def shape(self, number: int, index: Sequence[int]) -> tuple[int, ...]:
+        """The axes of a result of an instruction, or of an element of it."""
+        shape = self.instructions[number].message(3) if number in self.instructions else _Message(b"")
+        for i in index:
+            parts = shape[4]
+            shape = _Message(parts[i] if i < len(parts) else b"")
+        return tuple(shape.numbers(3))
 
 
-def _read(assignment: bytes, module: _Module) -> list[Allocation]:
+def _read(assignment: _Message, module: _Module) -> list[Allocation]:
     buffers: dict[int, Buffer] = {}
-    for data in _all(assignment, 1):
-        place = _first(data, 3, b"")
-        number, index = _first(place, 4, 0), _integers(place, 3)
-        instruction = module.instructions.get(number)
-        shape = _shape(instruction.shape, index) if instruction else ()
-        buffers[_first(data, 1, 0)] = Buffer(_first(data, 2, 0), shape, module.name(number))
-    at_peak = {_first(data, 1, 0): _integers(data, 2) for data in _all(assignment, 5)}
-    # Not those in threads' own memory (3), nor constants (12).
-    held = [data for data in _all(assignment, 3) if not _first(data, 3, 0) and not _first(data, 12, 0)]
+    for array in map(_Message, assignment[1]):
+        place = array.message(3)
+        number = place.number(4)
+        shape = module.shape(number, place.numbers(3))
+        buffers[array.number(1)] = Buffer(array.number(2), shape, module.op_name(number))
+    at_peak = {trace.number(1): trace.numbers(2) for trace in map(_Message, assignment[5])}
     return [
         Allocation(
-            size=_first(data, 2, 0),
-            parameter=_first(data, 6, 0) if _first(data, 5, 0) else None,
-            is_result=bool(_first(data, 7, 0)),
-            buffers=tuple(buffers[array] for array in at_peak[_first(data, 1, 0)]),
+            size=held.number(2),
+            parameter=held.number(6) if held.number(5) else None,
+            is_result=bool(held.number(7)),
+            buffers=tuple(buffers[array] for array in at_peak[held.number(1)]),
         )
-        for data in held
+        for held in map(_Message, assignment[3])
+        # Not those in threads' own memory (3), nor constants (12).
+        if not held.number(3) and not held.number(12)
     ]
-
-
-def _shape(data: bytes, index: Sequence[int]) -> tuple[int, ...]:
-    for i in index:
-        parts = list(_all(data, 4))
-        data = parts[i] if i < len(parts) else b""
-    return tuple(_integers(data, 3))
-
-
-def _all(data: bytes, field: int) -> Iterator[Any]:
-    return (value for number, value in _fields(data) if number == field)
-
-
-def _first(data: bytes, field: int, default: Any) -> Any:
-    return next(_all(data, field), default)
-
-
-def _text(data: bytes, field: int) -> str:
-    return _first(data, field, b"").decode(errors="replace")
-
-
-def _integers(data: bytes, field: int) -> list[int]:
-    """A repeated field of integers, packed or not."""
-    found: list[int] = []
-    for value in _all(data, field):
-        if isinstance(value, int):
-            found.append(value)
-            continue
-        at = 0
-        while at < len(value):
-            one, at = _varint(value, at)
-            found.append(one)
-    return found
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields numbers and values of a message's fields: integers, or bytes of texts, messages, lists."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        match key & 7:
-            case 0:
-                value, at = _varint(data, at)
-            case 2:
-                size, at = _varint(data, at)
-                value, at = data[at : at + size], at + size
-            case kind:
-                size = 8 if kind == 1 else 4
-                value, at = data[at : at + size], at + size
-        yield key >> 3, value
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

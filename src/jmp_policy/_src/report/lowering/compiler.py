@@ -55,54 +55,38 @@ def is_installed(platform: str = "cuda") -> bool:
 
 def check_installed(platform: str) -> None:
     """Raises `LoweringUnavailableError` unless the compiler for a platform is installed."""
-    if missing := _missing(platform):
-        raise unavailable(platform, missing)
-
-
-def unavailable(platform: str, missing: Sequence[str]) -> LoweringUnavailableError:
-    """The error that says which packages are missing."""
-    needed = _needed(platform)
-    what, device, extra = {
-        "cuda": (f"JAX's CUDA plugin of JAX's own version ({jax.__version__}) and ptxas", "GPU", "gpu"),
-        "tpu": (f"libtpu in the version that JAX {jax.__version__} asks for", "TPU", "tpu"),
+    if not (missing := _missing(platform)):
+        return
+    what, device = {
+        "cuda": (f"JAX's CUDA plugin of JAX's own version ({jax.__version__}) and ptxas", "GPU"),
+        "tpu": (f"libtpu in the version that JAX {jax.__version__} asks for", "TPU"),
     }[platform]
-    return LoweringUnavailableError(
+    raise LoweringUnavailableError(
         f"Compiling for a {device} needs {what}, though no {device}. Missing, or of another version: "
-        f"{', '.join(missing)}. Run: pip install {' '.join(name + needed[name] for name in missing)}  "
-        f"(all of them: pip install 'jmp_policy[{extra}-lowering]')."
+        f"{', '.join(missing)}. Run: pip install {' '.join(map(''.join, missing.items()))}  "
+        f"(all of them: pip install 'jmp_policy[{device.lower()}-lowering]')."
     )
 
 
-def _needed(platform: str) -> dict[str, str]:
-    """The packages of a compiler, and the version asked for: "==0.10.2", "==0.0.42.*" or ""."""
+def _missing(platform: str) -> dict[str, str]:
+    """The packages to install, and the version asked for: "==0.10.2", "==0.0.42.*" or ""."""
     same = f"=={jax.__version__}"
-    compilers = {
-        "cuda": {"jax-cuda12-plugin": same, "jax-cuda12-pjrt": same, "nvidia-cuda-nvcc-cu12": ""},
-        "tpu": {"libtpu": _libtpu_version()},
+    needed = {"jax-cuda12-plugin": same, "jax-cuda12-pjrt": same, "nvidia-cuda-nvcc-cu12": ""}
+    if platform == "tpu":
+        # As JAX's own extra for TPUs asks for it.
+        lines = importlib.metadata.requires("jax") or ()
+        asked = next((line for line in lines if line.startswith("libtpu")), "")
+        needed = {"libtpu": asked.partition(";")[0].replace(" ", "").removeprefix("libtpu")}
+    return {
+        name: asked for name, asked in (needed | {"flatbuffers": ""}).items() if not _is_there(name, asked)
     }
-    return compilers[platform] | {"flatbuffers": ""}
 
 
-def _libtpu_version() -> str:
-    """The version that JAX's own extra for TPUs asks for."""
+def _is_there(name: str, asked: str) -> bool:
     try:
-        asked = importlib.metadata.requires("jax") or []
+        return fnmatch.fnmatch(importlib.metadata.version(name), asked.removeprefix("==") or "*")
     except importlib.metadata.PackageNotFoundError:
-        asked = []
-    found = next((line for line in asked if re.match(r"libtpu\b", line)), "")
-    return found.partition(";")[0].replace(" ", "").removeprefix("libtpu")
-
-
-def _missing(platform: str) -> list[str]:
-    missing = []
-    for name, asked in _needed(platform).items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        if not version or not fnmatch.fnmatch(version, asked.removeprefix("==") or "*"):
-            missing.append(name)
-    return missing
+        return False
 
 
 #: Names of custom calls in JAX's message: as StableHLO shows them.
@@ -153,8 +137,9 @@ def exported(
     program = _export(jax.jit(call), types, platform)
     try:
         data = bytes(program.serialize())
-    except ImportError as error:
-        raise unavailable(platform, ["flatbuffers"]) from error
+    except ImportError:
+        check_installed(platform)
+        raise
     if program.nr_devices > 1 and not mesh:
         mesh = _mesh_in(program.mlir_module())
     return Exported(data, program.nr_devices, mesh, tuple(donated))
@@ -167,13 +152,10 @@ def _type(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str], ...]:
-    meshes = {
-        tuple(
-            (str(name), size, kind.name)
-            for name, size, kind in zip(m.axis_names, m.axis_sizes, m.axis_types, strict=True)
-        )
-        for m in (t.sharding.mesh for t in types if isinstance(t.sharding, NamedSharding))
-    }
+    meshes = set()
+    for mesh in (t.sharding.mesh for t in types if isinstance(t.sharding, NamedSharding)):
+        axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        meshes.add(tuple((str(name), size, kind.name) for name, size, kind in axes))
     if len(meshes) > 1:
         raise ValueError(f"The arguments lie on different meshes: {sorted(meshes)}. Give them one mesh.")
     return meshes.pop() if meshes else ()
@@ -186,7 +168,6 @@ def _mesh_in(text: str) -> tuple[tuple[str, int, str], ...]:
 
 
 def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -> Any:
-    allowed: list[Any] = []
     try:
         return jax.export.export(jitted, platforms=[platform])(list(types))
     except ValueError as error:
@@ -211,19 +192,12 @@ def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
     topologies = [target.topology(program.devices) for program in programs]
     check_installed(target.platform)
     with tempfile.TemporaryDirectory() as folder:
-        request = [
-            {
-                "mesh": program.mesh,
-                "devices": program.devices,
-                "donated": program.donated,
-                "topology": topology,
-                "options": target.options,
-            }
-            for program, topology in zip(programs, topologies, strict=True)
-        ]
+        request = []
+        for i, (program, topology) in enumerate(zip(programs, topologies, strict=True)):
+            fields = program._asdict()
+            Path(folder, f"{i}.bin").write_bytes(fields.pop("data"))
+            request.append(fields | {"topology": topology, "options": target.options})
         Path(folder, "request.json").write_text(json.dumps(request))
-        for i, program in enumerate(programs):
-            Path(folder, f"{i}.bin").write_bytes(program.data)
         # -P: the files beside this one are no top-level modules.
         command = [sys.executable, "-P", compile_process.__file__, folder]
         ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)

@@ -37,9 +37,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 _DIRECTORY = re.compile(r"^.*[/\\]")
-_FILE = re.compile(r'^(\d+) "(.*)"$')
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 #: Files whose lines are not the user's: installed packages and this library.
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
 
@@ -89,11 +89,11 @@ def parse(text: str) -> tuple[Computations, str]:
             current = computations[match.group(2)] = []
             entry = match.group(2) if match.group(1) else entry
         elif match := _INSTRUCTION.match(line):
-            shape, rest = _split_shape(match.group(3))
-            opcode, _, tail = rest.partition("(")
+            root, name, text = match.groups()
+            end = _end(text, " ")
+            opcode, _, tail = text[end + 1 :].partition("(")
             operands = re.findall(r"%([\w.\-]+)", tail[: tail.find(")")])
-            name = match.group(2)
-            current.append(Instruction(name, shape, opcode, tuple(operands), line, bool(match.group(1))))
+            current.append(Instruction(name, text[:end], opcode, tuple(operands), line, bool(root)))
     return computations, entry
 
 
@@ -128,7 +128,7 @@ def shape_bytes(shape: str, on_chip: bool = True) -> int:
     return total
 
 
-def result_bytes(instruction: Instruction) -> int:
+def result_bytes(instruction: Instruction, on_chip: bool = True) -> int:
     """The bytes of what an instruction makes; the scratch memory of cuBLAS and cuDNN is none of it.
 
     XLA gives their calls the scratch memory as one more result, the last one: `(f16[8,8], s8[4194304])`.
@@ -137,7 +137,7 @@ def result_bytes(instruction: Instruction) -> int:
     library = instruction.attribute("custom_call_target")
     has_scratch = library.startswith(_LIBRARIES) and len(found) > 1 and found[-1][0] in ("s8", "u8")
     scratch = shape_bytes(f"{found[-1][0]}[{found[-1][1]}]") if has_scratch else 0
-    return shape_bytes(instruction.shape) - scratch
+    return shape_bytes(instruction.shape, on_chip) - scratch
 
 
 class Sources:
@@ -145,53 +145,32 @@ class Sources:
 
     def __init__(self, text: str):
         head = text[: text.find("\nENTRY ")]
-        self._files = _table(head, "FileNames", _FILE)
-        self._locations = _table(head, "FileLocations", _LOCATION)
-        self._frames = _table(head, "StackFrames", _FRAME)
+        # Behind the names of files are those of functions, in the same form.
+        files = dict(_FILE.findall(head.partition("\nFunctionNames\n")[0]))
+        self._lines = {at: (files.get(file, ""), line) for at, file, line in _LOCATION.findall(head)}
+        self._frames = {frame: (at, parent) for frame, at, parent in _FRAME.findall(head)}
 
     def line(self, instruction: Instruction) -> str:
         """The user's source line: "mlp.py:41"; a library's line where no other is known; or ""."""
-        frame = instruction.attribute("stack_frame_id")
-        places = list(self._places(frame))
-        users = [place for place in places if not _LIBRARY.search(place[0])]
-        for file, line in users or places:
-            return _DIRECTORY.sub("", file) + f":{line}"
-        return ""
-
-    def _places(self, frame: str) -> Iterator[tuple[str, str]]:
-        seen = set()
-        while frame in self._frames and frame not in seen:
-            seen.add(frame)
-            location, parent = self._frames[frame]
-            if location in self._locations:
-                file, line = self._locations[location]
-                yield self._files.get(file, ("",))[0], line
+        frame, places = instruction.attribute("stack_frame_id"), []
+        while frame in self._frames:
+            at, parent = self._frames[frame]
+            places.append(self._lines.get(at, ("", "")))
             # Parents are numbered from 1, so that 0 means none.
             frame = str(int(parent) - 1)
+        users = [place for place in places if not _LIBRARY.search(place[0])]
+        file, line = next(iter(users or places), ("", ""))
+        return f"{_DIRECTORY.sub('', file)}:{line}" if file else ""
 
 
-def _table(head: str, title: str, pattern: re.Pattern[str]) -> Mapping[str, tuple[str, ...]]:
-    _, found, rest = head.partition(f"\n{title}\n")
-    rows = {}
-    for line in rest.splitlines() if found else ():
-        match = pattern.match(line)
-        if match is None:
-            break
-        rows[match.group(1)] = match.groups()[1:]
-    return rows
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    """Splits `f32[2]{0} add(...)` or `(f32[2], s32[]) tuple(...)` into its shape and the rest."""
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
+def _end(text: str, letter: str) -> int:
+    """Where a letter stands in a text, outside of brackets; the end if nowhere."""
     depth = 0
-    for at, letter in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            return text[: at + 1], text[at + 2 :]
-    raise ValueError(f"unbalanced shape in {text!r}")
+    for at, found in enumerate(text):
+        depth += (found in "([{") - (found in ")]}")
+        if found == letter and not depth:
+            return at
+    return len(text)
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -214,28 +193,21 @@ class Runs(NamedTuple):
 
 def executed(computations: Computations, entry: str) -> dict[str, Runs]:
     """How often the entry runs each computation, through `while`, `call` and `conditional`."""
-    runs = {entry: Runs(1, True)}
-    for name, called, trips in _calls(computations, entry):
-        outer = runs[name]
-        times, counted = outer.times * (trips or 1), outer.counted and trips is not None
-        before = runs.get(called, Runs(0, True))
-        runs[called] = Runs(before.times + times, before.counted and counted)
-    return runs
-
-
-def _calls(computations: Computations, entry: str) -> Iterator[tuple[str, str, int | None]]:
-    """Yields (caller, called, trips) for every call, outer ones first."""
-    waiting = [entry]
+    runs, waiting = {entry: Runs(1, True)}, [entry]
+    # Outer ones first.
     for name in waiting:
+        outer = runs[name]
         for instruction in computations[name]:
             if instruction.opcode not in CONTAINERS:
                 continue
             trips = _trips(instruction, name, computations) if instruction.opcode == "while" else 1
-            for called in instruction.called:
-                if called in computations:
-                    yield name, called, trips
-                    if called not in waiting:
-                        waiting.append(called)
+            times, counted = outer.times * (trips or 1), outer.counted and trips is not None
+            for called in filter(computations.__contains__, instruction.called):
+                before = runs.get(called, Runs(0, True))
+                runs[called] = Runs(before.times + times, before.counted and counted)
+                if called not in waiting:
+                    waiting.append(called)
+    return runs
 
 
 def _trips(loop: Instruction, where: str, computations: Computations) -> int | None:
@@ -334,7 +306,7 @@ class Traffic:
             return self._bytes(_destination(instruction))
         inner = self._fused(instruction)
         if not inner:
-            return result_bytes(instruction) if self._on_chip else self._bytes(instruction.shape)
+            return result_bytes(instruction, self._on_chip)
         root = root_of(inner)
         outputs = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         # The root of a fusion of the TPU compiler does not say where the result lies; the fusion does.
@@ -378,13 +350,11 @@ def _parts(shape: str) -> list[str]:
     """Splits the shape of a tuple into those of its elements; of an array, into itself."""
     if not shape.startswith("("):
         return [shape]
-    parts, depth, begin = [], 0, 1
-    for at, letter in enumerate(shape):
-        depth += letter in "([{"
-        depth -= letter in ")]}"
-        if (letter == "," and depth == 1) or depth == 0:
-            parts.append(shape[begin:at].strip())
-            begin = at + 1
+    parts, rest = [], shape[1:-1]
+    while rest:
+        end = _end(rest, ",")
+        parts.append(rest[:end].strip())
+        rest = rest[end + 1 :]
     return parts
 
 

@@ -8,7 +8,7 @@ from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.report.lowering import hlo
-from jmp_policy._src.report.lowering.products import Products, backend_config, dtype_name
+from jmp_policy._src.report.lowering.products import Products, dtype_name, fusion_kind
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -96,8 +96,9 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         inner = hlo.inside(instruction, computations)
         collective = _collective(instruction, inner)
         made = [] if collective else products.of(instruction, scope)
-        largest = max(made, key=lambda p: p.flops, default=None)
-        path, backward = module_path((largest and largest.op_name) or instruction.op_name)
+        flops = sum(shown["flops"] for _, shown in made)
+        op_name, shown = max(made, key=lambda product: product[1]["flops"], default=("", {}))
+        path, backward = module_path(op_name or instruction.op_name)
         kernel = Kernel(
             name=instruction.name,
             kind="collective" if collective else _kind(instruction),
@@ -111,9 +112,7 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         )
         if collective:
             return _as_collective(kernel, collective, scope if collective is instruction else inner)
-        if largest:
-            return dataclasses.replace(kernel, **largest.shown, flops=sum(p.flops for p in made))
-        return kernel
+        return dataclasses.replace(kernel, **shown | {"flops": flops})
 
     found = []
     for name, runs in hlo.executed(computations, entry).items():
@@ -165,19 +164,14 @@ def _as_collective(kernel: Kernel, collective: hlo.Instruction, scope: hlo.Scope
 
 
 def _kind(instruction: hlo.Instruction) -> str:
-    library = instruction.attribute("custom_call_target")
-    if instruction.opcode == "custom-call":
-        words = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
-        return next((kind for word, kind in words.items() if word in library), "custom call")
-    if instruction.opcode in ("fusion", "fusion-start"):
-        kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
-        for word in ("triton", "cudnn"):
-            if word in kind:
-                return word
-        return "reduction" if instruction.attribute("kind") == "kInput" else "fusion"
-    return {"copy-start": "copy", "slice-start": "copy", "reduce": "reduction"}.get(
-        instruction.opcode, instruction.opcode
-    )
+    written_by = instruction.attribute("custom_call_target") + fusion_kind(instruction)
+    libraries = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
+    if found := next((kind for word, kind in libraries.items() if word in written_by), ""):
+        return found
+    kinds = {"copy-start": "copy", "slice-start": "copy", "reduce": "reduction", "custom-call": "custom call"}
+    fusion = "reduction" if instruction.attribute("kind") == "kInput" else "fusion"
+    kinds |= {"fusion": fusion, "fusion-start": fusion}
+    return kinds.get(instruction.opcode, instruction.opcode)
 
 
 def _collective(instruction: hlo.Instruction, inner: hlo.Scope) -> hlo.Instruction | None:

@@ -3,19 +3,16 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
+from jmp_policy._src.report.lowering import roofline
 from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.roofline import (
-    Estimate,
-    LayerProfit,
-    RecipeProfit,
-    kernel_seconds,
-    plot_roofline,
-)
+from jmp_policy._src.report.lowering.roofline import Estimate, LayerProfit, RecipeProfit
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.
@@ -114,7 +111,7 @@ class LoweringReport(Report):
         if target is None:
             raise ValueError(f"The rates of {self.target!r} are not known. Known: {', '.join(TARGETS)}.")
         title = f"{self.function} on {self.target}: estimated, not measured"
-        return plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
+        return roofline.plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
 
     def _tables(self) -> list[Table]:
         tables = [_products_table(self)]
@@ -136,12 +133,12 @@ class LoweringReport(Report):
         if self.layers:
             title = f"{_BY_MODULE}, forward and backward (roofline; float32 at JAX's default precision)"
             columns = ["module", "float32 ", f"{self.layers[0].precision} "]
-            tables.append(_gains_table(self.layers, title, columns, [], ["float32_seconds", "seconds"]))
+            tables.append(_gains_table(self.layers, title, columns, ["float32_seconds", "seconds"]))
         if self.recipes:
             title = f"{_BY_MODULE} with float8 products, forward and backward (roofline)"
             columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds "]
-            times = ["half_seconds", "seconds", "saved_seconds", "added_seconds"]
-            tables.append(_gains_table(self.recipes, title, columns, ["recipe"], times))
+            fields = ["recipe", "half_seconds", "seconds", "saved_seconds", "added_seconds"]
+            tables.append(_gains_table(self.recipes, title, columns, fields))
         return tables
 
     def _lines(self) -> list[str]:
@@ -173,24 +170,27 @@ def _memory_line(report: LoweringReport) -> str:
     return f"Memory: {', '.join(parts)}."
 
 
-def _gains_table(
-    gains: Sequence[Any], title: str, columns: Sequence[str], labels: Sequence[str], times: Sequence[str]
-) -> Table:
-    """Makes a table of gains by module; where there are many, names that differ in numbers share a row.
+def _module_names(paths: Iterable[str]) -> dict[str, str]:
+    """Names for tables by path; where there are many, paths that differ only in numbers share a name."""
+    paths = dict.fromkeys(paths)
+    return {path: _NUMBER.sub("*", path) if len(paths) > _MOST_MODULES else path for path in paths}
+
+
+def _gains_table(gains: Sequence[Any], title: str, columns: Sequence[str], fields: Sequence[str]) -> Table:
+    """Makes a table of gains by module.
 
     Args:
       gains: rows of `layers` or `recipes`.
       title, columns: those of the table, but for the last column.
-      labels: attributes that stand beside the path.
-      times: attributes that are added up: the time before, the time after, others.
+      fields: attributes to show, texts first; times are added up, that before and that after first.
     """
-    shared = len(gains) > _MOST_MODULES
-    sums: dict[tuple[str, ...], list[float]] = {}
+    names = _module_names(gain.path for gain in gains)
+    sums: dict[tuple[str, ...], Any] = {}
     for gain in gains:
-        name = _NUMBER.sub("*", gain.path) if shared else gain.path
-        row = (name, *(getattr(gain, label) for label in labels))
-        before = sums.get(row, [0.0] * len(times))
-        sums[row] = [total + getattr(gain, time) for total, time in zip(before, times, strict=True)]
+        values = [getattr(gain, field) for field in fields]
+        row = (names[gain.path], *(value for value in values if isinstance(value, str)))
+        times = np.array([value for value in values if not isinstance(value, str)])
+        sums[row] = sums.get(row, 0) + times
     longest = sorted(sums.items(), key=lambda item: -item[1][0])[:_MOST_MODULES]
     rows = [[*row, *map(_seconds_text, total), f"{total[0] / total[1]:.2f}x"] for row, total in longest]
     return Table([*columns, "gain "], rows, title)
@@ -199,13 +199,13 @@ def _gains_table(
 def _products_table(report: LoweringReport) -> Table:
     """Makes the table of products, in which equal products of a module share a row."""
     target = target_of_device(report.target)
-    names = {kernel.path or kernel.place for kernel in report.matrix_kernels}
-    runs: Counter[tuple[str, ...]] = Counter()
-    seconds: dict[tuple[str, ...], float] = {}
+    units = "Tensor Cores" if target is None or target.platform == "cuda" else "passes"
+    columns = ["module", "pass", "by", "size ", "operands", "sums", units, "alignment", "runs ", "us "]
+    names = _module_names(kernel.path or kernel.place for kernel in report.matrix_kernels)
+    runs, seconds = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for kernel in report.matrix_kernels:
-        name = kernel.path or kernel.place
         row = (
-            _NUMBER.sub("*", name) if len(names) > _MOST_MODULES else name,
+            names[kernel.path or kernel.place],
             "backward" if kernel.backward else "forward",
             kernel.kind,
             kernel.size,
@@ -216,26 +216,12 @@ def _products_table(report: LoweringReport) -> Table:
         )
         runs[row] += kernel.times
         if target is not None:
-            seconds[row] = seconds.get(row, 0.0) + kernel.times * kernel_seconds(kernel, target)[0]
-    columns = [
-        "module",
-        "pass",
-        "by",
-        "size ",
-        "operands",
-        "sums",
-        "Tensor Cores" if target is None or target.platform == "cuda" else "passes",
-        "alignment",
-        "runs ",
-        "us ",
-    ]
+            seconds[row] += kernel.times * roofline.kernel_seconds(kernel, target)[0]  # type: ignore[assignment]
     rows = [[*row, count, f"{1e6 * seconds[row]:.3g}" if seconds else ""] for row, count in runs.items()]
+    title = f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
     if all(row[7] == "aligned" for row in rows):
-        columns.pop(7)
-        rows = [row[:7] + row[8:] for row in rows]
-    return Table(
-        columns, rows, f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
-    )
+        columns, *rows = ([*row[:7], *row[8:]] for row in (columns, *rows))
+    return Table(columns, rows, title)
 
 
 def _seconds_text(seconds: float) -> str:
@@ -263,23 +249,23 @@ def verdict_of(
     products = [kernel for kernel in kernels if kernel.flops]
     if not products:
         return "No matrix kernels."
-    on = Counter(kernel.arithmetic for kernel in products if kernel.tensor_cores)
+    fast = [kernel for kernel in products if kernel.tensor_cores]
+    on = Counter(kernel.arithmetic for kernel in fast)
     counts = ", ".join(f"{count} in {arithmetic}" for arithmetic, count in on.most_common())
     how = f" ({counts})" if len(on) > 1 else f" in {next(iter(on))}" if on else ""
-    parts = [f"{on.total()} of {len(products)} matrix kernels on {units}{how}"]
-    halves = any(half in on for half in HALVES)
+    parts = [f"{len(fast)} of {len(products)} matrix kernels on {units}{how}"]
     groups = {
         f"not on {units}": [kernel for kernel in products if not kernel.tensor_cores],
-        "left in float32": [k for k in products if halves and k.tensor_cores and _is_float32(k)],
-        "unaligned": [k for k in products if k.alignment == "unaligned" and k.tensor_cores],
-        "padded": [k for k in products if k.alignment == "padded"],
+        "left in float32": [k for k in fast if set(HALVES) & set(on) and _is_float32(k)],
+        "unaligned": [kernel for kernel in fast if kernel.alignment == "unaligned"],
+        "padded": [kernel for kernel in products if kernel.alignment == "padded"],
     }
     for what, some in groups.items():
         if some:
             parts.append(f"{what}: {joined(list(dict.fromkeys(kernel.place for kernel in some)))}")
     known = [half for half in HALVES if target is None or half in target.on_tensor_cores]
-    given = {e.precision for e in found if e.program == "as given"} | {k.arithmetic for k in products}
-    given |= {dtype for k in products for dtype in k.operands.split(" x ")}
+    given = {e.precision for e in found if e.program == "as given"}
+    given |= {word for k in products for word in (k.arithmetic, *k.operands.split(" x "))}
     if target is not None and known and (missing := [h for h in HALVES if h in given and h not in known]):
         has = "has no Tensor Cores for" if target.platform == "cuda" else "has no arithmetic for"
         parts.append(f"{target.name} {has} {missing[0]}: use {known[0]}")

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitio
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
 from jmp_policy._src.report.lowering.roofline import LayerProfit, estimates, layer_profits, recipe_profits
 
-Programs = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
+#: By precision the name of a program, and the program.
+Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
 
 def lowering_report(
@@ -84,48 +85,37 @@ def lowering_report(
     card = find_target(target) if target is not None else _device()
     function = as_function(fn, args, kwargs, "lowering_report")
     jaxpr = function.jaxpr()
-    programs = _programs(function, jaxpr)
+    precisions, variants = _variants(function, jaxpr)
+    calls, measured = [call for _, call in variants.values()], None
     if target is None:
-        answers, measured = _compile_here(programs, function)
-        devices = partitions(answers[""].text)
+        answers, measured = _compile_here(calls, function)
+        devices = partitions(answers[0].text)
     else:
         _check_exportable(jaxpr, function.name)
         is_jitted = hasattr(fn, "trace") and not function.has_state
         donated = donated_arguments(jaxpr) if is_jitted else ()
-        answers, devices = _compile_elsewhere(programs, function, card, donated)
-        measured = None
-    recipes = recipes_by_path(jaxpr)
-    report = _report(function.name, card, devices, programs, answers, measured, recipes)
-    if require is not None:
-        check_float8(jaxpr, report.kernels, f"{function.name} for {card.name}")
-    return report
-
-
-def _report(
-    name: str,
-    card: Target,
-    devices: int,
-    programs: Programs,
-    answers: Mapping[str, Compiled],
-    measured: float | None,
-    recipes: Mapping[str, str],
-) -> LoweringReport:
-    given = answers[""]
+        answers, devices = _compile_elsewhere(calls, function, card, donated)
+    given = answers[0]
     if given.error:
-        raise RuntimeError(f"XLA's compiler does not take {name} for {card.name}:\n{given.error}")
+        raise RuntimeError(f"XLA's compiler does not take {function.name} for {card.name}:\n{given.error}")
     kernels = kernels_of(given.text, card)
-    failed = [
-        f"Not estimated in {precision}: {answer.error.splitlines()[-1]:.200}"
-        for precision, answer in answers.items()
-        if answer.error
-    ]
-    known = {p: (programs[p][0], kernels_of(a.text, card)) for p, a in answers.items() if p and not a.error}
+    if require is not None:
+        check_float8(jaxpr, kernels, f"{function.name} for {card.name}")
+    notes = _unknown(kernels, card)
+    known: dict[str, tuple[str, Sequence[Kernel]]] = dict.fromkeys(precisions, ("as given", kernels))
+    for (precision, (program, _)), made in zip(variants.items(), answers[1:], strict=True):
+        if made.error:
+            notes.append(f"Not estimated in {precision}: {made.error.splitlines()[-1]:.200}")
+        else:
+            known[precision] = program, kernels_of(made.text, card)
+    known = {p: known[p] for p in ("float32", *HALVES, "float8") if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
-    gains = recipe_profits(plain[0], kernels, recipes, card) if plain else ()
-    wide = answers.get("float32", Compiled(error="not compiled"))
+    gains = recipe_profits(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
+    # Variants begin with float32, unless the program is that.
+    wide = given if "float32" in precisions else answers[1]
     return LoweringReport(
-        function=name,
+        function=function.name,
         target=card.name,
         devices=devices,
         kernels=kernels,
@@ -134,7 +124,7 @@ def _report(
         temp_bytes=given.temp_bytes,
         estimates=found,
         measured_seconds=measured,
-        notes=(*_unknown(kernels, card), *failed),
+        notes=tuple(notes),
         verdict=verdict_of(kernels, found, card, gains),
         peak_bytes=given.peak_bytes,
         float32_temp_bytes=None if wide.error else wide.temp_bytes,
@@ -167,30 +157,23 @@ def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
     return notes
 
 
-def _programs(function: Function, jaxpr: Any) -> Programs:
-    """The programs to compile by precision, the given function under ""."""
+def _variants(function: Function, jaxpr: Any) -> tuple[list[str], Variants]:
+    """The precisions that a program has, and what to compile beside it for the others."""
     products = [eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS]
     dtypes = {dtype for eqn in products for dtype in operand_dtypes(eqn)}
-    halves = [half for half in HALVES if half in dtypes]
     is_float8 = any(dtype.startswith("float8") for dtype in dtypes)
-    is_float32 = not halves and not is_float8
-    float32 = function.call if is_float32 else replay_in_float32(function.call)
-    programs: Programs = {
-        "": ("as given", function.call),
-        "float32": ("as given" if is_float32 else "in float32", float32),
-    }
+    halves = [half for half in HALVES if half in dtypes]
+    precisions = ["float8"] if is_float8 else halves or ["float32"]
+    float32 = function.call if precisions == ["float32"] else replay_in_float32(function.call)
+    variants: Variants = {"float32": ("in float32", float32)}
     # What operands of float8 products by recipes had before they were rounded.
     recipe_halves = {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
     for half in HALVES:
-        if half in halves and not is_float8:
-            programs[half] = ("as given", function.call)
-        elif half in recipe_halves:
-            programs[half] = (WITHOUT_RECIPE, products_in_half(function.call))
+        if half in recipe_halves:
+            variants[half] = (WITHOUT_RECIPE, products_in_half(function.call))
         else:
-            programs[half] = ("under autocast", autocast(float32, half))
-    if is_float8:
-        programs["float8"] = ("as given", function.call)
-    return programs
+            variants[half] = ("under autocast", autocast(float32, half))
+    return precisions, {p: variant for p, variant in variants.items() if p not in precisions}
 
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
@@ -205,44 +188,39 @@ def _check_exportable(jaxpr: Any, name: str) -> None:
         )
 
 
-def _variants(programs: Programs, make: Callable[[Callable[..., Any]], Any]) -> dict[str, Any]:
-    """Makes something of each function but the given one; a `Compiled` with the error where that raises."""
-    made: dict[str, Any] = {}
-    for precision, (program, call) in programs.items():
-        if program != "as given":
-            try:
-                with warnings.catch_warnings():
-                    # Autocast's advice is on a program that the caller did not ask for.
-                    warnings.simplefilter("ignore")
-                    made[precision] = make(call)
-            except Exception as error:  # The report shows it as a note.
-                made[precision] = Compiled(error=f"{type(error).__name__}: {error}")
+def _attempted(make: Callable[[Any], Any], calls: Iterable[Any]) -> list[Any]:
+    """Makes something of each function, or a `Compiled` with the error; the report shows it as a note."""
+    made: list[Any] = []
+    for call in calls:
+        try:
+            with warnings.catch_warnings():
+                # Autocast's advice is on a program that the caller did not ask for.
+                warnings.simplefilter("ignore")
+                made.append(make(call))
+        except Exception as error:
+            made.append(Compiled(error=f"{type(error).__name__}: {error}"))
     return made
 
 
 def _compile_elsewhere(
-    programs: Programs, function: Function, card: Target, donated: Sequence[int]
-) -> tuple[dict[str, Compiled], int]:
+    calls: Iterable[Any], function: Function, card: Target, donated: Sequence[int]
+) -> tuple[list[Compiled], int]:
+    """The compiled function and others beside it, and the number of devices."""
+
     def export(call: Callable[..., Any]) -> Exported:
         return exported(call, function.arrays, donated, card.platform)
 
-    made = {"": export(function.call), **_variants(programs, export)}
-    written = {precision: one for precision, one in made.items() if isinstance(one, Exported)}
-    answers = zip(written, compiled(list(written.values()), card), strict=True)
-    return _answers_by_precision(programs, {**made, **dict(answers)}), made[""].devices
+    made = [given := export(function.call), *_attempted(export, calls)]
+    answers = iter(compiled([one for one in made if isinstance(one, Exported)], card))
+    return [next(answers) if isinstance(one, Exported) else one for one in made], given.devices
 
 
-def _compile_here(programs: Programs, function: Function) -> tuple[dict[str, Compiled], float | None]:
+def _compile_here(calls: Iterable[Any], function: Function) -> tuple[list[Compiled], float | None]:
+    """The compiled function and others beside it, and the median time of the function."""
     executable, given = compile_here(function.call, function.arrays)
-    others = _variants(programs, lambda call: compile_here(call, function.arrays)[1])
+    answers = [given, *_attempted(lambda call: compile_here(call, function.arrays)[1], calls)]
     concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays)
-    measured = _measured(executable, function.arrays) if concrete else None
-    return _answers_by_precision(programs, {"": given, **others}), measured
-
-
-def _answers_by_precision(programs: Programs, answers: dict[str, Compiled]) -> dict[str, Compiled]:
-    """The answers by precision, where the given program answers for every precision that it has."""
-    return {p: answers[""] if program == "as given" else answers[p] for p, (program, _) in programs.items()}
+    return answers, _measured(executable, function.arrays) if concrete else None
 
 
 def _measured(executable: Any, arrays: Sequence[Any]) -> float:
@@ -290,11 +268,10 @@ class _Paths(Visitor):
                 self.others[site.path] = None
 
 
-def recipes_by_path(jaxpr: Any) -> dict[str, str]:
-    """The recipe of the float8 products of each module that has such products by a recipe."""
+def _paths(jaxpr: Any) -> _Paths:
     paths = _Paths()
     walk(jaxpr, paths)
-    return {path: recipe for path, recipe in paths.float8.items() if recipe}
+    return paths
 
 
 def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
@@ -308,8 +285,7 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
       kernels: as it was compiled.
       program: what it is, for the message.
     """
-    paths = _Paths()
-    walk(jaxpr, paths)
+    paths = _paths(jaxpr)
     if not paths.float8:
         raise AssertionError(
             f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
 from jmp_policy._src.core.targets import Target, find_target
@@ -23,7 +22,7 @@ from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.products.fp8.eligibility import formats_of
-from jmp_policy._src.report.function import Argument, Function, as_function, donated_arguments
+from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering import buffers
 from jmp_policy._src.report.lowering.compile_process import Compiled, described
 from jmp_policy._src.report.lowering.compiler import compiled, exported
@@ -86,16 +85,21 @@ class MemoryReport(Report):
         Raises:
           KeyError: for a word that is none of them.
         """
-        for row in self.rows:
-            if row.category == category:
-                return row
-        raise KeyError(f"No memory is called {category!r}: {', '.join(row.category for row in self.rows)}.")
+        rows = {row.category: row for row in self.rows}
+        if category not in rows:
+            raise KeyError(f"No memory is called {category!r}: {', '.join(rows)}.")
+        return rows[category]
 
     @property
     def accounted(self) -> tuple[float, float]:
         """The estimated total over XLA's, in float32 and under the policy."""
-        expected = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
-        return expected[0] / max(self.float32, 1), expected[1] / max(self.policy, 1)
+        float32, policy = self._expected
+        return float32 / max(self.float32, 1), policy / max(self.policy, 1)
+
+    @property
+    def _expected(self) -> tuple[int, int]:
+        rows = self.rows
+        return sum(row.expected_float32 for row in rows), sum(row.expected_policy for row in rows)
 
     @property
     def verdict(self) -> str:
@@ -103,23 +107,23 @@ class MemoryReport(Report):
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
         share = percent(self.policy / max(self.float32, 1))
-        found = f"{self.precision} takes {share} of float32's memory"
         activations, copies = self.row("activations"), self.row("half copies").policy
         changes = []
         if activations.float32:
             changes.append(f"activations {_change(activations.policy, activations.float32)}")
         if self.parameters and copies:
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
-        found = f"{found}: {', '.join(changes)}." if changes else f"{found}."
+        found = ": ".join(
+            filter(None, (f"{self.precision} takes {share} of float32's memory", ", ".join(changes)))
+        )
         if self.backend == "cpu" and self.policy > self.float32:
-            return f"{found[:-1]}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
-        return found
+            return f"{found}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
+        return f"{found}."
 
     def _tables(self) -> Sequence[Table]:
         names = ("memory", "float32 ", f"{self.precision} ", "change ", "estimate, float32 ", "estimate ")
         rows = [_shown(row) for row in self.rows if any(dataclasses.astuple(row)[1:])]
-        sums = [sum(getattr(row, f"expected_{which}") for row in self.rows) for which in _PROGRAMS]
-        rows.append(_shown(MemoryRow("total", self.float32, self.policy, *sums)))
+        rows.append(_shown(MemoryRow("total", self.float32, self.policy, *self._expected)))
         return [Table(names, rows, f"Memory of {self.function} on {self.backend}")]
 
     def _lines(self) -> Sequence[str]:
@@ -150,12 +154,8 @@ class MemoryReport(Report):
         pyplot = plotting("MemoryReport.plot")
         figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
         bars = ["float32", "policy", "expected_float32", "expected_policy"]
-        names = [
-            "XLA,\nfloat32",
-            f"XLA,\n{self.precision}",
-            "estimate,\nfloat32",
-            f"estimate,\n{self.precision}",
-        ]
+        programs = ("float32", self.precision)
+        names = [f"{source},\n{program}" for source in ("XLA", "estimate") for program in programs]
         below = np.zeros(len(bars))
         for row, color in zip(self.rows, _COLORS, strict=True):
             heights = np.array([getattr(row, bar) for bar in bars]) / 1e6
@@ -176,8 +176,6 @@ _CATEGORIES = (
 
 #: Okabe and Ito's, which the colour-blind can tell apart.
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999", "#CC79A7", "#F0E442")
-
-_PROGRAMS = ("float32", "policy")
 
 
 def _change(now: int, before: int) -> str:
@@ -234,25 +232,17 @@ def memory_report(
     function = as_function(fn, args, kwargs, "memory_report")
     roles = argument_roles(function, kwargs)
     types = [_type(array) for array in function.arrays]
-
-    def as_given(*arrays: Any) -> Any:
-        return function.call(arrays)
-
     card = None if target is None else find_target(target)
-    programs = [traced(as_given, types)]
+    programs = [_traced(function.call, types)]
     halves = sorted(_half_types(programs[0].jaxpr))
     if halves:
         float32_types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
-        programs.append(traced(replay_in_float32(as_given), float32_types))
-    stats = compiled_here(programs) if card is None else compiled_elsewhere(programs, card, function.name)
-    found = [_measured(program, made, roles) for program, made in zip(programs, stats, strict=True)]
+        programs.append(_traced(replay_in_float32(function.call), float32_types))
+    stats = _compiled_here(programs) if card is None else _compiled_elsewhere(programs, card, function.name)
+    found = [_measured(program, *made, roles) for program, made in zip(programs, stats, strict=True)]
     policy, float32 = found[0], found[-1]
-    rows = [
-        MemoryRow(
-            name, float32.found[name], policy.found[name], float32.expected[name], policy.expected[name]
-        )
-        for name in _CATEGORIES
-    ]
+    columns = (float32.found, policy.found, float32.expected, policy.expected)
+    rows = [MemoryRow(name, *(column[name] for column in columns)) for name in _CATEGORIES]
     return MemoryReport(
         function=function.name,
         precision=", ".join(halves) or "float32",
@@ -279,10 +269,10 @@ def _half_types(jaxpr: Any) -> set[str]:
     return eights | {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
-class Traced(NamedTuple):
-    """A program: a function of arrays, their types, and which of them it may overwrite."""
+class _Traced(NamedTuple):
+    """A program: a function of a list of arrays, their types, and which of them it may overwrite."""
 
-    call: Callable[..., Any]
+    call: Callable[[Sequence[Any]], Any]
     types: Sequence[Any]
     jaxpr: Any
     donated: tuple[int, ...]
@@ -298,23 +288,26 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    program: Traced, made: tuple[Compiled, list[buffers.Allocation]], roles: Sequence[str]
+    program: _Traced, stats: Compiled, held: Sequence[buffers.Allocation], roles: Sequence[str]
 ) -> _Measured:
-    stats, held = made
+    """The memory of a program, where XLA may have said what it holds."""
     types = program.types
-    weights = [t for t, role in zip(types, roles, strict=True) if role == "parameters"]
-    shapes = {axes(shape) for t in weights for shape in _shapes(t)}
-    parts = [math.prod(t.shape) // max(math.prod(_shapes(t)[-1]), 1) or 1 for t in types]
+    of_device = [t.shape if t.sharding is None else t.sharding.shard_shape(t.shape) for t in types]
+    parts = [math.prod(t.shape) // max(math.prod(s), 1) or 1 for t, s in zip(types, of_device, strict=True)]
     expected = analytic_memory_model(program.jaxpr, roles, program.donated, parts)
-    differentiated = expected["gradients"] > 0
-    found = _found(held, roles, shapes, differentiated) if held else _found_of_types(stats, types, roles)
     total = stats.argument_bytes + stats.output_bytes + stats.temp_bytes - stats.alias_bytes
-    return _Measured(found, expected, total, bool(held))
-
-
-def _shapes(array: Any) -> list[Any]:
-    sharding = array.sharding
-    return [array.shape] if sharding is None else [array.shape, sharding.shard_shape(array.shape)]
+    if held:
+        pairs = zip(types, of_device, roles, strict=True)
+        shapes = {axes(shape) for t, s, role in pairs if role == "parameters" for shape in (t.shape, s)}
+        found = _found(held, roles, shapes, expected["gradients"] > 0)
+        return _Measured(found, expected, total, has_buffers=True)
+    found = Counter[str]()
+    for array, shape, role in zip(types, of_device, roles, strict=True):
+        found[role] += math.prod(shape) * array.dtype.itemsize
+    found["inputs"] += stats.argument_bytes - found.total()
+    found["results"] = stats.output_bytes - stats.alias_bytes
+    found["temporaries"] = stats.temp_bytes
+    return _Measured(found, expected, total, has_buffers=False)
 
 
 def _found(
@@ -349,44 +342,30 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
     return "activations" if differentiated and "jvp(" in buffer.op_name else "temporaries"
 
 
-def _found_of_types(stats: Compiled, types: Sequence[Any], roles: Sequence[str]) -> Counter[str]:
-    """The categories where only totals are known."""
-    found: Counter[str] = Counter()
-    for array, role in zip(types, roles, strict=True):
-        found[role] += math.prod(_shapes(array)[-1]) * array.dtype.itemsize
-    found["inputs"] += stats.argument_bytes - found.total()
-    found["results"] = stats.output_bytes - stats.alias_bytes
-    found["temporaries"] = stats.temp_bytes
-    return found
+def _traced(call: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> _Traced:
+    jaxpr = jax.make_jaxpr(call)(types)
+    return _Traced(call, types, jaxpr, donated_arguments(jaxpr))
 
 
-def traced(call: Callable[..., Any], types: Sequence[Any]) -> Traced:
-    """Traces a function, and finds out which of its arguments it may overwrite."""
-    jaxpr = jax.make_jaxpr(call)(*types)
-    return Traced(call, types, jaxpr, donated_arguments(jaxpr))
-
-
-def compiled_here(programs: Sequence[Traced]) -> list[tuple[Compiled, list[buffers.Allocation]]]:
+def _compiled_here(programs: Sequence[_Traced]) -> list[tuple[Compiled, list[buffers.Allocation]]]:
     """Compiles programs for the default backend; returns their sizes, and what lies where if it says so."""
     found = []
     for program in programs:
+
+        def call(*arrays: Any, fn: Any = program.call) -> Any:
+            return fn(list(arrays))
+
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            jitted = jax.jit(program.call, donate_argnums=program.donated, keep_unused=True)
+            jitted = jax.jit(call, donate_argnums=program.donated, keep_unused=True)
             executable = jitted.lower(*program.types).compile()
         found.append((described(executable), buffers.allocations(executable)))
     return found
 
 
-def compiled_elsewhere(
-    programs: Sequence[Traced], card: Target, name: str
-) -> list[tuple[Compiled, list[buffers.Allocation]]]:
+def _compiled_elsewhere(programs: Sequence[_Traced], card: Target, name: str) -> list[tuple[Compiled, Any]]:
     """Compiles programs for a target; returns their sizes, temporary memory being what the peak leaves."""
-    written = [
-        exported(lambda arrays, call=p.call: call(*arrays), p.types, p.donated, card.platform)
-        for p in programs
-    ]
-    found = compiled(written, card)
+    found = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
     for made, which in zip(found, ("", " in float32"), strict=False):
         if made.error:
             raise RuntimeError(f"{name}{which} does not compile for {card.name}:\n{made.error}")
@@ -399,56 +378,26 @@ def compiled_elsewhere(
 
 def argument_roles(function: Function, kwargs: dict[str, Any]) -> list[str]:
     """The category of each array among the arguments: parameters, optimizer state or inputs."""
-    if function.has_state:
-        state = [_is_named(argument, "opt_state") for argument in function.arguments]
-        trains = _of_modules(function, kwargs)
-    else:
-        state = _optimizer_state(function, kwargs)
-        trains = _trained(function, state)
+    names = [argument.path.split("/") for argument in function.arguments]
+    state = ["opt_state" in path for path in names]
+    if not function.has_state:
+        tree = (function.args, kwargs)
+        held = jax.tree.map(
+            lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state
+        )
+        marks = zip(jax.tree.leaves(tree), jax.tree.leaves(held), strict=True)
+        below = (mark for leaf, mark in marks if is_array(leaf))
+        state = [is_state or mark for is_state, mark in zip(state, below, strict=True)]
+    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
+    named = [
+        fit and (argument.in_module if function.has_state else "params" in path)
+        for fit, argument, path in zip(fits, function.arguments, names, strict=True)
+    ]
+    trains = named if any(named) or function.has_state else _first_trained(function, fits)
     return [
         "optimizer state" if is_state else "parameters" if is_trained else "inputs"
         for is_state, is_trained in zip(state, trains, strict=True)
     ]
-
-
-def _is_named(argument: Argument, name: str) -> bool:
-    """Whether a name is on the path of an array."""
-    return name in argument.path.split("/")
-
-
-def _of_modules(function: Function, kwargs: dict[str, Any]) -> list[bool]:
-    """Which arrays are Params of NNX modules."""
-    holders = {
-        place: _holds_nodes(function.args[place] if isinstance(place, int) else kwargs[place])
-        for place in {argument.position for argument in function.arguments}
-    }
-    return [argument.trainable and holders[argument.position] for argument in function.arguments]
-
-
-def _optimizer_state(function: Function, kwargs: dict[str, Any]) -> list[bool]:
-    """Which arrays are optimizer state: by their name, or since a state of optax holds them."""
-    tree = (function.args, kwargs)
-    marked = jax.tree.map(lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state)
-    marks = zip(jax.tree.leaves(tree), jax.tree.leaves(marked), strict=True)
-    below = [mark for leaf, mark in marks if is_array(leaf)]
-    return [
-        _is_named(argument, "opt_state") or mark
-        for argument, mark in zip(function.arguments, below, strict=True)
-    ]
-
-
-def _trained(function: Function, state: Sequence[bool]) -> list[bool]:
-    """Which arrays are parameters: below the name `params`, or by what comes out again."""
-    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
-    named = [fit and _is_named(a, "params") for fit, a in zip(fits, function.arguments, strict=True)]
-    return named if any(named) else _first_trained(function, fits)
-
-
-def _holds_nodes(argument: Any) -> bool:
-    """Whether an argument is a module of NNX or has one inside."""
-    kinds = tuple(filter(None, (imported_attr("flax.nnx", "Pytree"), imported_attr("flax.nnx", "Variable"))))
-    leaves = jax.tree.leaves(argument, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def _is_state(node: Any) -> bool:

@@ -10,6 +10,7 @@ Bytes are those on one device. A jaxpr has the shapes of all devices together, b
 is computed outside of one is taken to be divided as the inputs are.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from jmp_policy._src.products.fp8.eligibility import formats_of
 
 
 def analytic_memory_model(
-    jaxpr: Any, roles: Sequence[str], donated: Sequence[int], parts: Sequence[int]
+    jaxpr: Any, roles: Sequence[str], donated: Sequence[int] = (), parts: Sequence[int] = ()
 ) -> Counter[str]:
     """Bytes by category: the arguments', "half copies", "gradients", "activations" and "results".
 
@@ -35,9 +36,9 @@ def analytic_memory_model(
       jaxpr: a closed jaxpr.
       roles: the category of each of its arguments.
       donated: which of them results may overwrite.
-      parts: how many devices each of them is divided over.
+      parts: how many devices each of them is divided over; one, if left out.
     """
-    return _Accounting(jaxpr, roles, donated, parts).bytes
+    return _Accounting(jaxpr, roles, donated, parts or [1] * len(roles)).bytes
 
 
 def axes(shape: Sequence[int]) -> tuple[int, ...]:
@@ -45,16 +46,15 @@ def axes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in shape if size != 1))
 
 
-class _Made(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Made:
     """A value that is costly to compute.
 
     Args:
-      key: another one for each.
       elements: how many it has.
       width: bytes of each.
     """
 
-    key: int
     elements: int
     width: int
 
@@ -83,9 +83,7 @@ class _Accounting:
         opened = compat.open_jaxpr(jaxpr)
         self._roles, self._parts = roles, parts
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
-        inputs = [n for n, role in zip(parts, roles, strict=True) if role == "inputs"]
-        self._devices = max(inputs, default=1)
-        self._keys = 0
+        self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
         self._has_gradients = False
         self._kept: dict[_Made, int] = {}
         self._copies: dict[tuple[int, str], int] = {}
@@ -120,17 +118,13 @@ class _Accounting:
         def step(eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
             return self._equation(eqn, operands, backward or is_backward(eqn))
 
-        def unknown(*_: Any) -> _Value:
-            return _Value()
-
-        return evaluate(jaxpr, values, step, constant=unknown, literal=unknown)
+        return evaluate(jaxpr, values, step, constant=lambda *_: _Value(), literal=lambda _: _Value())
 
     def _equation(self, eqn: Any, operands: Sequence[_Value], backward: bool) -> list[_Value]:
         called = calls.looked_into(eqn)
         if called is not None:
-            devices = self._devices
-            if calls.kind_of(eqn) is Kind.SHARD_MAP:
-                self._devices = 1
+            devices, is_of_one = self._devices, calls.kind_of(eqn) is Kind.SHARD_MAP
+            self._devices = 1 if is_of_one else devices
             results = self._inside(called.jaxpr, operands[called.skipped :], backward)
             self._devices = devices
             return results
@@ -162,7 +156,10 @@ class _Accounting:
         """
         name = eqn.primitive.name
         if name in _VIEWS and len(operands) == 1:
-            return [self._cast(eqn, operands[0])]
+            (operand,), dtype, i = operands, ir.dtype_of(eqn.outvars[0]), operands[0].argument
+            if i is not None and is_half(dtype) and self._roles[i] == "parameters":
+                self._copies[i, str(dtype)] = self._elements[i] * dtype.itemsize
+            return [operand]
         if not ir.holds_jaxpr(eqn) and name not in _COSTLY and _is_elementwise(eqn):
             return [_Value(frozenset().union(*(v.made for v in operands)))] * len(eqn.outvars)
         return [self._made(var) for var in eqn.outvars]
@@ -177,16 +174,8 @@ class _Accounting:
             for result, var in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _cast(self, eqn: Any, operand: _Value) -> _Value:
-        dtype = ir.dtype_of(eqn.outvars[0])
-        if operand.argument is not None and is_half(dtype) and self._roles[operand.argument] == "parameters":
-            self._copies[operand.argument, str(dtype)] = self._elements[operand.argument] * dtype.itemsize
-        return operand
-
     def _made(self, var: Any) -> _Value:
-        self._keys += 1
-        elements = math.prod(_shape(var)) // self._devices
-        return _Value(frozenset([_Made(self._keys, elements, _width(var))]))
+        return _Value(frozenset([_Made(math.prod(_shape(var)) // self._devices, _width(var))]))
 
 
 def _is_elementwise(eqn: Any) -> bool:

@@ -9,20 +9,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jmp_policy._src.core.targets import Target
-from jmp_policy._src.report.lowering.hlo import (
-    RESHAPING,
-    Computations,
-    Instruction,
-    Scope,
-    arrays,
-    inside,
-    root_of,
-)
+from jmp_policy._src.report.lowering import hlo
+from jmp_policy._src.report.lowering.hlo import Instruction, Scope, arrays, inside
 
 _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
@@ -36,26 +29,17 @@ _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16
 _LANES = 128
 
 #: Instructions that a value may pass through between a pad and the product that it was padded for.
-_FORWARDING = RESHAPING | {"copy", "convert", "transpose"}
+_FORWARDING = hlo.RESHAPING | {"copy", "convert", "transpose"}
 
 
-class Product(NamedTuple):
-    """Product of matrices, or of a batch of them; a convolution is described as the equivalent product.
-
-    Args:
-      flops: number of multiplications and additions.
-      op_name: name that tracing gave it.
-      shown: the fields of a `Kernel` that describe it.
-    """
-
-    flops: int
-    op_name: str
-    shown: dict[str, Any]
+#: The name that tracing gave a product, and the fields of a `Kernel` that describe it. A convolution is
+#: described as the equivalent product.
+Product = tuple[str, dict[str, Any]]
 
 
-def dtype_name(hlo: str) -> str:
+def dtype_name(name: str) -> str:
     """The name that JAX has for a dtype of HLO text: "float16" for "f16"."""
-    return _DTYPES.get(hlo, hlo.replace("f8", "float8_", 1) if hlo.startswith("f8") else hlo)
+    return _DTYPES.get(name, name.replace("f8", "float8_", 1) if name.startswith("f8") else name)
 
 
 def backend_config(instruction: Instruction) -> Mapping[str, Any]:
@@ -69,6 +53,11 @@ def backend_config(instruction: Instruction) -> Mapping[str, Any]:
         return {}
 
 
+def fusion_kind(instruction: Instruction) -> str:
+    """Who wrote a fusion: "__triton_gemm", "__cudnn$fusion"; "" for XLA itself and for no fusion."""
+    return str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
+
+
 class Products:
     """Finds the products that the kernels of a module compute.
 
@@ -77,7 +66,7 @@ class Products:
       target: the device.
     """
 
-    def __init__(self, computations: Computations, target: Target):
+    def __init__(self, computations: hlo.Computations, target: Target):
         self._computations, self._target = computations, target
         self._is_tpu = target.platform == "tpu"
 
@@ -107,9 +96,9 @@ class Products:
             return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
         if instruction.opcode != "fusion":
             return []
-        kind = str(backend_config(instruction).get("fusion_backend_config", {}).get("kind", ""))
         # The other fusions compute a product element by element, on the ordinary units.
-        on_cores = self._is_tpu or any(word in kind for word in ("triton", "cudnn", "cutlass", "gemm"))
+        libraries, kind = ("triton", "cudnn", "cutlass", "gemm"), fusion_kind(instruction)
+        on_cores = self._is_tpu or any(word in kind for word in libraries)
         found, inner = [], inside(instruction, self._computations)
         for part in inner.values():
             if part.opcode in ("dot", "scaled-dot"):
@@ -156,7 +145,7 @@ class Products:
 
     def _convolution(self, call: Instruction, scope: Scope) -> Product:
         library = call.attribute("custom_call_target")
-        (dtype, first), (_, second) = _shapes(call, scope)
+        (_, first), (_, second) = _shapes(call, scope)
         kernel, output = second, arrays(call.shape)[0][1]
         if "BackwardInput" in library:
             output = first
@@ -172,8 +161,7 @@ class Products:
         elif "BackwardFilter" in library:
             sizes = (1, patch, channels, positions)
         window = [size for size, label in zip(kernel, labels, strict=True) if label not in "oi"]
-        aligned = _is_aligned(dtype_name(dtype), (channels, patch // math.prod(window)))
-        return self._product(call, scope, sizes, aligned=aligned)
+        return self._product(call, scope, sizes, rows=(channels, patch // math.prod(window)))
 
     def _product(
         self,
@@ -184,21 +172,21 @@ class Products:
         precision: str = "",
         padded: bool = False,
         on_cores: bool = True,
-        aligned: bool | None = None,
+        rows: Sequence[int] = (),
     ) -> Product:
         target, (batch, m, n, k) = self._target, sizes
         first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
         if self._is_tpu:
             arithmetic = _tpu_arithmetic(first, second, precision, target)
-            fits = n % _LANES == k % _LANES == 0
+            aligned = n % _LANES == k % _LANES == 0
         else:
             exact = any(word.strip() not in ("", "default") for word in precision.split(","))
             arithmetic = _arithmetic(first, second, algorithm, exact, target)
             if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
                 arithmetic = "bfloat16"
-            fits = _is_aligned(first, sizes[1:])
-        aligned = fits if aligned is None else aligned
+            aligned = _is_aligned(first, rows or sizes[1:])
         shown = {
+            "flops": 2 * batch * m * n * k,
             "operands": f"{first} x {second}",
             "result": dtype_name(arrays(instruction.shape)[0][0]),
             "accumulation": _accumulation(arithmetic, algorithm),
@@ -208,14 +196,14 @@ class Products:
             "size": f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}",
             "alignment": "padded" if padded else "aligned" if aligned else "unaligned",
         }
-        return Product(2 * batch * m * n * k, instruction.op_name, shown)
+        return instruction.op_name, shown
 
     def _was_padded(self, name: str, scope: Scope, outside: tuple[Instruction, Scope] | None) -> bool:
         """Whether the compiler padded a value: with a `pad` that is no operation of the program."""
         while name in scope:
             source = scope[name]
             if source.opcode == "fusion" and len(source.called) == 1:
-                return _is_the_compilers_pad(root_of(inside(source, self._computations)))
+                return _is_the_compilers_pad(hlo.root_of(inside(source, self._computations)))
             if source.opcode == "parameter" and outside is not None:
                 fusion, scope = outside
                 index = int(source.line.partition("parameter(")[2].partition(")")[0])
@@ -293,16 +281,6 @@ def _is_aligned(dtype: str, sizes: Sequence[int]) -> bool:
 _LABELS = re.compile(r"\bdim_labels=(\w+?)_(\w+)->(\w+)")
 
 
-class _Axis(NamedTuple):
-    """One spatial axis of a convolution."""
-
-    size: int = 1
-    stride: int = 1
-    low: int = 0
-    lhs_dilate: int = 1
-    rhs_dilate: int = 1
-
-
 def product_sizes(
     convolution: Instruction, shapes: Sequence[tuple[int, ...]], result: Sequence[int]
 ) -> tuple[int, int, int, int]:
@@ -320,10 +298,12 @@ def product_sizes(
     features = shapes[1][kernels.index("i")]
     batch = positions = 1
     met = 1
-    for i, axis in enumerate(_axes(convolution, len(inputs) - 2)):
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", convolution.attribute("window")))
+    for i in range(len(inputs) - 2):
+        axis = {key: int(text.split("x")[i].partition("_")[0]) for key, text in window.items()}
         sizes = (shapes[0][inputs.index(str(i))], result[outputs.index(str(i))])
         pairs = _pairs(axis, *sizes)
-        if pairs == axis.size == sizes[0] == sizes[1]:
+        if pairs == axis.get("size", 1) == sizes[0] == sizes[1]:
             batch *= pairs
         else:
             positions *= sizes[1]
@@ -332,21 +312,10 @@ def product_sizes(
     return batch, m, result[outputs.index("f")], features * met // max(positions, 1) or 1
 
 
-def _axes(convolution: Instruction, count: int) -> list[_Axis]:
-    window = convolution.attribute("window")
-    values = {key: text.split("x") for key, text in re.findall(r"(\w+)=([\dx_\-]+)", window)}
-    axes = []
-    for i in range(count):
-        fields = {key: int(values[key][i]) for key in _Axis._fields if key in values}
-        low = values["pad"][i].partition("_")[0] if "pad" in values else "0"
-        axes.append(_Axis(**fields)._replace(low=int(low)))
-    return axes
-
-
-def _pairs(axis: _Axis, size: int, result: int) -> int:
+def _pairs(axis: Mapping[str, int], size: int, result: int) -> int:
     """How many elements of the input all positions of the window on one axis meet."""
-    # Result o and position p meet at o * stride + p * rhs_dilate - low: an element, if lhs_dilate divides it.
-    results, positions = np.arange(result) * axis.stride, np.arange(axis.size) * axis.rhs_dilate
-    places = np.add.outer(results, positions) - axis.low
-    is_inside = (places >= 0) & (places <= (size - 1) * axis.lhs_dilate)
-    return int(np.sum(is_inside & (places % axis.lhs_dilate == 0)))
+    # Result o and position p meet at o * stride + p * rhs_dilate - pad: an element, if lhs_dilate divides it.
+    results = np.arange(result) * axis.get("stride", 1)
+    positions = np.arange(axis.get("size", 1)) * axis.get("rhs_dilate", 1)
+    places, dilate = np.add.outer(results, positions) - axis.get("pad", 0), axis.get("lhs_dilate", 1)
+    return int(np.sum((places >= 0) & (places <= (size - 1) * dilate) & (places % dilate == 0)))

@@ -9,7 +9,7 @@ after one of its operations, so that neighbours share what lies between them.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_policy._src.core.targets import Target
@@ -59,19 +59,20 @@ def estimates(programs: Mapping[str, tuple[str, Sequence[Kernel]]], target: Targ
     """
     if not target.rates:
         return ()
-    found = []
-    for precision, (program, kernels) in programs.items():
-        exact = precision == "float32"
-        found.append((precision, program, _parts(kernels, target, exact)))
-        if exact and "tf32" in target.on_tensor_cores:
-            found.append(("tf32", program, _parts(kernels, target, exact=False)))
-    totals = {precision: parts.total() for precision, _, parts in found}
-    base = totals.get("float32", 0.0)
-    return tuple(
-        Estimate(precision, program, total, base / total if total else 1.0, max(parts, key=parts.__getitem__))
-        for precision, program, parts in found
-        if (total := totals[precision])
-    )
+    found: list[Estimate] = []
+    for name, (program, kernels) in programs.items():
+        has_tf32 = name == "float32" and "tf32" in target.on_tensor_cores
+        for precision in (name, "tf32") if has_tf32 else (name,):
+            parts: Any = Counter()
+            for kernel in kernels:
+                seconds, bound = kernel_seconds(kernel, target, exact=precision == "float32")
+                parts[bound] += kernel.times * seconds
+                parts["launches"] += kernel.times * target.launch_seconds
+            if total := parts.total():
+                bound = max(parts, key=parts.__getitem__)
+                found.append(Estimate(precision, program, total, 0.0, bound))
+    base = next((e.seconds for e in found if e.precision == "float32"), 0.0)
+    return tuple(dataclasses.replace(e, speedup=base / e.seconds) for e in found)
 
 
 def kernel_seconds(kernel: Kernel, target: Target, exact: bool = False) -> tuple[float, str]:
@@ -86,20 +87,11 @@ def kernel_seconds(kernel: Kernel, target: Target, exact: bool = False) -> tuple
     if kernel.collective:
         share = _SENT.get(kernel.collective, lambda n: 1)(kernel.group)
         return max(kernel.bytes_read * share / target.link, memory), "communication"
-    arithmetic = kernel.arithmetic if kernel.tensor_cores or kernel.arithmetic == "float64" else "float32"
+    arithmetic = _roof(kernel)
     if exact and arithmetic == "tf32":
         arithmetic = "float32"
     compute = kernel.flops / target.rate(arithmetic)
     return (compute, "compute") if compute > memory else (memory, "memory")
-
-
-def _parts(kernels: Iterable[Kernel], target: Target, exact: bool) -> Counter[str]:
-    parts: Any = Counter()
-    for kernel in kernels:
-        seconds, bound = kernel_seconds(kernel, target, exact)
-        parts[bound] += kernel.times * seconds
-        parts["launches"] += kernel.times * target.launch_seconds
-    return parts
 
 
 def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot: Any) -> Any:
@@ -116,20 +108,21 @@ def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot:
     ends = min(*reached, *knees) / 4, 4 * max(*reached, *knees)
     slope = [ends[0], max(knees)]
     label = f"memory: {target.bandwidth / 1e12:.3g} TB/s"
-    axes.plot(slope, [x * target.bandwidth for x in slope], color="#999999", lw=1.5, label=label)
-    for rate, names in _roofs(target, used).items():
-        axes.plot(
-            [rate / target.bandwidth, ends[1]], [rate, rate], color=_COLOURS.get(names[0], "#666666"), lw=1.5,
-            label=f"{', '.join(names)}: {rate / 1e12:.4g} TFLOP/s",
-        )  # fmt: skip
+    axes.plot(slope, [x * target.bandwidth for x in slope], color="#999999", label=label)
+    # Float16 and bfloat16 mostly have one roof.
+    roofs: dict[float, list[str]] = {}
+    for arithmetic in dict.fromkeys(("float32", "tf32", "float16", "bfloat16", *used)):
+        if arithmetic in target.rates:
+            roofs.setdefault(target.rate(arithmetic), []).append(arithmetic)
+    for rate, names in roofs.items():
+        label = f"{', '.join(names)}: {rate / 1e12:.4g} TFLOP/s"
+        axes.plot([rate / target.bandwidth, ends[1]], [rate, rate], color=_COLOURS.get(names[0]), label=label)
     for arithmetic in used:
         some = [kernel for kernel in products if _roof(kernel) == arithmetic]
         rates = [kernel.flops / kernel_seconds(kernel, target)[0] for kernel in some]
-        axes.scatter(
-            [kernel.flops / kernel.bytes for kernel in some], rates, s=36, alpha=0.8,
-            color=_COLOURS.get(arithmetic, "#666666"), edgecolors="white", linewidths=0.6, zorder=3,
-            label=f"{len(some)} matrix kernels in {arithmetic}",
-        )  # fmt: skip
+        label = f"{len(some)} matrix kernels in {arithmetic}"
+        intensities = [kernel.flops / kernel.bytes for kernel in some]
+        axes.scatter(intensities, rates, alpha=0.8, color=_COLOURS.get(arithmetic), zorder=3, label=label)
     axes.set(
         xscale="log", yscale="log", xlim=ends, title=title,
         xlabel="operations per byte of memory traffic (FLOP/B)", ylabel="operations per second (FLOP/s)",
@@ -139,16 +132,8 @@ def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot:
     return figure
 
 
-def _roofs(target: Target, used: Iterable[str]) -> dict[float, list[str]]:
-    """The kinds of arithmetic to draw, by rate: float16 and bfloat16 mostly have the same."""
-    roofs: dict[float, list[str]] = {}
-    for arithmetic in dict.fromkeys(("float32", "tf32", "float16", "bfloat16", *used)):
-        if arithmetic in target.rates:
-            roofs.setdefault(target.rate(arithmetic), []).append(arithmetic)
-    return roofs
-
-
 def _roof(kernel: Kernel) -> str:
+    """The kind of arithmetic that bounds a kernel; the ordinary units' is that of float32."""
     return kernel.arithmetic if kernel.tensor_cores or kernel.arithmetic == "float64" else "float32"
 
 
@@ -209,7 +194,7 @@ def recipe_profits(
     Args:
       half: kernels of the program without its recipes.
       float8: kernels of the program.
-      recipes: recipe of the float8 products of a module, by its path.
+      recipes: recipe of the float8 products of a module, by its path; "" for those by none.
       target: the device; without known rates there is no estimate.
     """
     if not target.rates:
@@ -219,7 +204,7 @@ def recipe_profits(
     found = []
     for path, _ in before.most_common():
         # The compiler may join the products of several modules, in both programs or in one.
-        if path in recipes and all(seconds[path] for seconds in products):
+        if recipes.get(path) and all(seconds[path] for seconds in products):
             saved = products[0][path] - products[1][path]
             added = saved - (before[path] - after[path])
             found.append(RecipeProfit(path, recipes[path], before[path], after[path], saved, added))

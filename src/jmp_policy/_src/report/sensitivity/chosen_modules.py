@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
@@ -22,9 +22,26 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.worthwhile import target_of, without_target, worthwhile
-from jmp_policy._src.report.sensitivity.first_order import Effect, Effects
-from jmp_policy._src.report.sensitivity.recommendation import RecommendationRow, products
-from jmp_policy._src.report.sensitivity.traced_loss import Loss, Places, is_below
+from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, module_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RecommendationRow:
+    """One rule of a recommended policy.
+
+    Args:
+      pattern: path or glob; "" for the default.
+      policy: text of the policy.
+      reason: why.
+      predicted: relative error of the gradient that the modules it is about would bring in half; infinite
+        where a value overflows.
+    """
+
+    pattern: str
+    policy: str
+    reason: str
+    predicted: float
 
 
 class Choice(NamedTuple):
@@ -89,57 +106,38 @@ def rules_of(choice: Choice) -> PolicyMap:
     half, wide = f"mixed_{choice.found.dtype}", set(choice.reasons)
     if wide and not choice.half:
         return PolicyMap("float32")
-    exact, globs = [], []
-    for path in sorted(wide):
-        if any(_covers(above, wide, choice.found) for above in _above(path)):
-            continue
-        exact.append((path, "float32"))
-        if not _covers(path, wide, choice.found):
-            globs.append((f"{path}/*" if path else "*", half))
-    if ("", "float32") in exact:
-        exact.remove(("", "float32"))
-        return PolicyMap("float32", [*exact, *globs])
-    return PolicyMap(half, [*exact, *globs])
+    tops = _tops(wide, choice.found.own)
+    # What is below one of them and may be in half.
+    mixed = [top for top in tops if any(is_below(path, top) for path in choice.half)]
+    globs = [(f"{top}/*" if top else "*", half) for top in mixed]
+    default = "float32" if "" in tops else half
+    return PolicyMap(default, [*((top, "float32") for top in tops if top), *globs])
 
 
 def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     """The default and every rule, with the reason."""
-    own, rows = choice.found.own, []
-    left = choice.half
-    is_wide = not is_half(rules.default.compute_dtype)
-    why = _reason(choice, "") if is_wide else f"{len(left)} of {len(own)} modules fit the budget"
-    rows.append(_row("", rules.default, why, own, left))
+    own = choice.found.own
+
+    def row(pattern: str, policy: Policy, paths: Iterable[str], reason: str) -> RecommendationRow:
+        error = sum((own[path] for path in paths), Effect()).error
+        return RecommendationRow(pattern, str(policy), reason, error)
+
+    def reason(path: str) -> str:
+        """Why a module and what is inside are in float32: what is said of the worst of them."""
+        inside = [p for p in choice.reasons if is_below(p, path)]
+        worst = max(inside, key=lambda p: (own[p].error, p == path))
+        return choice.reasons[worst] + ("" if worst == path else f" (in {worst})")
+
+    fits = f"{len(choice.half)} of {len(own)} modules fit the budget"
+    why = fits if is_half(rules.default.compute_dtype) else reason("")
+    rows = [row("", rules.default, choice.half, why)]
     for pattern, policy in rules.overrides:
         path = str(pattern).removesuffix("*").removesuffix("/")
-        if str(pattern).endswith("*"):
-            below = [p for p in left if is_below(p, path)]
-            rows.append(_row(pattern, policy, "what is inside fits the budget", own, below))
-            continue
-        inside = [p for p in choice.reasons if is_below(p, path)]
-        rows.append(_row(pattern, policy, _reason(choice, path), own, inside))
+        is_glob = str(pattern).endswith("*")
+        inside = [p for p in (choice.half if is_glob else choice.reasons) if is_below(p, path)]
+        why = "what is inside fits the budget" if is_glob else reason(path)
+        rows.append(row(str(pattern), policy, inside, why))
     return rows
-
-
-def _reason(choice: Choice, path: str) -> str:
-    """Why a module and what is inside are in float32: what is said of the worst of them."""
-    inside = [p for p in choice.reasons if is_below(p, path)]
-    worst = max(inside, key=lambda p: (choice.found.own[p].error, p == path))
-    return choice.reasons[worst] + ("" if worst == path else f" (in {worst})")
-
-
-def _row(pattern: Any, policy: Any, reason: str, own: dict[str, Effect], paths: Iterable[str]) -> Any:
-    error = sum((own[path] for path in paths), Effect()).error
-    return RecommendationRow(str(pattern), str(policy), reason, error)
-
-
-def _above(path: str) -> Sequence[str]:
-    names = path.split("/")
-    return ["/".join(names[:end]) for end in range(len(names))] if path else []
-
-
-def _covers(path: str, wide: set[str], found: Effects) -> bool:
-    """Whether a module and all below it that round anything are in float32."""
-    return path in wide and all(p in wide for p in found.own if is_below(p, path))
 
 
 #: How often modules go back to half because the measured error is above the budget.
@@ -177,14 +175,16 @@ class Float8(NamedTuple):
         """The choice as rules: the recipe in the default, or in rules, whichever are fewer."""
         if not self.chosen:
             return self.base
-        staying = _tops(set(self.flops) - self.chosen, self.flops, self.base)
-        named = _tops(self.chosen, self.flops, self.base)
+        known = [str(pattern) for pattern, _ in self.base.overrides]
+        staying = _tops(set(self.flops) - self.chosen, self.flops, known)
+        named = _tops(self.chosen, self.flops, known)
         if "" in staying or len(named) < len(staying):
             rules = [(path, self._with_recipe(self.base.resolve(path))) for path in named]
-            return self._changed(self.base.default, [*rules, *self.base.overrides])
+            return dataclasses.replace(self.base, overrides=[*rules, *self.base.overrides])
         overrides = [(pattern, self._with_recipe(policy)) for pattern, policy in self.base.overrides]
         rules = [(path, self.base.resolve(path)) for path in staying]
-        return self._changed(self._with_recipe(self.base.default), [*rules, *overrides])
+        default = self._with_recipe(self.base.default)
+        return dataclasses.replace(self.base, default=default, overrides=[*rules, *overrides])
 
     def rows(self, known: Iterable[RecommendationRow]) -> list[RecommendationRow]:
         """The default and every rule, with the reason.
@@ -196,13 +196,12 @@ class Float8(NamedTuple):
         count = f"no product suits {self.recipe}"
         if self.flops:
             count = f"{len(self.chosen)} of {len(self.flops)} modules with products for {self.recipe} have it"
-        rows = [
-            RecommendationRow("", str(rules.default), f"{before[''].reason}; {count}", before[""].predicted)
-        ]
+        default = before[""]
+        rows = [dataclasses.replace(default, policy=str(rules.default), reason=f"{default.reason}; {count}")]
         for pattern, policy in rules.overrides:
             text = str(pattern)
             if text in before:
-                rows.append(RecommendationRow(text, str(policy), before[text].reason, before[text].predicted))
+                rows.append(dataclasses.replace(before[text], policy=str(policy)))
                 continue
             inside = [path for path in self.flops if is_below(path, text)]
             added = sum(self.added[path] for path in inside)
@@ -216,9 +215,6 @@ class Float8(NamedTuple):
     def _with_recipe(self, policy: Policy) -> Policy:
         is_able = is_half(policy.compute_dtype)
         return dataclasses.replace(policy, recipe=self.recipe) if is_able else policy
-
-    def _changed(self, default: Policy, overrides: Any) -> PolicyMap:
-        return dataclasses.replace(self.base, default=default, overrides=overrides)
 
 
 def usable_recipe(recipe: str, target: str | None) -> str:
@@ -286,18 +282,18 @@ def in_float8(
 
 def _flops(loss: Loss, rules: PolicyMap) -> dict[str, int]:
     """The FLOPs in float8 by module, of the loss and its gradient."""
-    place, found = Places(loss.modules()), Counter[str]()
-    for product in products(loss.under(rules)):
+    path_of, found = module_of(loss.modules()), Counter[str]()
+    for product in loss.under(rules).products():
         if product.scales:
-            found[place.of(tuple(product.path.split("/"))) or ""] += product.flops
+            found[path_of(tuple(product.path.split("/"))) or ""] += product.flops
     return dict(found)
 
 
-def _tops(paths: Collection[str], all_paths: Iterable[str], base: PolicyMap) -> list[str]:
-    """The fewest paths that have these below them and no others; no rule of `base` is below one."""
+def _tops(paths: Collection[str], all_paths: Iterable[str], rules: Sequence[str] = ()) -> list[str]:
+    """The fewest paths that have these below them and no others, and no path of `rules`."""
 
     def is_whole(top: str) -> bool:
-        has_rules = any(is_below(str(pattern), top) for pattern, _ in base.overrides)
+        has_rules = any(is_below(path, top) for path in rules)
         return not has_rules and all(path in paths for path in all_paths if is_below(path, top))
 
     found = set()

@@ -4,34 +4,117 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.report_base import Report, Table, percent, plain
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
-from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale
+from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.report.function import replaced
-from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
-from jmp_policy._src.report.sensitivity.chosen_modules import (
-    Choice,
-    in_float8,
-    overflowing,
-    rows_of,
-    rules_of,
-    usable_recipe,
-    widened,
-    within,
-)
-from jmp_policy._src.report.sensitivity.first_order import effects
-from jmp_policy._src.report.sensitivity.recommendation import Recommendation, compared, memory_of, products
+from jmp_policy._src.report.audit_findings import Product
+from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
+from jmp_policy._src.report.sensitivity import chosen_modules as chosen
+from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
+from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation(Report):
+    """A policy chosen by measurement; `policy` and `loss_scale` are ready to use.
+
+    Args:
+      function: name of the loss function.
+      dtype: "float16" or "bfloat16", of what is in half.
+      policy: the rules.
+      loss_scale: the loss scale to start with; none is needed for bfloat16.
+      rows: the default and every rule, with the reason.
+      budget: relative error of the gradient that was allowed.
+      predicted: that of the policy, to first order; nan where a recipe fits everywhere, and nobody had to
+        know of each module.
+      measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
+      half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
+        products.
+      target: name of the card whose speed was asked for, or "".
+      speedup: time of the products in float32 over that under the policy, on that card, each at its peak
+        rate or memory bandwidth; nan without a card.
+      memory: estimated bytes of parameters, half copies, gradients and activations, over those in float32;
+        nan without a card.
+      recipe: the float8 recipe that was asked for, or "".
+      float8_share: share of the FLOPs of matrix products whose operands have 8 bits; nan without products.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_policy import recommend
+      >>> found = recommend(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> found.policy, found.fits, found.half_share
+      (PolicyMap('params=float32,compute=float16,output=float32'), True, 1.0)
+    """
+
+    function: str
+    dtype: str
+    policy: PolicyMap
+    loss_scale: LossScale
+    rows: tuple[RecommendationRow, ...]
+    budget: float
+    predicted: float
+    measured: float
+    half_share: float
+    target: str = ""
+    speedup: float = math.nan
+    memory: float = math.nan
+    recipe: str = ""
+    float8_share: float = math.nan
+
+    _rows = "rows"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured error is within the budget."""
+        return self.measured <= self.budget
+
+    @property
+    def verdict(self) -> str:
+        """Whether the policy fits the budget, and what it computes in half."""
+        share = (
+            "" if math.isnan(self.half_share) else f" {percent(self.half_share)} of the FLOPs are in half."
+        )
+        if self.recipe and share:
+            share = f"{share[:-1]}, {percent(self.float8_share)} in float8 by {self.recipe}."
+        speed = (
+            "" if math.isnan(self.speedup) else f" {self.target}: products {self.speedup:.2g} times as fast."
+        )
+        memory = "" if math.isnan(self.memory) else f" Memory: {percent(self.memory)} of float32's."
+        word = "within" if self.fits else "MORE THAN"
+        predicted = "" if math.isnan(self.predicted) else f" (predicted {percent(self.predicted)})"
+        errors = f"{percent(self.measured)}{predicted}"
+        fits = f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."
+        return f"{fits}{share}{speed}{memory}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, and the verdict, as plain data; `policy` as `PolicyMap.from_dict` reads it."""
+        fields = {
+            **vars(self),
+            "policy": self.policy.to_dict(),
+            "loss_scale": float(self.loss_scale.loss_scale),
+        }
+        return {**{name: plain(value) for name, value in fields.items()}, "verdict": self.verdict}
+
+    def _tables(self) -> Sequence[Table]:
+        rows = [(r.pattern or "(default)", r.policy, f"{r.predicted:.1e}", r.reason) for r in self.rows]
+        return [Table(("module", "policy", "error in half ", "reason"), rows)]
+
+    def _lines(self) -> Sequence[str]:
+        scale = float(self.loss_scale.loss_scale)
+        return (f"{self.function}: {self.policy!r}, loss scale {scale:g}", self.verdict)
+
 
 #: The relative error of the gradient that is allowed where no other batch says how much it varies anyway:
 #: two to ten times what a Transformer or a convolutional network has in float16 (docs/drift.md).
@@ -102,7 +185,7 @@ def recommend(
     if budget is not None and not budget > 0:
         raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
     card = None if target is None else find_target(target)
-    recipe = recipe and usable_recipe(recipe, target)
+    recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
     allowed = _budget(exact) if budget is None else float(budget)
@@ -124,7 +207,7 @@ def _with_recipe(
     def error(rules: PolicyMap) -> float:
         return _error(loss, rules, float(found.loss_scale.loss_scale), exact)
 
-    choice, measured = in_float8(loss, found.policy, recipe, found.measured, found.budget, error)
+    choice, measured = chosen.in_float8(loss, found.policy, recipe, found.measured, found.budget, error)
     rules = choice.rules()
     return dataclasses.replace(
         found,
@@ -133,7 +216,7 @@ def _with_recipe(
         predicted=math.hypot(found.predicted, math.sqrt(choice.total)),
         measured=measured,
         recipe=recipe,
-        **_gains(loss, rules, products(loss), card),
+        **_gains(loss, rules, loss.products(), card),
     )
 
 
@@ -155,30 +238,34 @@ def _in(
     """What to recommend in one dtype."""
     traced = traced_loss(loss, dtype, batches)
     seen = effects(traced, probes)
-    choice = within(overflowing(seen), budget)
     scale = seen.loss_scale if dtype == "float16" else 1.0
-    rules, measured = _measured(loss, choice, scale, exact)
+
+    def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
+        rules = chosen.rules_of(choice)
+        return choice, rules, _error(loss, rules, scale, exact)
+
+    choice, rules, measured = run(chosen.within(chosen.overflowing(seen), budget))
     if measured > budget and traced.decides:
         # First order has not seen decisions that rounding turns, so it does not say which modules matter.
         applied = AppliedRounding(traced, seen.loss_scale)
-        choice = overflowing(applied.own(seen))
-        choice = within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
-        rules, measured = _measured(loss, choice, scale, exact)
+        choice = chosen.overflowing(applied.own(seen))
+        choice, rules, measured = run(
+            chosen.within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+        )
     for _ in range(_ROUNDS):
         path = choice.next()
         if measured <= budget or path is None:
             break
         # What is measured may be more than first order says: half of the prediction, before the next run.
-        choice = within(widened(choice, path), choice.predicted / 2)
-        rules, measured = _measured(loss, choice, scale, exact)
-    plain = products(loss)
+        choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
+    plain = loss.products()
     rules = _worth_it(loss, rules, plain, card)
     return Recommendation(
         function=seen.name,
         dtype=dtype,
         policy=rules,
         loss_scale=DynamicLossScale(scale) if dtype == "float16" else NoOpLossScale(),
-        rows=tuple(rows_of(choice, rules)),
+        rows=tuple(chosen.rows_of(choice, rules)),
         budget=budget,
         predicted=choice.predicted,
         measured=measured,
@@ -191,16 +278,7 @@ def _gains(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | No
     """What rules make of products and memory, as fields of a `Recommendation`."""
     under = loss.under(rules)
     memory = math.nan if card is None else memory_of(under) / memory_of(loss)
-    return {
-        **compared(plain, products(under), card)._asdict(),
-        "memory": memory,
-    }
-
-
-def _measured(loss: Loss, choice: Choice, scale: float, exact: np.ndarray) -> tuple[PolicyMap, float]:
-    """A choice as rules, and the error of the gradient under them."""
-    rules = rules_of(choice)
-    return rules, _error(loss, rules, scale, exact)
+    return {**compared(plain, under.products(), card)._asdict(), "memory": memory}
 
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
@@ -214,7 +292,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
         return rules
 
     def cost(rules: PolicyMap) -> Any:
-        return compared(plain, products(loss.under(rules)), card)
+        return compared(plain, loss.under(rules).products(), card)
 
     now = cost(rules)
     for rule in rules.overrides:
@@ -228,12 +306,8 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
 
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
-    function, trained = loss.function(), loss.trained()
-
-    def scaled(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
-
-    grads = jax.jit(jax.grad(scaled))([function.arrays[i] for i in trained], function.arrays)
+    gradient, *arguments = loss.gradient(scale)
+    grads = jax.jit(gradient)(*arguments)
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 
@@ -254,14 +328,8 @@ def _as_loss(loss_fn: Any, params: Any, args: Any, kwargs: Any, has_aux: bool) -
     if framework is None:
         return Loss(loss_fn, params, args, kwargs, has_aux, "recommend")
     if framework.holds_arrays:
-        return Loss(
-            _of_outputs(lambda model, *a, **k: model(*a, **k)),
-            loss_fn,
-            (params, *args),
-            kwargs,
-            False,
-            "recommend",
-        )
+        call = _of_outputs(lambda model, *a, **k: model(*a, **k))
+        return Loss(call, loss_fn, (params, *args), kwargs, False, "recommend")
     rest = {kind: value for kind, value in params.items() if kind != "params"}
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,3 +346,47 @@ def _of_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
         return sum(jnp.mean(jnp.square(x.astype(jnp.float32))) for x in outs) / 2
 
     return half_mean_square
+
+
+class Cost(NamedTuple):
+    """Products under a policy.
+
+    Args:
+      half_share: share of the FLOPs whose operands have 16 bits or fewer; nan without products.
+      float8_share: share of those whose operands have 8.
+      speedup: time in float32 over that under the policy; nan without a card.
+    """
+
+    half_share: float
+    float8_share: float
+    speedup: float
+
+
+def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> Cost:
+    """Compares the products of float32 with those under a policy."""
+    flops = sum(product.flops for product in under)
+    half, float8 = (
+        sum(p.flops for p in under if is_counted(p)) / flops if flops else math.nan
+        for is_counted in (lambda p: p.is_half, lambda p: p.scales)
+    )
+    if card is None or not flops:
+        return Cost(half, float8, math.nan)
+    return Cost(half, float8, _seconds(plain, card) / _seconds(under, card))
+
+
+def _seconds(products: Sequence[Product], card: Target) -> float:
+    """The time at the peak rate of the arithmetic or of the memory, whichever is slower."""
+    total = 0.0
+    for p in products:
+        sizes = ((p.lhs, p.m * p.k), (p.rhs, p.k * p.n), (p.result, p.m * p.n))
+        moved = p.times * p.batch * sum(np.dtype(dtype).itemsize * size for dtype, size in sizes)
+        arithmetic = "float8" if p.scales else p.lhs if p.is_half else "float32"
+        total += max(p.flops / card.rate(arithmetic), moved / card.bandwidth)
+    return total
+
+
+def memory_of(loss: Loss) -> int:
+    """Bytes of parameters, half copies, gradients and activations; nothing is run or compiled."""
+    gradient, params, arrays = loss.gradient()
+    jaxpr = jax.make_jaxpr(lambda params: gradient(params, arrays))(params)
+    return analytic_memory_model(jaxpr, ["parameters"] * len(params)).total()

@@ -3,15 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, show_pattern, unused_error
 from jmp_policy._src.policy.rules import path_text
-from jmp_policy._src.report.sensitivity.applied_rounding import AppliedRounding
-from jmp_policy._src.report.sensitivity.first_order import Effect, Effects, effects
+from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, traced_loss
 
 
@@ -90,20 +89,12 @@ class Sensitivity(Report):
         return f"In {self.dtype}, {where} changes the gradient most: by {first.predicted:.2g} of its norm."
 
     def _tables(self) -> Sequence[Table]:
-        columns = (
-            "module",
-            "gradient ",
-            "loss ",
-            "overflow ",
-            "underflow ",
-            "cotangents: overflow ",
-            "underflow ",
-        )
-        rows = [
-            (r.path or "(all)", f"{r.predicted:.1e}", f"{r.loss:.1e}", *map(count_text, (
-                r.overflow, r.underflow, r.gradient_overflow, r.gradient_underflow)))
-            for r in self.rows
-        ]  # fmt: skip
+        columns = ("module", "gradient ", "loss ", "overflow ", "underflow ")
+        columns += ("cotangents: overflow ", "underflow ")
+        rows = []
+        for row in self.rows:
+            path, predicted, loss, *counts = dataclasses.astuple(row)
+            rows.append((path or "(all)", f"{predicted:.1e}", f"{loss:.1e}", *map(count_text, counts)))
         how = "with rounding applied" if self.measured else "to first order"
         return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
 
@@ -171,36 +162,16 @@ def sensitivity(
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
     traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
     found = effects(traced, probes)
+    # The name of each row, and the paths that it is about.
     if candidates is None:
-        parts = [_subtree(found, path) for path in _paths(found)]
+        tops = [(path, [path]) for path in _paths(found)]
     else:
-        parts = [_of_pattern(found, pattern) for pattern in candidates]
+        tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
     is_measured = traced.decides if measure is None else measure
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
-    rows = sorted(
-        (_row(found, part, applied) for part in parts),
-        key=lambda row: (-row.predicted, -row.overflow, row.path),
-    )
+    rows = [_row(found, name, paths, applied) for name, paths in tops]
+    rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
     return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
-
-
-class _Part(NamedTuple):
-    """What a row is about.
-
-    Args:
-      name: as the row shows it.
-      tops: paths of modules.
-      groups: those that round, among these and below them.
-    """
-
-    name: str
-    tops: Sequence[str]
-    groups: Sequence[str]
-
-
-def path_text_of(pattern: Pattern) -> str:
-    """A pattern as a row shows it."""
-    return pattern if isinstance(pattern, str) else show_pattern(pattern)
 
 
 def _paths(found: Effects) -> list[str]:
@@ -210,26 +181,22 @@ def _paths(found: Effects) -> list[str]:
     return sorted(known | set(found.own))
 
 
-def _subtree(found: Effects, path: str) -> _Part:
-    return _Part(path, [path], [group for group in found.own if is_below(group, path)])
-
-
-def _of_pattern(found: Effects, pattern: Pattern) -> _Part:
-    """The modules that a pattern matches, with all below them."""
+def _matched(found: Effects, pattern: Pattern) -> list[str]:
+    """The paths of the modules that a pattern matches."""
     modules = {path_text(names[1:]): module for names, module in found.modules.items()}
     paths = sorted({*modules, *found.own})
     hits = [path for path in paths if matches(pattern, path, modules.get(path))]
     if not hits:
         raise unused_error([pattern], found.name, paths)
-    return _Part(path_text_of(pattern), hits, [g for g in found.own if any(is_below(g, hit) for hit in hits)])
+    return hits
 
 
-def _row(found: Effects, part: _Part, applied: AppliedRounding | None) -> SensitivityRow:
-    """What modules do, when all other modules compute in float32."""
-    parts = [found.own[group] for group in part.groups]
-    effect = sum(parts, sum((found.alone[top] for top in part.tops if top in found.alone), Effect()))
+def _row(found: Effects, name: str, tops: Sequence[str], applied: AppliedRounding | None) -> SensitivityRow:
+    """What modules and all below them do, when all other modules compute in float32."""
+    groups = [group for group in found.own if any(is_below(group, top) for top in tops)]
+    parts = [found.own[group] for group in groups] + [found.alone[top] for top in tops if top in found.alone]
+    effect = sum(parts, Effect())
     if applied is not None and math.isfinite(effect.error):
-        gradient, loss = applied.of_modules(part.groups)
+        gradient, loss = applied.of_modules(groups)
         effect = effect._replace(gradient=gradient, loss=loss)
-    counts = dict(zip(Effect._fields[2:], effect[2:], strict=True))
-    return SensitivityRow(part.name, effect.error, effect.loss**0.5, **counts)
+    return SensitivityRow(name, effect.error, effect.loss**0.5, *effect[2:])

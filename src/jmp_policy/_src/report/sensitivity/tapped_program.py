@@ -10,6 +10,7 @@ code made the value:
   where another one reads its values, their cotangents are rounded when they come in.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -54,6 +55,49 @@ class Sink(NamedTuple):
 
     group: str
     alone: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tap(which: Which, x: Any, sink: Any) -> Any:
+    """A value on its way through a tap: the sink says what becomes of it and of its cotangent."""
+    return sink.forward(which, x)[0]
+
+
+def _tap_forward(which: Which, x: Any, sink: Any) -> Any:
+    out, residuals = sink.forward(which, x)
+    return out, (sink, residuals)
+
+
+tap.defvjp(_tap_forward, lambda which, kept, g: kept[0].backward(which, kept[1], g))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: Any, sink: Any) -> Any:
+    """Computes a linear function of x whose transpose adds up, such as a broadcast or a look-up.
+
+    The sink is given its transpose in float32 and in half, as this platform computes it.
+
+    Args:
+      transposable: the function; it takes x in any dtype.
+      dtype: "float16" or "bfloat16".
+      x: its operand.
+      sink: what counts or rounds.
+    """
+    return transposable(x)
+
+
+def _sum_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
+    like, sink = residuals
+
+    def transposed(g: Any, dtype: str) -> Any:
+        (out,) = jax.linear_transpose(transposable, like.astype(dtype))(g.astype(dtype))
+        return out.astype(np.float32)
+
+    half = transposed(jax.lax.stop_gradient(g) * sink.scale, dtype) / sink.scale
+    return sink.of_sum(transposed(g, "float32"), half, dtype)
+
+
+tap_sum.defvjp(lambda fn, dtype, x, sink: (fn(x), (jax.numpy.zeros_like(x), sink)), _sum_backward)
 
 
 class Tapped:
@@ -132,9 +176,8 @@ class TappedProgram(Interpreter):
 
     def constant(self, atom: Any, value: Any) -> Tapped:
         """A constant, which belongs to no module."""
-        return Tapped(
-            to_float32(np.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
-        )
+        is_literal = isinstance(atom, compat.Literal)
+        return Tapped(to_float32(np.asarray(value, ir.dtype_of(atom)) if is_literal else value))
 
     def enters(self, eqn: Any, kind: Kind, values: list[Tapped]) -> bool:
         """Whether it is run: not a while loop, which nothing differentiates backward, nor own derivatives."""
@@ -174,14 +217,15 @@ class TappedProgram(Interpreter):
             has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
             outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
         else:
-            outs = compat.bind_primitive(eqn.primitive, arrays, eqn.params)
+            outs = self.bind(eqn, *arrays)
         return [self._made(eqn, var, out, group) for var, out in zip(eqn.outvars, outs, strict=True)]
 
     def _made(self, eqn: Any, var: Any, array: Any, group: str | None) -> Tapped:
         """A result of an operation."""
         if group is None or not is_half(ir.dtype_of(var)):
             return Tapped(array)
-        forward = not _is_exact(eqn)
+        is_cast = eqn.primitive.name == "convert_element_type"
+        forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
         return Tapped(self._tapped(array, group, forward, backward), group)
@@ -211,7 +255,8 @@ class TappedProgram(Interpreter):
         """An array with a tap on it, if somebody asks about the group."""
         if not (value or cotangent) or not self._is_asked(group):
             return array
-        return self._sinks[Sink(group, alone)].tap(Which(value, cotangent, self._dtype), array)
+        sink = self._sinks[Sink(group, alone)]
+        return tap(Which(value, cotangent, self._dtype), array, sink.beside(array))
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -221,53 +266,46 @@ class TappedProgram(Interpreter):
     def _summed(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
         """Runs an operation of which a transpose adds up half terms, with a tap on the sum."""
         sink = self._sinks[Sink(group, False)]
+
+        def summed(transposable: Callable[[Any], Any], x: Any) -> Any:
+            return tap_sum(transposable, self._dtype, x, sink.beside(x))
+
         if eqn.primitive.name not in _BROADCASTING:
-
-            def moved(x: Any) -> Any:
-                return compat.bind_primitive(eqn.primitive, [x, *arrays[1:]], eqn.params)[0]
-
-            return [sink.tap_sum(moved, self._dtype, arrays[0])]
+            return [summed(lambda x: self.bind(eqn, x, *arrays[1:])[0], arrays[0])]
         (result,) = eqn.outvars
         full = [
-            sink.tap_sum(lambda x: ir.broadcast_like(x, result), self._dtype, array)
-            if _is_half_and_smaller(atom, result)
-            else array
-            for array, atom in zip(arrays, eqn.invars, strict=True)
+            summed(lambda x: ir.broadcast_like(x, result), x) if _is_half_and_smaller(atom, result) else x
+            for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
-        return compat.bind_primitive(eqn.primitive, full, eqn.params)
-
-
-def _is_exact(eqn: Any) -> bool:
-    """Whether an operation's results are exact, if its half operands are."""
-    if eqn.primitive.name == "convert_element_type":
-        return is_half(ir.dtype_of(eqn.invars[0]))
-    return eqn.primitive.name in _EXACT
+        return self.bind(eqn, *full)
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
     """By half variable the operations of a jaxpr that read it, each with its group."""
     found: dict[Any, list[Any]] = {}
     for eqn in opened.eqns:
-        half = [a for a in eqn.invars if not isinstance(a, compat.Literal) and is_half(ir.dtype_of(a))]
-        for atom in half:
+        for atom in filter(_is_half_variable, eqn.invars):
             found.setdefault(atom, []).append((eqn, group_of(eqn)))
     return found
 
 
 def _adds_up_cotangents(eqn: Any) -> bool:
     """Whether a transpose of an operation adds up half terms: of a bias, of the rows of a table."""
-    if eqn.primitive.name in ("gather", "broadcast_in_dim"):
-        operand, result = eqn.invars[0], eqn.outvars[0]
-        is_variable = not isinstance(operand, compat.Literal) and is_half(ir.dtype_of(operand))
-        return is_variable and (eqn.primitive.name == "gather" or size(operand) < size(result))
-    if eqn.primitive.name not in _BROADCASTING or len(eqn.outvars) != 1:
-        return False
-    return any(_is_half_and_smaller(atom, eqn.outvars[0]) for atom in eqn.invars)
+    name = eqn.primitive.name
+    if name == "gather":
+        return _is_half_variable(eqn.invars[0])
+    if name == "broadcast_in_dim":
+        return _is_half_and_smaller(eqn.invars[0], eqn.outvars[0])
+    broadcasts = name in _BROADCASTING and len(eqn.outvars) == 1
+    return broadcasts and any(_is_half_and_smaller(atom, eqn.outvars[0]) for atom in eqn.invars)
+
+
+def _is_half_variable(atom: Any) -> bool:
+    return not isinstance(atom, compat.Literal) and is_half(ir.dtype_of(atom))
 
 
 def _is_half_and_smaller(atom: Any, result: Any) -> bool:
-    is_variable = not isinstance(atom, compat.Literal) and is_half(ir.dtype_of(atom))
-    return is_variable and size(atom) < size(result)
+    return _is_half_variable(atom) and size(atom) < size(result)
 
 
 def _with_own_derivative(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:

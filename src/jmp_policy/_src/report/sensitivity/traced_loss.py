@@ -16,11 +16,12 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
-from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report import tapping
+from jmp_policy._src.report.audit import audit
+from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
@@ -59,10 +60,7 @@ class Loss(NamedTuple):
     def calls(self) -> list[tuple[tapping.Call, Scope | None]]:
         """The calls of modules in it, each with the policy that was active in Flax Linen."""
         watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function()
-        with contextlib.ExitStack() as stack:
-            for framework in imported_frameworks():
-                stack.enter_context(framework.tapped())
-            stack.enter_context(watching.looking(watcher))
+        with tapping.watching_modules(watcher):
             jax.eval_shape(function.call, function.arrays)
         return watcher.calls
 
@@ -86,7 +84,10 @@ class Loss(NamedTuple):
             framework = framework_of(call.module)
             policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
             if policy:
-                raise self._not_bare(call.name, policy)
+                raise ValueError(
+                    f"{self.use} puts the float32 model under its own policies, and {call.name} is wrapped: "
+                    f"it stays under {policy!r}. Call the model as it was before `wrap` in the loss."
+                )
 
         @functools.wraps(self.call)
         def governed(*args: Any, **kwargs: Any) -> Any:
@@ -100,25 +101,24 @@ class Loss(NamedTuple):
             return value if framework is None or not framework.holds_arrays else framework.wrap(value, rules)
 
         params, args, kwargs = jax.tree.map(
-            wrapped, (self.params, self.args, dict(self.kwargs)), is_leaf=_is_module
+            wrapped,
+            (self.params, self.args, dict(self.kwargs)),
+            is_leaf=lambda value: framework_of(value) is not None,
         )
         return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
 
-    def gradient(self) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        """The gradient as a function of the parameters and all arrays, and these."""
+    def gradient(self, scale: float = 1.0) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """The scaled gradient as a function of the parameters and all arrays, and these."""
         function, trained = self.function(), self.trained()
 
         def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            return function.result(replaced(arrays, trained, params))
+            return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
 
         return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
 
-    def _not_bare(self, path: str, policy: Any) -> ValueError:
-        """The error for a module that would keep its own policy under any other."""
-        return ValueError(
-            f"{self.use} puts the float32 model under its own policies, and {path} is wrapped: it stays "
-            f"under {policy!r}. Call the model as it was before `wrap` in the loss."
-        )
+    def products(self) -> Sequence[Product]:
+        """The products of the loss and its gradient, which is traced and not run."""
+        return audit(*self.gradient()).products
 
 
 def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
@@ -126,37 +126,31 @@ def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
     return tuple(part.partition(".")[0] for scope in scopes for part in scope.split("/"))
 
 
-class Places:
-    """Finds the module that an operation belongs to.
+def module_of(modules: Mapping[tuple[str, ...], Any]) -> Callable[[tuple[str, ...]], str | None]:
+    """A function from the scopes of an operation to the path of its module; None for what no module does.
 
     Args:
       modules: as `Loss.modules` gives them; without any the names of the scopes count.
     """
 
-    def __init__(self, modules: Mapping[tuple[str, ...], Any]):
-        self._modules = modules
-        self.of = functools.cache(self._of)
-
-    def _of(self, scopes: tuple[str, ...]) -> str | None:
-        """A path as rules know it; None for what no module does."""
-        if not self._modules:
+    @functools.cache
+    def path(scopes: tuple[str, ...]) -> str | None:
+        if not modules:
             return "/".join(scopes)
         found: tuple[str, ...] = ()
         for name in plain_names(scopes):
             # A module that was handed to the one that calls it (the cell of an `nn.RNN`) belongs where it was
             # made. Other scopes in the code of a module are none.
             starts = (found[:end] for end in range(len(found), -1, -1))
-            found = next((module for s in starts if (module := (*s, name)) in self._modules), found)
+            found = next((module for s in starts if (module := (*s, name)) in modules), found)
         return "/".join(found[1:]) if found else None
+
+    return path
 
 
 def is_below(path: str, above: str) -> bool:
     """Whether a path is another one, or below it."""
     return not above or path == above or path.startswith(above + "/")
-
-
-def _is_module(value: Any) -> bool:
-    return framework_of(value) is not None
 
 
 DTYPES = ("float16", "bfloat16")
@@ -220,7 +214,7 @@ def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> T
     function, trained = half.function(), half.trained()
     given = [function.arrays, *(half._replace(args=tuple(b)).function().arrays for b in batches)]
     _check_shapes(given, loss.use)
-    jaxpr, group_of = jax.make_jaxpr(function.result)(function.arrays), Places(modules).of
+    jaxpr, group_of = jax.make_jaxpr(function.result)(function.arrays), module_of(modules)
     empty = TappedProgram(group_of, {}, dtype)
     jax.eval_shape(lambda arrays: empty(jaxpr, arrays), function.arrays)
     if not empty.groups:

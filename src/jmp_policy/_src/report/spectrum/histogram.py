@@ -4,8 +4,6 @@ One vector of counts per tensor holds everything, so that those of several steps
 add up.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,32 +25,8 @@ _LIMITS = {
 #: Length of a vector of counts: zero, one for each exponent, infinite, NaN, and three for each half type.
 SIZE = 1 + _EXPONENTS + 2 + 3 * len(_LIMITS)
 
-
 #: How many values are counted at a time.
 _CHUNK = 2**16
-
-
-class Counts(NamedTuple):
-    """Counts of one tensor, by kind of value.
-
-    Args:
-      zeros, infinite, nan: number of values that are zero, infinite, NaN.
-      exponents: number of values x with floor(log2|x|) = LOWEST + index.
-      float16, bfloat16: number of values, times the loss scale, that become zero (and are not), subnormal and
-        infinite in these dtypes.
-    """
-
-    zeros: float
-    exponents: np.ndarray
-    infinite: float
-    nan: float
-    float16: np.ndarray
-    bfloat16: np.ndarray
-
-    @property
-    def size(self) -> float:
-        """How many values were counted."""
-        return self.zeros + float(self.exponents.sum()) + self.infinite + self.nan
 
 
 def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
@@ -133,18 +107,16 @@ _choose = by_devices(
 )
 
 
-def take_apart(vector: np.ndarray) -> Counts:
-    """Splits a vector made by `count`, or a sum of such vectors, into its counts by name."""
-    vector = np.asarray(vector, np.float64)
-    by_exponent, lost = vector[: 1 + _EXPONENTS + 2], vector[1 + _EXPONENTS + 2 :]
-    return Counts(
-        zeros=float(by_exponent[0]),
-        exponents=by_exponent[1 : 1 + _EXPONENTS],
-        infinite=float(by_exponent[-2]),
-        nan=float(by_exponent[-1]),
-        float16=lost[:3],
-        bfloat16=lost[3:],
-    )
+def take_apart(vector: np.ndarray) -> tuple[float, np.ndarray, float, float, np.ndarray, np.ndarray]:
+    """Splits a vector made by `count`, or a sum of such vectors.
+
+    Returns:
+      Numbers of values that are zero; with floor(log2|x|) = LOWEST + index; infinite; NaN; and that become
+      zero (and are not), subnormal and infinite in float16, times the loss scale; the same for bfloat16.
+    """
+    zeros, exponents, rest = np.split(np.asarray(vector, np.float64), (1, 1 + _EXPONENTS))
+    infinite, nan, *lost = rest.tolist()
+    return float(zeros[0]), exponents, infinite, nan, np.array(lost[:3]), np.array(lost[3:])
 
 
 def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
@@ -161,9 +133,8 @@ def _index(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
     exponent += shift + _parts(mantissa * part)[0] + jnp.where(is_subnormal, LOWEST, 0)
     index = jnp.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     infinite = 1 + _EXPONENTS
-    index = jnp.where(
-        bits >= _bits(jnp.inf), jnp.where(bits == _bits(jnp.inf), infinite, infinite + 1), index
-    )
+    index = jnp.where(bits == _bits(jnp.inf), infinite, index)
+    index = jnp.where(bits > _bits(jnp.inf), infinite + 1, index)
     return jnp.where(bits == 0, 0, index)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined, percent, plotting
-from jmp_policy._src.report.spectrum.histogram import LOWEST, Counts
+from jmp_policy._src.report.spectrum.histogram import LOWEST, take_apart
 
 #: Powers of two whose effect a report shows; 3 and 15 are those of NVIDIA's figure.
 _SHIFTS = (3, 7, 11, 15, 20, 24)
@@ -112,56 +112,57 @@ class Magnitudes:
         return "".join(_BARS[math.ceil(8 * math.sqrt(n / most))] for n in counts)
 
 
-def magnitudes(path: str, kind: str, counts: Counts, largest: float | None) -> Magnitudes:
+def magnitudes(path: str, kind: str, vector: np.ndarray, largest: float | None) -> Magnitudes:
     """Makes the row of a tensor from its counts.
 
     Args:
       path, kind: path and kind of the tensor.
-      counts: its counts.
+      vector: its counts, as `histogram.count` makes them.
       largest: largest finite magnitude, if it was measured.
     """
-    exponents = {LOWEST + int(i): round(counts.exponents[i]) for i in np.flatnonzero(counts.exponents)}
+    zeros, by_exponent, infinite, nan, float16, bfloat16 = take_apart(vector)
+    exponents = {LOWEST + int(i): round(by_exponent[i]) for i in np.flatnonzero(by_exponent)}
     if largest is None:
         # Activations have no loss scale: the upper end of their largest exponent is a bound.
         largest = 2.0 ** (max(exponents) + 1) if exponents else 0.0
-    size = counts.size or 1
+    size = zeros + float(by_exponent.sum()) + infinite + nan
 
-    def share(lost: Any) -> Share:
-        zero, subnormal, infinite = map(float, lost)
-        return Share(zero / size, subnormal / size, (infinite + counts.infinite) / size)
+    def share(lost: np.ndarray) -> Share:
+        return Share(*((lost + np.array([0.0, 0.0, infinite])) / (size or 1)).tolist())
 
     return Magnitudes(
         path=path,
         kind=kind,
-        size=round(counts.size),
-        zeros=round(counts.zeros),
-        infinite=round(counts.infinite),
-        nan=round(counts.nan),
+        size=round(size),
+        zeros=round(zeros),
+        infinite=round(infinite),
+        nan=round(nan),
         exponents=exponents,
         largest=float(largest),
-        float16=share(counts.float16),
-        bfloat16=share(counts.bfloat16),
+        float16=share(float16),
+        bfloat16=share(bfloat16),
     )
 
 
 def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
     """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
-    size = sum(row.size for row in rows)
+    sizes = np.array([row.size for row in rows])
+
+    def total(name: str) -> int:
+        return sum(getattr(row, name) for row in rows)
 
     def share(name: str) -> Share:
-        parts = [(row.size, getattr(row, name)) for row in rows]
-        return Share(
-            *(sum(n * getattr(s, f.name) for n, s in parts) / (size or 1) for f in dataclasses.fields(Share))
-        )
+        shares = np.reshape([dataclasses.astuple(getattr(row, name)) for row in rows], (-1, 3))
+        return Share(*(sizes @ shares / (total("size") or 1)).tolist())
 
     return Magnitudes(
         path="",
         kind=kind,
-        size=size,
-        zeros=sum(row.zeros for row in rows),
-        infinite=sum(row.infinite for row in rows),
-        nan=sum(row.nan for row in rows),
+        size=total("size"),
+        zeros=total("zeros"),
+        infinite=total("infinite"),
+        nan=total("nan"),
         exponents=_added(rows),
         largest=max((row.largest for row in rows), default=0.0),
         float16=share("float16"),
@@ -271,29 +272,21 @@ class GradientSpectrum(Report):
         return text
 
     def _tables(self) -> Sequence[Table]:
-        columns = (
-            "tensor",
-            "values ",
-            "zero ",
-            "largest ",
-            "-> 0 ",
-            "subnormal ",
-            "inf ",
-            "log2|x| -40 to 15",
-        )
         tables = []
         for kind in KINDS:
             rows = [row for row in self.tensors if row.kind == kind]
-            if rows:
-                cells = [_cells(row) for row in (*rows, dataclasses.replace(self.overall(kind), path="all"))]
-                title, heads = f"{kind}s; as float16", columns
-                if dtype := _FLOAT8.get(kind):
-                    # All together have no scale.
-                    lost = [*(percent(row.in_float8(dtype).zero) for row in rows), ""]
-                    cells = [(*row[:-1], zero, row[-1]) for row, zero in zip(cells, lost, strict=True)]
-                    title = f"{title}, and {dtype} with a scale for each"
-                    heads = (*columns[:-1], "8 bits -> 0 ", columns[-1])
-                tables.append(Table(heads, cells, title))
+            if not rows:
+                continue
+            columns = ["tensor", "values ", "zero ", "largest ", "-> 0 ", "subnormal ", "inf "]
+            cells = [_cells(row) for row in (*rows, dataclasses.replace(self.overall(kind), path="all"))]
+            title = f"{kind}s; as float16"
+            if dtype := _FLOAT8.get(kind):
+                columns.append("8 bits -> 0 ")
+                title = f"{title}, and {dtype} with a scale for each"
+                # All together have no scale.
+                lost = [*(percent(row.in_float8(dtype).zero) for row in rows), ""]
+                cells = [[*row[:-1], zero, row[-1]] for row, zero in zip(cells, lost, strict=True)]
+            tables.append(Table([*columns, "log2|x| -40 to 15"], cells, title))
         return tables
 
     def _lines(self) -> Sequence[str]:
@@ -318,92 +311,74 @@ def _added(rows: Sequence[Magnitudes]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def _cells(row: Magnitudes) -> tuple[Any, ...]:
-    size = row.size or 1
-    lost = row.float16
-    return (
-        *(row.path, count_text(row.size), percent(row.zeros / size), f"{row.largest:.3g}"),
-        *(percent(lost.zero), percent(lost.subnormal), percent(lost.infinite), row.bars()),
-    )
+def _cells(row: Magnitudes) -> list[Any]:
+    lost = (row.float16.zero, row.float16.subnormal, row.float16.infinite)
+    first = [row.path, count_text(row.size), percent(row.zeros / (row.size or 1)), f"{row.largest:.3g}"]
+    return [*first, *map(percent, lost), row.bars()]
 
 
 #: The least share that is drawn, in per cent.
 _LEAST = 0.005
-_ZERO, _SUBNORMAL, _NORMAL, _INFINITE = "#999999", "#F0E442", "#56B4E9", "#CC79A7"
+
+#: The ranges of float16, and their colours.
+_RANGES = {"becomes zero": "#999999", "subnormal": "#F0E442", "normal": "#56B4E9", "infinite": "#CC79A7"}
 
 
-def _plot(spectrum: Any, pyplot: Any) -> Any:
+def _plot(spectrum: GradientSpectrum, pyplot: Any) -> Any:
     """Draws histograms of log2|x| over float16's ranges at the loss scale, and one line per tensor below."""
     rows = [row for row in spectrum.tensors if row.kind != "activation" and row.exponents]
     shift = math.log2(spectrum.loss_scale)
-    # The loss scale does not move activations.
-    kinds = [kind for kind in (KINDS[:2] if shift else KINDS) if spectrum.overall(kind).size]
-    low, high = _limits(spectrum, shift)
-    height = 3.6 + 0.22 * max(len(rows), 2)
+    found = [e for row in spectrum.tensors for e in row.exponents] or [0]
+    low, high = max(min(*found, -28 - round(shift)), -70), max(*found, 17) + 1
+    limits = [exponent - shift for exponent in _FLOAT16.values()]
+    below = 0.22 * max(len(rows), 2)
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, height), height_ratios=[3.2, 0.22 * max(len(rows), 2) + 0.6], layout="constrained"
+        2, 1, figsize=(9, 3.6 + below), height_ratios=[3.2, below + 0.6], layout="constrained"
     )
-    _shade(top, low, high, shift)
-    for kind in kinds:
-        _histogram(top, spectrum.overall(kind), low, high)
+    edges = np.clip([low, *limits, high], low, high)
+    for (name, colour), start, end in zip(_RANGES.items(), edges, edges[1:], strict=False):
+        if start < end:
+            top.axvspan(start, end, color=colour, alpha=0.18, label=f"float16: {name}", linewidth=0)
+    # The loss scale does not move activations.
+    for offset, kind in enumerate(KINDS[:2] if shift else KINDS):
+        if (row := spectrum.overall(kind)).size:
+            _histogram(top, row, low, high, offset)
     scale = f", times 2^{shift:g}" if shift else ""
     top.set_title(f"{spectrum.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
     top.set_xlabel("log2 |x|, divided by the loss scale")
     top.set_ylabel("share of values (%)")
     # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
-    top.set(yscale="log", ylim=(_LEAST, 130))
+    top.set(yscale="log", ylim=(_LEAST, 130), xlim=(low - 3.5, high))
     top.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
-    top.set_xlim(low - 3.5, high)
     ticks = [tick for tick in range(-80, 140, 10) if low <= tick < high]
     top.set_xticks([low - 2.2, *ticks], ["zero", *map(str, ticks)])
     figure.legend(*top.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=4)
-    _tensors(figure, bottom, rows, low, high, shift)
+    image = _tensors(bottom, rows, low, high)
+    for edge in limits:
+        if low < edge < high:
+            bottom.axvline(edge, color="black", linewidth=0.8, linestyle="--")
+    figure.colorbar(image, ax=bottom, label="share of the fullest bin", pad=0.01)
     return figure
 
 
-def _limits(spectrum: Any, shift: float) -> tuple[int, int]:
-    found = [e for row in spectrum.tensors for e in row.exponents] or [0]
-    return max(min(*found, -28 - round(shift)), -70), max(*found, 17) + 1
-
-
-def _shade(axes: Any, low: int, high: int, shift: float) -> None:
-    edges = [low, -25 - shift, -14 - shift, 16 - shift, high]
-    names = ("becomes zero", "subnormal", "normal", "infinite")
-    colours = (_ZERO, _SUBNORMAL, _NORMAL, _INFINITE)
-    for name, colour, start, end in zip(names, colours, edges, edges[1:], strict=False):
-        start, end = max(start, low), min(end, high)
-        if start < end:
-            axes.axvspan(start, end, color=colour, alpha=0.18, label=f"float16: {name}", linewidth=0)
-
-
-def _histogram(axes: Any, row: Any, low: int, high: int) -> None:
-    exponents = np.arange(low, high)
-    shares = np.array([100 * row.exponents.get(int(e), 0) / row.size for e in exponents])
+def _histogram(axes: Any, row: Magnitudes, low: int, high: int, offset: int) -> None:
+    shares = np.array([row.exponents.get(e, 0) for e in range(low, high)]) * 100 / row.size
     shares[0] += sum(100 * n / row.size for e, n in row.exponents.items() if e < low)
-    colour = _COLOURS[row.kind]
     zeros = 100 * row.zeros / row.size
+    label = f"{row.kind}s ({zeros:.3g} % are 0)"
     # A logarithmic axis needs something positive, also where every share is 0.
-    axes.stairs(
-        np.maximum(shares, _LEAST), [*exponents, high], baseline=_LEAST, color=colour, linewidth=1.6,
-        label=f"{row.kind}s ({zeros:.3g} % are 0)",
-    )  # fmt: skip
-    offset = KINDS.index(row.kind)
-    axes.bar(low - 3 + 0.8 * offset, zeros, width=0.7, color=colour)
+    shown, edges = np.maximum(shares, _LEAST), range(low, high + 1)
+    axes.stairs(shown, edges, baseline=_LEAST, color=_COLOURS[row.kind], linewidth=1.6, label=label)
+    axes.bar(low - 3 + 0.8 * offset, zeros, width=0.7, color=_COLOURS[row.kind])
 
 
-def _tensors(figure: Any, axes: Any, rows: list[Any], low: int, high: int, shift: float) -> None:
-    exponents = range(low, high)
-    picture = np.array([[row.exponents.get(e, 0) / row.size for e in exponents] for row in rows] or [[0.0]])
-    most = picture.max(axis=1, keepdims=True)
-    shown = np.ma.masked_equal(picture / np.where(most == 0, 1, most), 0)
+def _tensors(axes: Any, rows: Sequence[Magnitudes], low: int, high: int) -> Any:
+    """Draws a line per tensor; returns the image."""
+    counts = np.array([[row.exponents.get(e, 0) for e in range(low, high)] for row in rows] or [[0.0]])
+    shown = np.ma.masked_equal(counts / np.maximum(counts.max(axis=1, keepdims=True), 1), 0)
     extent = (low, high, len(rows) or 1, 0)
     image = axes.imshow(shown, aspect="auto", cmap="cividis", extent=extent, vmin=0, vmax=1)
-    for edge in (-25 - shift, -14 - shift, 16 - shift):
-        if low < edge < high:
-            axes.axvline(edge, color="black", linewidth=0.8, linestyle="--")
-    axes.set_yticks([i + 0.5 for i in range(len(rows))])
     names = [f"{row.path}{' (activation)' if row.kind == 'activation gradient' else ''}" for row in rows]
-    axes.set_yticklabels(names, fontsize=7)
-    axes.set_xlim(low - 3.5, high)
-    axes.set_xlabel("log2 |gradient| per tensor; dashed: limits of float16")
-    figure.colorbar(image, ax=axes, label="share of the fullest bin", pad=0.01)
+    axes.set_yticks([i + 0.5 for i in range(len(rows))], names, fontsize=7)
+    axes.set(xlim=(low - 3.5, high), xlabel="log2 |gradient| per tensor; dashed: limits of float16")
+    return image

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
-from jmp_policy._src.policy import watching
-from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import (
     Function,
@@ -134,16 +132,22 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
     def counted(
         scale_or_opt_state: Any, state: "SpectrumState", params: PyTree, *args: Any, **kwargs: Any
     ) -> Any:
-        _check(state, params)
+        check_no_nnx_module("spectrum_value_and_grad", params)
+        if not isinstance(state, SpectrumState):
+            raise TypeError(
+                "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); "
+                f"it got {type(state).__name__}."
+            )
         scale = as_loss_scale(scale_or_opt_state)
         # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
-        dtype = _loss_dtype(loss_fn, has_aux, params, args, kwargs)
-        cotangent = first_cotangent(dtype, scale.loss_scale)
+        out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
+        cotangent = first_cotangent(getattr(out, "dtype", None), scale.loss_scale)
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
             taps = tapping.Taps(histogram.count, sinks, 1.0 / cotangent)
-            with _taps_active(taps) if sinks else contextlib.nullcontext():
+            with tapping.watching_modules(taps) if sinks else contextlib.nullcontext():
                 loss, aux = split_loss(loss_fn(params, *args, **kwargs), has_aux)
+            taps.done()
             return scale_loss(scale, loss), (loss, aux)
 
         sinks = {name: jnp.zeros((2, histogram.SIZE), jnp.float32) for name in state.activations}
@@ -195,8 +199,8 @@ class SpectrumState:
           loss_fn, args, kwargs: to count activations too, the loss function, which is traced, and its
             arguments after `params`.
         """
-        given = (_nothing, (params,), {}) if loss_fn is None else (loss_fn, (params, *args), kwargs)
-        function = as_function(*given, "SpectrumState.create")
+        fn = loss_fn or (lambda params: None)
+        function = as_function(fn, (params, *args), kwargs, "SpectrumState.create")
         return cls.zeros(_trained_paths(function), [] if loss_fn is None else _tap_names(function))
 
     @classmethod
@@ -232,16 +236,16 @@ class SpectrumState:
         Raises:
           ValueError: when the state was made for other parameters.
         """
-        if every != 1:
-            due = self.calls % every == 0
-            counted = lax.cond(due, lambda: self._counted(grads, scale, activations), lambda: self)
-        else:
-            counted = self._counted(grads, scale, activations)
+
+        def count() -> SpectrumState:
+            return self._counted(grads, scale, activations)
+
+        counted = count() if every == 1 else lax.cond(self.calls % every == 0, count, lambda: self)
         return replace(counted, calls=_increment(self.calls))
 
     def _counted(self, grads: PyTree, scale: Any, activations: dict[str, Any] | None) -> "SpectrumState":
         loss_scale = jnp.asarray(as_loss_scale(scale).loss_scale, jnp.float32)
-        leaves = [leaf for _, leaf in _floating(grads)]
+        leaves = [leaf for leaf in jax.tree.leaves(grads) if is_array(leaf) and is_floating(leaf.dtype)]
         if len(leaves) != len(self.gradients):
             raise ValueError(
                 f"The gradients have {len(leaves)} floating arrays and the spectrum was made for "
@@ -255,13 +259,12 @@ class SpectrumState:
             largest.append(jnp.maximum(most, jnp.max(finite, initial=0.0)))
         new = activations or {}
         taps = {name: counts + new.get(name, 0.0) for name, counts in self.activations.items()}
-        return SpectrumState(
-            names=self.names,
+        return replace(
+            self,
             gradients=tuple(gradients),
             largest=tuple(largest),
             activations=taps,
             loss_scale=loss_scale,
-            calls=self.calls,
             steps=_increment(self.steps),
         )
 
@@ -274,40 +277,22 @@ class SpectrumState:
         """
         state = jax.device_get(self)
         rows = [
-            magnitudes(path, "weight gradient", histogram.take_apart(counts), float(largest))
+            magnitudes(path, "weight gradient", counts, float(largest))
             for path, counts, largest in zip(state.names, state.gradients, state.largest, strict=True)
         ]
         for kind, place in (("activation gradient", 1), ("activation", 0)):
             for path, counts in state.activations.items():
-                rows.append(magnitudes(path, kind, histogram.take_apart(counts[place]), None))
+                rows.append(magnitudes(path, kind, counts[place], None))
         return GradientSpectrum(name, float(state.loss_scale), tuple(rows), int(state.steps), margin)
-
-
-def _floating(tree: PyTree) -> list[tuple[Any, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x) for path, x in leaves if is_array(x) and is_floating(x.dtype)]
 
 
 def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
 
-@contextlib.contextmanager
-def _taps_active(taps: tapping.Taps) -> Iterator[tapping.Taps]:
-    """Makes taps count inside a with-block: those of `tap`, and those on the outputs of Flax modules.
-
-    Linen modules get taps here; NNX modules have them wherever `flax.nnx.states.named` gave them names.
-    """
-    with contextlib.ExitStack() as stack:
-        for framework in imported_frameworks():
-            stack.enter_context(framework.tapped())
-        yield stack.enter_context(watching.looking(taps))
-    taps.done()
-
-
 def _tap_names(function: Function) -> list[str]:
     taps = tapping.Taps(histogram.count)
-    with _taps_active(taps):
+    with tapping.watching_modules(taps):
         jax.eval_shape(function.call, function.arrays)
     return list(taps.met)
 
@@ -316,21 +301,3 @@ def _trained_paths(function: Function) -> list[str]:
     """The paths of the parameters, without the argument's name."""
     paths = [function.arguments[i].path for i in function.trained()]
     return [path.partition("/")[2] or path for path in paths]
-
-
-def _nothing(params: Any) -> None:
-    """Stands in for a loss function where only the parameters matter."""
-
-
-def _check(state: Any, params: PyTree) -> None:
-    check_no_nnx_module("spectrum_value_and_grad", params)
-    if not isinstance(state, SpectrumState):
-        raise TypeError(
-            "spectrum_value_and_grad counts into a SpectrumState, made by SpectrumState.create(params); it "
-            f"got {type(state).__name__}."
-        )
-
-
-def _loss_dtype(loss_fn: Any, has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
-    out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
-    return getattr(out, "dtype", None)

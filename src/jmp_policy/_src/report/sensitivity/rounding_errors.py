@@ -1,0 +1,345 @@
+"""Measures what rounding would do to a loss and its gradient: to first order, or with the rounding done.
+
+The gradient G of a loss depends on every value x of the forward pass, and on every cotangent g of the
+backward pass. Half precision adds errors d to the former and d' to the latter, small and independent of each
+other, so that to first order the square of the gradient's error is, in the mean,
+
+    |dG|^2 = sum over x of |dG/dx|^2 d(x)^2  +  sum over g of |dG/dg|^2 d'(g)^2.
+
+With a random vector v of signs, the mean of (v . dG/dx)^2 is |dG/dx|^2 (Hutchinson). v . G is one number:
+its gradient gives c = v . dG/dx for all values of the program, and t = v . dG/dg for all cotangents, in one
+pass. A tap is where they come by::
+
+    def tap(x, sink): return x
+    backward pass of the loss:    g arrives; statistics of x and g leave as the cotangent of the sink
+    backward pass of v . G:       c and t arrive; c^2 d(x)^2 and t^2 d'(g)^2 leave as that of the sink
+
+Taps have no callbacks, so they work under jit, in scans, under checkpoint and on several devices; what
+belongs to one sink adds up. There are two kinds of sinks: a `Counter` counts, a `Switch` rounds if it is on.
+
+References:
+  M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix (1990).
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.core.narrowing import rounded
+from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
+from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
+from jmp_policy._src.report.tapping import varying_like
+
+
+def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> jax.Array:
+    """What rounding `x * scale` adds to x; 0 for what is rounded to infinity, which is counted apart.
+
+    Args:
+      x: array of any shape; computed with in float32.
+      dtype: the half dtype to round to.
+      scale: a power of two.
+    """
+    x = x.astype(jnp.float32)
+    error = rounded(x * scale, dtype) / scale - x
+    return jnp.where(jnp.isfinite(error), error, 0.0)
+
+
+def overflows(x: jax.Array, dtype: str) -> jax.Array:
+    """How many finite values become infinite; float32 scalar."""
+    x = x.astype(jnp.float32)
+    # A number that is infinite in float32 is not this dtype's fault.
+    return jnp.sum(jnp.isfinite(x) & jnp.isinf(rounded(x, dtype)), dtype=jnp.float32)
+
+
+def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
+    """How many values other than zero become zero, for what rounding adds to them; float32 scalar."""
+    return jnp.sum((error == -x) & (x != 0), dtype=jnp.float32)
+
+
+class Counter(NamedTuple):
+    """Sink that counts what rounding would do, and rounds nothing.
+
+    After the backward pass of the loss its cotangent holds what `STATISTICS` names; after that of v . G the
+    square of the gradient's error, in the first place.
+
+    Args:
+      numbers: float32, one per statistic; each holds the loss scale.
+    """
+
+    numbers: jax.Array
+
+    @property
+    def scale(self) -> jax.Array:
+        """The loss scale."""
+        return self.numbers[0]
+
+    def beside(self, x: jax.Array) -> "Counter":
+        """The sink on the mesh of x, varying over the devices that x varies over."""
+        sink, mesh = self.numbers, jax.typeof(x).sharding.mesh
+        if jax.typeof(sink).sharding.mesh != mesh and not mesh.empty:
+            # Within jax.sharding.auto_axes, or outside of jax.set_mesh.
+            sink = jax.sharding.reshard(sink, jax.NamedSharding(mesh, jax.P()))
+        return Counter(varying_like(sink, x))
+
+    def forward(self, which: Which, x: jax.Array) -> Any:
+        """The value as it is; it passes another tap, at which c arrives."""
+        error = None
+        if which.value:
+            error = rounding_error(jax.lax.stop_gradient(x), which.dtype)
+            x = _with_error(x, error, self)
+        return x, (x, error)
+
+    def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
+        """The cotangent as it is, and the statistics of both."""
+        x, error, scale, seen = jax.lax.stop_gradient((*residuals, self.scale, g))
+        found: dict[str, Any] = {}
+        if which.value:
+            found["loss_variance"] = jnp.sum(jnp.square(seen * error))
+            found["overflow"], found["underflow"] = overflows(x, which.dtype), underflows(x, error)
+        if which.cotangent:
+            change = rounding_error(seen, which.dtype, scale)
+            g = _with_error(g, change, self)
+            found["gradient_overflow"] = overflows(seen * scale, which.dtype)
+            found["gradient_underflow"] = underflows(seen, change)
+            found["largest_gradient"] = jnp.max(jnp.abs(seen), initial=0.0)
+        return g, _statistics(x, **found)
+
+    def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
+        """The sum in float32, and statistics of its difference from that in half."""
+        seen = jax.lax.stop_gradient(exact)
+        error = jnp.where(jnp.isfinite(half - seen), half - seen, 0.0)
+        found = _statistics(exact, gradient_overflow=overflows(seen * self.scale, dtype))
+        return _with_error(exact, error, self), found
+
+
+STATISTICS = (
+    "loss_variance", "overflow", "underflow", "gradient_overflow", "gradient_underflow", "largest_gradient",
+)  # fmt: skip
+
+
+def _statistics(like: Any, **found: Any) -> Counter:
+    zero = varying_like(jnp.float32(0), like)
+    return Counter(jnp.stack([found.get(name, zero) for name in STATISTICS]))
+
+
+@jax.custom_vjp
+def _with_error(x: Any, error: Any, sink: Counter) -> Any:
+    """A value or a cotangent, which half precision would change by an error."""
+    return x
+
+
+def _square_of_error(error: Any, arrived: Any) -> Any:
+    along = arrived * error
+    # In the place of the first statistic.
+    return arrived, jnp.zeros_like(error), _statistics(along, loss_variance=jnp.sum(jnp.square(along)))
+
+
+_with_error.defvjp(lambda x, error, sink: (x, error), _square_of_error)
+
+
+class Switch(NamedTuple):
+    """Sink that rounds a value and its cotangent, if it is on.
+
+    It is an argument of the compiled program, so that one program gives the gradient with the rounding of any
+    choice of modules.
+
+    Args:
+      on: whether they are rounded; boolean scalar.
+      scale: what cotangents are multiplied by before they are rounded; float32 scalar.
+    """
+
+    on: Any
+    scale: Any
+
+    def beside(self, x: jax.Array) -> "Switch":
+        """The sink itself."""
+        return self
+
+    def forward(self, which: Which, x: jax.Array) -> Any:
+        """The value, rounded."""
+        return (jnp.where(self.on, rounded(x, which.dtype), x) if which.value else x), ()
+
+    def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
+        """The cotangent, rounded."""
+        if not which.cotangent:
+            return g, None
+        return jnp.where(self.on, rounded(g * self.scale, which.dtype) / self.scale, g), None
+
+    def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
+        """The sum in half."""
+        return jnp.where(self.on, half, exact), None
+
+
+#: The largest loss scale that is proposed.
+_LARGEST_SCALE = 2.0**24
+
+
+class Effect(NamedTuple):
+    """What rounding to half does.
+
+    Args:
+      gradient, loss: squares of their relative errors, in the mean.
+      overflow, underflow: number of values that become infinite and zero.
+      gradient_overflow, gradient_underflow: the same of cotangents times the loss scale.
+    """
+
+    gradient: float = 0.0
+    loss: float = 0.0
+    overflow: int = 0
+    underflow: int = 0
+    gradient_overflow: int = 0
+    gradient_underflow: int = 0
+
+    def __add__(self, other: Any) -> "Effect":
+        return Effect(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def error(self) -> float:
+        """The relative error of the gradient; infinite where something overflows."""
+        return math.inf if self.overflow or self.gradient_overflow else math.sqrt(self.gradient)
+
+
+class Effects(NamedTuple):
+    """What rounding does, by the module that rounds.
+
+    Args:
+      name: of the loss function.
+      dtype: "float16" or "bfloat16".
+      loss_scale: what the cotangents were multiplied by.
+      modules: those of the model, by the names that lead to them.
+      own: of what a module rounds, whatever other modules do.
+      alone: of the extra rounding of what enters and leaves it, if all others compute in float32.
+    """
+
+    name: str
+    dtype: str
+    loss_scale: float
+    modules: dict[tuple[str, ...], Any]
+    own: dict[str, Effect]
+    alone: dict[str, Effect]
+
+
+def effects(traced: TracedLoss, probes: int) -> Effects:
+    """Measures to first order what rounding does to a loss and its gradient."""
+    run = compiled_quickly(functools.partial(_probe, traced))
+    scale = 1.0  # bfloat16 has float32's range.
+    if traced.dtype == "float16":
+        scale = _loss_scale(run(jax.random.key(0), 1.0, traced.batches[0]).first)
+    found = dict.fromkeys(traced.sinks, Effect())
+    for i, arrays in enumerate(traced.batches):
+        for j in range(probes):
+            seen = jax.device_get(run(jax.random.key(i * probes + j + 1), scale, arrays))
+            # Counts are those of one batch; squares are means.
+            for name in traced.sinks:
+                runs = probes * len(traced.batches)
+                found[name] += _effect(seen, name, runs, counted=not i and not j)
+    own, alone = ({g: found[Sink(g, which)] for g in traced.groups} for which in (False, True))
+    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone)
+
+
+class _Seen(NamedTuple):
+    """Cotangents of the sinks in both backward passes, the loss, and the square of the gradient's norm."""
+
+    first: Any
+    second: Any
+    loss: Any
+    square: Any
+
+
+def _probe(traced: TracedLoss, key: Any, scale: Any, arrays: Sequence[Any]) -> _Seen:
+    """One backward pass, and one of the gradient's product with random signs."""
+    params = traced.params(arrays)
+    signs = [
+        jax.random.rademacher(jax.random.fold_in(key, i), param.shape, jnp.float32)
+        for i, param in enumerate(params)
+    ]
+
+    def along(sinks: Any) -> Any:
+        # Of the sinks too: cotangents are wanted where no parameter leads to, at the inputs.
+        gradient = jax.value_and_grad(traced.run, (0, 1))
+        loss, (first, grads) = gradient(sinks, params, arrays)
+        product = sum(jnp.sum(a * b) for a, b in zip(signs, grads, strict=True))
+        return product, _Seen(first, None, loss, sum(jnp.sum(jnp.square(g)) for g in grads))
+
+    numbers = jnp.full(len(STATISTICS), scale, jnp.float32)
+    second, seen = jax.grad(along, has_aux=True)({name: Counter(numbers) for name in traced.sinks})
+    return seen._replace(second=second)
+
+
+def _loss_scale(first: Any) -> float:
+    """The power of two by which the largest cotangent stays a factor of 4 below overflow; at least 1.
+
+    Modules whose cotangents leave no room at all are left out: a scale below 1 would make those of all others
+    zero for their sake.
+    """
+    place, most = STATISTICS.index("largest_gradient"), 65504 / 4
+    found = (float(counter.numbers[place]) for counter in first.values())
+    largest = max((x for x in found if x <= most), default=0.0)
+    return min(2.0 ** math.floor(math.log2(most / largest)), _LARGEST_SCALE) if largest else 1.0
+
+
+def _effect(seen: _Seen, name: Sink, runs: int, counted: bool) -> Effect:
+    statistics: dict[str, Any] = dict(zip(STATISTICS, seen.first[name].numbers, strict=True))
+    counts = [int(statistics[field]) if counted else 0 for field in Effect._fields[2:]]
+    square, loss = float(seen.square), float(np.square(seen.loss))
+    gradient = float(seen.second[name].numbers[0]) / square if square else 0.0
+    return Effect(gradient / runs, float(statistics["loss_variance"]) / loss / runs if loss else 0.0, *counts)
+
+
+class AppliedRounding:
+    """Errors of the loss and its gradient for any choice of modules that round; one program, compiled once.
+
+    Args:
+      traced: the loss.
+      scale: the loss scale, a power of two.
+    """
+
+    def __init__(self, traced: TracedLoss, scale: float):
+        self._traced, self._scale = traced, scale
+        self._run = compiled_quickly(self._gradient)
+        off = np.zeros(len(traced.sinks), bool)
+        self._exact = [self._run(off, scale, arrays) for arrays in traced.batches]
+
+    def __call__(self, sinks: Iterable[Sink]) -> tuple[float, float]:
+        """The squares of the relative errors of gradient and loss, as means over the batches."""
+        on = np.isin(np.arange(len(self._traced.sinks)), list(map(self._traced.sinks.index, sinks)))
+        squares = [
+            jax.device_get(_squares(self._run(on, self._scale, arrays), exact))
+            for arrays, exact in zip(self._traced.batches, self._exact, strict=True)
+        ]
+        mean = np.mean(squares, axis=0, dtype=np.float64)
+        gradient, loss = np.where(np.isfinite(mean), mean, np.inf).tolist()
+        return gradient, loss
+
+    def of_modules(self, groups: Iterable[str]) -> tuple[float, float]:
+        """The same for modules in half, while all others compute in float32."""
+        # To round twice is to round once: what comes from another of these modules changes no more.
+        return self(Sink(group, alone) for group in groups for alone in (False, True))
+
+    def own(self, found: Effects) -> Effects:
+        """What rounding does, measured for each module by itself."""
+        own = {}
+        for group, effect in found.own.items():
+            gradient, loss = self([Sink(group, False)])
+            own[group] = effect._replace(gradient=gradient, loss=loss)
+        return found._replace(own=own)
+
+    def _gradient(self, on: Any, scale: Any, arrays: Sequence[Any]) -> Any:
+        traced = self._traced
+        switches = {sink: Switch(is_on, scale) for sink, is_on in zip(traced.sinks, on, strict=True)}
+        return jax.value_and_grad(traced.run, 1)(switches, traced.params(arrays), arrays)
+
+
+@jax.jit
+def _squares(found: Any, exact: Any) -> Any:
+    """The squares of the relative errors of the gradients and the loss."""
+    (loss, grads), (exact_loss, exact_grads) = found, exact
+    error = sum(jnp.sum(jnp.square(a - b)) for a, b in zip(grads, exact_grads, strict=True))
+    norm = sum(jnp.sum(jnp.square(b)) for b in exact_grads)
+    pairs = (error, norm), (jnp.square(loss - exact_loss), jnp.square(exact_loss))
+    return [jnp.where(b == 0, 0.0, a / b) for a, b in pairs]
