@@ -11,8 +11,9 @@ import numpy as np
 import optax
 
 from jmp_policy._src.api.wrap import wrap
-from jmp_policy._src.core.settings import check_depth, check_keys, shown
-from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.serialization import check_depth
+from jmp_policy._src.core.settings import shown
+from jmp_policy._src.core.suggest import check_keys, did_you_mean
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled

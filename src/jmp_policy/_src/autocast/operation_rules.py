@@ -24,12 +24,11 @@ from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.matrix_products import terms_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
-from jmp_policy._src.products.small_products import few_terms_text, gains_nothing
+from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 

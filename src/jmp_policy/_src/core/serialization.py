@@ -2,7 +2,7 @@
 
 It has a registry but no protocol, and a program that never imports Flax should not pay for it (0.15 s on top
 of jax and optax). Importing it eagerly would do that; registering when an object is made would miss a Flax
-imported later.
+imported later. What is saved is nested data: `check_depth` refuses what may contain itself.
 """
 
 import importlib.abc
@@ -83,3 +83,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _CallingLoader(spec.loader, self._callback)
         return spec
+
+
+#: Levels of a config that are more than any config has: data that contains itself.
+_DEEP = 20
+
+
+def check_depth(data: Any, what: str, limit: int = _DEEP) -> None:
+    """Raises ValueError for nested data that is deeper than `limit`, and so may contain itself."""
+    waiting: list[tuple[Any, tuple[str, ...]]] = [(data, ())]
+    while waiting:
+        node, path = waiting.pop()
+        if len(path) > limit:
+            raise ValueError(
+                f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it "
+                "contain itself?"
+            )
+        if hasattr(node, "items"):
+            waiting += [(child, (*path, str(key))) for key, child in node.items()]
+        elif isinstance(node, list | tuple):
+            waiting += [(child, (*path, str(i))) for i, child in enumerate(node)]

@@ -4,7 +4,6 @@ The state machine of `DynamicLossScale` is torch's `GradScaler`'s (growth after 
 clean steps) with Megatron's hysteresis, a floor and a ceiling. The functional shape is jmp's.
 """
 
-import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -28,8 +27,6 @@ from jmp_policy._src.loss_scaling.small_arrays import divide
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-
-_COUNTS = ("growth_tracker", "hysteresis_tracker", "clean_steps", "skipped", "consecutive_skips", "steps")
 
 
 @runtime_checkable
@@ -256,31 +253,6 @@ def within(scale: Any, low: Any, high: Any) -> jax.Array:
     From the lower one, growth would take 2000 steps for each factor of two.
     """
     return jnp.where(scale <= high, jnp.maximum(scale, low), high)
-
-
-def leaf_limits(name: str, scale: Any) -> tuple[float, float] | None:
-    """Between which numbers a leaf of a loss scale, or of the state of `loss_scaled`, must lie.
-
-    Args:
-      name: of the leaf.
-      scale: the loss scale, whose bounds count; where only its leaves are known, what holds them.
-
-    Returns:
-      The least and the greatest number, or None for other leaves.
-    """
-    if name in _COUNTS:
-        return 0, 2**31 - 2  # One less than an int32 holds: the next step may add one.
-    low = getattr(scale, "min_loss_scale", SMALLEST_SCALE)
-    high = getattr(scale, "max_loss_scale", LARGEST_SCALE)
-    return {
-        "loss_scale": (float(np.float32(low)), float(np.float32(high))),
-        "log2_scale": (math.floor(math.log2(low)), math.ceil(math.log2(high))),
-        "clean_scale": (SMALLEST_SCALE, 2.0**127),
-        "failed_scale": (SMALLEST_SCALE, 2.0**127),
-        "widened": (0, 1000),
-        "integral": (-LARGEST_SCALE, LARGEST_SCALE),
-        "previous_error": (-LARGEST_SCALE, LARGEST_SCALE),
-    }.get(name)
 
 
 def _times_factor(scale: jax.Array, factor: float) -> jax.Array:

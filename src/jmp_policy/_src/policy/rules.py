@@ -9,7 +9,8 @@ import numpy as np
 
 from jmp_policy._src.core.dtype_words import check_has_range
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.settings import check_keys, flag
+from jmp_policy._src.core.settings import flag
+from jmp_policy._src.core.suggest import check_keys
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.patterns import (
     Pattern,

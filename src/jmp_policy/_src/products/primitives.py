@@ -146,22 +146,16 @@ _OURS = {
     primitives.dot_general_p: DOT_GENERAL,
     primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
 }
-_JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
-
-
-def are_chosen(dtype: Any) -> bool:
-    """Returns whether code that computes in a dtype takes its products from here.
-
-    Only bfloat16 does, where the default backend is a CPU: whoever traces for a GPU gets JAX's primitives.
-    """
-    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+#: JAX's primitive for each of ours that stands in for it.
+JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the primitive to bind in place of another, for these operands.
 
-    On a CPU one of ours, for a product of bfloat16 operands with a floating result of at most 32 bits; JAX's
-    for all other products, and any other primitive itself, `CONV_WITH_FLOAT32_RESULT` too.
+    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other products, and any other primitive itself,
+    `CONV_WITH_FLOAT32_RESULT` too.
 
     Args:
       primitive: JAX's or ours.
@@ -170,10 +164,10 @@ def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any
     """
     if primitive is CONV_WITH_FLOAT32_RESULT:
         return primitive
-    jaxs = _JAXS.get(primitive, primitive)
+    jaxs = JAXS.get(primitive, primitive)
     if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
         return jaxs
     result = params.get("preferred_element_type")
     fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
-    is_ours = fits and params.get("out_sharding") is None and are_chosen(jnp.bfloat16)
+    is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
     return _OURS[jaxs] if is_ours else jaxs
