@@ -20,7 +20,7 @@ from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import taps
 from jmp_policy._src.flax.linen.governing import locate
-from jmp_policy._src.flax.linen.intercept import intercept, pushed, running_location
+from jmp_policy._src.flax.linen.interceptor import pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, wrapped_twice
@@ -325,6 +325,8 @@ class LinenFramework(Framework):
 
     def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the modules that are called under a policy."""
+        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
+
         return intercept(rules)
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:

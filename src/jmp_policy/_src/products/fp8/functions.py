@@ -57,8 +57,3 @@ class Float8DotGeneral:
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product; the arguments are those of `bind_float8`."""
         return bind_float8(operands, without_target(self.recipe), params, unmarked=unmarked)
-
-
-def without_recipe(function: Any) -> Any:
-    """Returns what a layer called before it was given a recipe; any other function unchanged."""
-    return function.instead_of if isinstance(function, Float8DotGeneral) else function
