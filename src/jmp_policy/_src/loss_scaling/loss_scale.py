@@ -19,9 +19,9 @@ from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
+from jmp_policy._src.loss_scaling.gradients import divide
 from jmp_policy._src.loss_scaling.rounded_product import round_once
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
-from jmp_policy._src.loss_scaling.small_arrays import divide
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.

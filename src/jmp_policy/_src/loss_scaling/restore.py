@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
 from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
+from jmp_policy._src.loss_scaling.gradients import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 _SHOWN = 10

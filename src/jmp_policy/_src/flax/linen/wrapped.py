@@ -23,7 +23,8 @@ from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.flax.linen.interceptor import pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.policy.frameworks import Framework
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, wrapped_twice
+from jmp_policy._src.policy.patterns import wrapped_twice
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen
 
 M = TypeVar("M", bound=nn.Module)

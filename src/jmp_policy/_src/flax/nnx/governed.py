@@ -20,7 +20,7 @@ from jmp_policy._src.flax import float32_products
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
 from jmp_policy._src.flax.nnx.stand_in import bound, stand_in
-from jmp_policy._src.policy.half_errors import explained
+from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
     OwnParams,
@@ -142,17 +142,17 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
     own = OwnParams.of(_arrays(graph_nodes.own_params(module)))
     if not precision.island and precision.keeps_small_inputs and small.are_all and own.sum_few():
         precision = precision.as_island()
-    with (
-        small.inside(),
-        explained(bare.__name__, bare.__name__, precision),
-        _watched(module),
-        param_cast_proxy.opened(module, precision) as proxy,
-    ):
-        new_args, new_kwargs = args, kwargs
-        # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
-        if not precision.island:
-            new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
-        out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+    opened = param_cast_proxy.opened(module, precision)
+    try:
+        with small.inside(), _watched(module), opened as proxy:
+            new_args, new_kwargs = args, kwargs
+            # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
+            if not precision.island:
+                new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
+            out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+    except half_errors.KINDS as error:
+        half_errors.explain(error, bare.__name__, bare.__name__, precision)
+        raise
     has_params = any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(module))
     keeps = small.kept_outputs(out, precision, has_params, graph_nodes.is_node)
     return cast_outputs(

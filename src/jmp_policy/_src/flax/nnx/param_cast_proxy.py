@@ -31,8 +31,8 @@ from flax import nnx
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
-from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
-from jmp_policy._src.flax.nnx.stand_in import subclass
+from jmp_policy._src.flax.nnx.param_view import Container, bring_back, seen_as, view
+from jmp_policy._src.flax.nnx.stand_in import CLASSES, subclass
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
@@ -259,7 +259,9 @@ def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
         run.proxies.append((new, leaf))
         return new
 
-    return seen_as(value, one, run.containers)
+    if isinstance(value, list | dict | tuple):
+        return seen_as(value, one, run.containers)
+    return map_changed(one, value, graph_nodes.is_node)
 
 
 def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:

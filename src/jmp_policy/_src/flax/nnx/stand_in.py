@@ -8,6 +8,7 @@ class, are those of the author.
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,3 +73,7 @@ def stand_in(
 def _is_public_method(name: str, value: Any) -> bool:
     is_public = name == "__call__" or not name.startswith("_")
     return is_public and callable(value) and not isinstance(value, type | staticmethod)
+
+
+#: Held while classes are made: two threads that make one at a time would get two.
+CLASSES = threading.RLock()
