@@ -22,7 +22,7 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
@@ -125,7 +125,7 @@ class Lower(_Bound):
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
             and not ir.asks_for_precision(eqn)
-            and not source_lines.is_drawn(eqn)
+            and not jax_sources.is_drawn(eqn)
         )
 
     def plan(
@@ -135,9 +135,9 @@ class Lower(_Bound):
             if region.half is not None and any(_floats(eqn)) and ir.asks_for_precision(eqn):
                 asked = f"a {eqn.primitive.name} asks for precision={eqn.params['precision']}"
                 # Of what is inside JAX's algorithms the user has written nothing.
-                note = "" if source_lines.is_of_algorithm(eqn) else f"{asked}, and stays in float32"
+                note = "" if jax_sources.is_of_algorithm(eqn) else f"{asked}, and stays in float32"
                 return as_traced(self, eqn, "full: it asks for a precision of its own", note)
-            if region.half is not None and source_lines.is_drawn(eqn):
+            if region.half is not None and jax_sources.is_drawn(eqn):
                 return as_traced(self, eqn, "full: draws random numbers")
             return AS_TRACED.plan(planner, eqn, ins, outs, region)
         half, reason = region.half, planner.table[eqn.primitive.name][1]
