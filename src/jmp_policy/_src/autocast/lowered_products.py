@@ -1,22 +1,32 @@
-"""Chooses the products that autocast computes in float8 under a recipe.
+"""How a product of half operands is computed: with a half or float32 result, or in float8 under a recipe.
 
 A function has no layers to tell a head or attention by. Its program shows them: a head's result goes to
 float32 operations only (the loss), attention multiplies batches of activations, and what a first layer
 multiplies are both arguments of the function.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.policy.recipes import role_by_name
 from jmp_policy._src.policy.worthwhile import without_target
+from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.profit import loses
+from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
+from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 
 def choose(eqn: Any, ins: Sequence[Value], region: Region) -> tuple[Any, str]:
@@ -59,3 +69,48 @@ class _Float8Product:
 
 
 FLOAT8: Any = _Float8Product()
+
+
+def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
+    """Computes the product of an equation, of half operands, with a result in the given dtype."""
+    changed = {"preferred_element_type": result, "precision": None}
+    if result == FLOAT32 and eqn.primitive.name == CONV_WITH_FLOAT32_RESULT.name:
+        return binding.bind_product(CONV_WITH_FLOAT32_RESULT, operands, {**eqn.params, **changed})[0]
+    return binding.bind(eqn, *operands, **changed)[0]
+
+
+def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
+    """Computes the product of an equation with a float32 result, whose derivatives are half products.
+
+    JAX transposes such a product into one of a float32 cotangent with a half operand, which no Tensor Core
+    takes. Here the tangent is a half product, converted: its transpose rounds the cotangent to half first, as
+    it would have been rounded had the result been half.
+
+    Args:
+      eqn: a product, linear in each floating operand.
+      half: dtype of the floating operands.
+      operands: arrays.
+    """
+
+    def dot(*operands: Any) -> Any:
+        with binding.program(is_body=True):
+            return product(eqn, operands, FLOAT32)
+
+    dot.__name__ = FLOAT32_PRODUCT
+    call = jax.custom_jvp(dot)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        # Not `call` again: policies of jax.checkpoint that save products must see one here. Only a third
+        # derivative in reverse would meet JAX's own transpose of it.
+        out = product(eqn, primals, FLOAT32)
+        terms = [
+            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], half)
+            for place, tangent in enumerate(tangents)
+            if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+        ]
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call(*operands)
