@@ -22,9 +22,8 @@ from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.policy.recipes import role_by_name
 from jmp_policy._src.policy.worthwhile import without_target
 from jmp_policy._src.products import binding
-from jmp_policy._src.products.fp8.eligibility import stays_because
+from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
-from jmp_policy._src.products.fp8.profit import loses
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 

@@ -14,13 +14,13 @@ import optax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
+from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.gradients import divide
-from jmp_policy._src.loss_scaling.rounded_product import round_once
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32

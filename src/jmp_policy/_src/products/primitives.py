@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.device_dispatch import GPUS
-from jmp_policy._src.products import convolution, dot
+from jmp_policy._src.products import cpu_products
 
 #: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
 #: JAX's own operation.
@@ -135,11 +135,11 @@ def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn:
     return eqn, eqn, [False], [True], needed
 
 
-DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: dot.product)
-CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, convolution.rule)
+DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: cpu_products.product)
+CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, cpu_products.convolution)
 #: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
 CONV_WITH_FLOAT32_RESULT = _product_primitive(
-    primitives.conv_general_dilated_p, convolution.rule, on_gpu=convolution.in_half
+    primitives.conv_general_dilated_p, cpu_products.convolution, on_gpu=cpu_products.convolved_in_half
 )
 
 _OURS = {

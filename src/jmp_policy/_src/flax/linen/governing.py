@@ -18,7 +18,7 @@ import dataclasses
 import flax.linen as nn
 
 from jmp_policy._src.flax.linen.layers import IN_FLOAT32, ISLANDS
-from jmp_policy._src.flax.linen.matched_rules import precision_by_rules
+from jmp_policy._src.flax.linen.unused_rules import precision_by_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import Scope
 

@@ -19,7 +19,7 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax import float32_products
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
-from jmp_policy._src.flax.nnx.stand_in import bound, stand_in
+from jmp_policy._src.flax.nnx.param_cast_proxy import bound, stand_in_class
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
@@ -83,7 +83,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
     class_dtype = inspect.getattr_static(bare, "dtype", None)
     if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
         namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
-    return stand_in(bare, methods, namespace, _metaclass(type(bare)))
+    return stand_in_class(bare, methods, namespace, _metaclass(type(bare)))
 
 
 @functools.cache

@@ -18,6 +18,7 @@ on the list or dict itself when the call ends.
 
 import copy
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -29,9 +30,11 @@ from flax import nnx
 from jmp_policy._src.core.dtypes import cast_floating, is_half, map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes
-from jmp_policy._src.flax.nnx.stand_in import CLASSES
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.weight_grads.param_casts import cast_weight
+
+#: Held while classes are made: two threads that make one at a time would get two.
+CLASSES = threading.RLock()
 
 
 def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, Any]) -> nnx.Variable:

@@ -30,8 +30,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
-from jmp_policy._src.products.fp8.blocks import BLOCKS, block_product
-from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
+from jmp_policy._src.products.fp8.scales import BLOCKS, GRADIENT, VALUE, block_product, quantised, scale_of
 from jmp_policy._src.products.primitives import checkpointed, primitive_for
 
 _JAXS = primitives.dot_general_p
