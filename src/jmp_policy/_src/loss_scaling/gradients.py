@@ -39,7 +39,7 @@ def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:
       >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    numbers = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _can_be_non_finite(x)]
+    numbers = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     finite = _all_finite(*numbers)[0] if numbers else jnp.ones((), jnp.bool_)
     return finite if axis_name is None else everywhere(finite, axis_name)
 
@@ -56,7 +56,8 @@ def everywhere(flags: jax.Array, axis_name: Any) -> jax.Array:
         ) from error
 
 
-def _can_be_non_finite(x: Any) -> bool:
+def is_inexact(x: Any) -> bool:
+    """Whether a leaf is a floating or complex array or number, and so may be infinite or NaN."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, float | complex)

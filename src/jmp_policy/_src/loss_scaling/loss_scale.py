@@ -20,7 +20,7 @@ from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
-from jmp_policy._src.loss_scaling.gradients import divide
+from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
@@ -131,8 +131,8 @@ class Scaling(FromDict):
         gradients, map_gradients = tree, map_changed
         if holds_float8_state(tree):
             gradients, map_gradients = derivatives(tree), map_derivatives
-        quotients = iter(divide(list(filter(_is_number, jax.tree.leaves(gradients))), self.loss_scale))
-        return map_gradients(lambda x: next(quotients) if _is_number(x) else x, tree)
+        quotients = iter(divide(list(filter(is_inexact, jax.tree.leaves(gradients))), self.loss_scale))
+        return map_gradients(lambda x: next(quotients) if is_inexact(x) else x, tree)
 
 
 @pytree_dataclass
@@ -272,14 +272,8 @@ def _leaf_to_float32(x: Any) -> Any:
     return x
 
 
-def _is_number(x: Any) -> bool:
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-    return isinstance(x, float | complex)
-
-
 def _times(x: Any, scale: Any) -> Any:
-    if not _is_number(x):
+    if not is_inexact(x):
         return x
     x = jnp.asarray(x)
     # The scale in the dtype of x, so that float64 and complex x keep theirs.

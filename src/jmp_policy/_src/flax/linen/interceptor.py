@@ -54,6 +54,7 @@ from jmp_policy._src.policy.module_precision import (
     policy_changes,
     small_inputs,
 )
+from jmp_policy._src.policy.rules import any_wants_fp32_weight_grads
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import param_casts
 
@@ -88,7 +89,8 @@ def _interceptor(
         if (path := locate(module, scope.location).path) != location.path:  # By `nn.share_scope`.
             scope.seen.moved[scope.relative(location.path)] = scope.relative(path)
         return out
-    if not module.is_initializing() and param_casts.should_transform(scope.rules):
+    wants_float32 = any_wants_fp32_weight_grads(scope.rules) and not param_casts.TRACED_FOR_IT.value
+    if wants_float32 and not module.is_initializing():
         method: Any = context.orig_method
         return special_calls.call_with_float32_gradients(
             call_governed, scope, module, method.func, args, kwargs

@@ -28,7 +28,7 @@ from jmp_policy._src.policy.module_precision import (
     cast_outputs,
     small_inputs,
 )
-from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.policy import Policy, wants_fp32_weight_grads
 from jmp_policy._src.weight_grads import param_casts, transform
 
 
@@ -131,7 +131,7 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
     spec = specification(module)
     assert spec is not None
     precision = spec.precision
-    if param_casts.should_transform(precision.policy):
+    if wants_fp32_weight_grads(precision.policy) and not param_casts.TRACED_FOR_IT.value:
         from jmp_policy._src.flax.nnx.states import transformed
 
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
