@@ -40,18 +40,14 @@ def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] |
     """
     primitive = Primitive(like.name)
 
-    def run(*operands: Any, **params: Any) -> Any:
-        with jax.disable_jit(False):  # Or it would call itself.
-            return _jitted(primitive, tuple(params.items()))(*operands)
-
-    primitive.def_impl(run)
+    primitive.def_impl(functools.partial(run_alone, primitive))
     primitive.def_effectful_abstract_eval(like.abstract_eval)
 
     def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
         other = operands[1 - place]
         types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
         mesh = jax.sharding.get_abstract_mesh()
-        jaxpr = _transpose(like, place, types, tuple(params.items()), mesh)
+        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
         return _evaluated(jaxpr, {}, cotangent, other)[0]
 
     ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
@@ -83,15 +79,30 @@ def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] |
     return primitive
 
 
+def run_alone(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs a primitive outside of any trace."""
+    with jax.disable_jit(False):  # Or it would call itself.
+        return _jitted(primitive, tuple(params.items()))(*operands)
+
+
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns a primitive as a function that runs outside of any trace."""
     return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
-    """Returns the jaxpr of JAX's transpose of a product by one operand."""
+def transposed_jaxpr(
+    like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any
+) -> Any:
+    """The jaxpr of JAX's transpose of a product by one operand.
+
+    Args:
+      like: JAX's primitive.
+      place: of the operand.
+      types: of the cotangent, the other operand and this one.
+      params: items of the product's parameters.
+      _: the mesh, on which the transpose depends too.
+    """
     cotangent, other, linear = types
 
     def call(cotangent: Any, other: Any) -> Any:
