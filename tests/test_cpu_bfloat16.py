@@ -26,7 +26,8 @@ import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.binding import bind_product
-from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
+from jmp_policy._src.products.functions import are_chosen
+from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, primitive_for
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 
 import jmp_policy as jmpp
 from jmp_policy._src.policy.recipes import DELAYED, RECIPES
-from jmp_policy._src.products.fp8.blocks import BLOCKS
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+from jmp_policy._src.products.fp8.scales import BLOCKS
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 32)).astype(np.float32)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.loss_scaling.small_arrays import fusable_flag
+from jmp_policy._src.loss_scaling.gradients import fusable_flag
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.float32(3.0)}
 SCALES = {"reconstruction": jmpp.StaticLossScale(8.0), "adversarial": jmpp.DynamicLossScale(4.0)}

@@ -22,8 +22,8 @@ from benchmarks.table import Table
 from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
+from jmp_policy._src.products.fp8.eligibility import Profit, profit_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.profit import Profit, profit_of
 from jmp_policy._src.report.lowering.hlo import CONTAINERS, NO_KERNEL, arrays, parse
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
 from jmp_policy._src.report.lowering.roofline import estimates, kernel_seconds

@@ -31,9 +31,9 @@ from jmp_policy._src.half_params.half_weights import stochastic_rounding as stoc
 from jmp_policy._src.loss_scaling.accumulate import accumulate_gradients as accumulate_gradients
 from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale as PIDLossScale
 from jmp_policy._src.loss_scaling.adaptive_scale import StatisticLossScale as StatisticLossScale
-from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
 from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale as NoOpLossScale
 from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale as StaticLossScale
+from jmp_policy._src.loss_scaling.gradients import all_finite as all_finite
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_policy._src.loss_scaling.loss_scale import LossScale as LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled as loss_scaled

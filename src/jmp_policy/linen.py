@@ -4,7 +4,6 @@ import typing as _typing
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.core.public import publish_later as _publish_later
-from jmp_policy._src.flax.linen.intercept import intercept as intercept
 from jmp_policy._src.flax.linen.wrapped import policy_of as policy_of
 from jmp_policy._src.flax.linen.wrapped import wrap as wrap
 from jmp_policy._src.flax.linen.wrapped import wrap_part as wrap_part
@@ -13,7 +12,13 @@ _publish(__name__, globals())
 
 if _typing.TYPE_CHECKING:
     from jmp_policy._src.api.train_state import TrainState as TrainState
+    from jmp_policy._src.flax.linen.intercept import intercept as intercept
 else:
     __getattr__, __dir__ = _publish_later(
-        __name__, globals(), {"jmp_policy._src.api.train_state": ["TrainState"]}
+        __name__,
+        globals(),
+        {
+            "jmp_policy._src.api.train_state": ["TrainState"],
+            "jmp_policy._src.flax.linen.intercept": ["intercept"],
+        },
     )

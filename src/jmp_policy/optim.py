@@ -10,8 +10,8 @@ from jmp_policy._src.half_params.half_weights import MasterWeightsState as Maste
 from jmp_policy._src.half_params.half_weights import StochasticRoundingState as StochasticRoundingState
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled as loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import LossScales as LossScales
+from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state as get_loss_scale_state
 from jmp_policy._src.loss_scaling.restore import check_restored as check_restored
 from jmp_policy._src.loss_scaling.state import LossScaledState as LossScaledState
-from jmp_policy._src.loss_scaling.state import get_loss_scale_state as get_loss_scale_state
 
 _publish(__name__, globals())

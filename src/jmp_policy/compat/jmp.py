@@ -43,7 +43,7 @@ from jmp_policy._src.api.jmp_names import get_policy as get_policy
 from jmp_policy._src.api.jmp_names import half_dtype as half_dtype
 from jmp_policy._src.api.jmp_names import select_tree as select_tree
 from jmp_policy._src.core.public import publish as _publish
-from jmp_policy._src.loss_scaling.finiteness import all_finite as all_finite
+from jmp_policy._src.loss_scaling.gradients import all_finite as all_finite
 from jmp_policy._src.policy.policy import Policy as Policy
 
 __all__ = (

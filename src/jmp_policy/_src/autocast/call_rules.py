@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_policy._src.autocast.operation_rules import AS_TRACED, as_traced
+from jmp_policy._src.autocast.list_rules import AS_TRACED, as_traced
 from jmp_policy._src.autocast.planner import (
     Demand,
     EqnPlan,

@@ -1,341 +1,37 @@
-"""The rules of operations without a jaxpr inside: what being on one of the lists means."""
+"""The rules of operations without a jaxpr inside, by list; and those of casts and of data that is moved."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jmp_policy._src.autocast import float8_products
+from jmp_policy._src.autocast.list_rules import (
+    AS_TRACED,
+    FOLLOW,
+    Bound,
+    Full,
+    Lower,
+    Promote,
+    are_float32,
+    demand_all,
+    is_shared,
+    reads_in,
+    results_in,
+)
 from jmp_policy._src.autocast.planner import (
     Demand,
     EqnPlan,
     How,
     Planner,
     Rule,
-    float32_reads,
     rebound,
     traced,
 )
 from jmp_policy._src.autocast.values import CastCache, Value, computed
-from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.matrix_products import terms_of
-from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
-from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
-from jmp_policy._src.products.small_products import few_terms_text, gains_nothing
-from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
-
-
-def _floats(eqn: Any) -> list[bool]:
-    return [ir.is_float32(atom) for atom in eqn.invars]
-
-
-def _demand_all(eqn: Any, demand: Demand) -> list[Demand]:
-    return [demand] * len(eqn.invars)
-
-
-def _reads(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
-    return tuple([dtype if is_float else None for is_float in _floats(eqn)])
-
-
-def _results(eqn: Any, dtype: Any) -> tuple[Value, ...]:
-    return tuple([Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars])
-
-
-def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
-    """Returns whether results are used, and every use of them takes float32."""
-    demands = [demand for demand, var in zip(outs, eqn.outvars, strict=True) if ir.is_float32(var)]
-    return True in demands and False not in demands
-
-
-class _Bound:
-    """Base of the rules whose operation is bound to operands in the planned dtypes."""
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return rebound(step.eqn, step.reads, caches)
-
-
-class AsTraced(_Bound):
-    """An operation in the dtypes it was traced in: in float32, or one that autocast doesn't know."""
-
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return _demand_all(eqn, True)
-
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        note = ""
-        if region.half is None:
-            why = region.why or "autocast is off"
-        elif eqn.primitive.name in planner.table:
-            op_list, reason = planner.table[eqn.primitive.name]
-            why = f"{op_list}: {reason}"
-        else:
-            why = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced")
-            inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
-            products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
-            # What a solver is made of is nothing that the user wrote.
-            if products and any(_floats(eqn)) and eqn.primitive.name != "custom_linear_solve":
-                note = (
-                    f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
-                    "float32: autocast doesn't look into it"
-                )
-        return as_traced(self, eqn, why, note)
-
-
-def as_traced(rule: Rule, eqn: Any, why: str, note: str = "") -> EqnPlan:
-    """Returns the step of an operation in its traced dtypes."""
-    return EqnPlan(eqn, rule, float32_reads(eqn), tuple(map(traced, eqn.outvars)), why, note=note)
-
-
-AS_TRACED = AsTraced()
-
-
-class Lower(_Bound):
-    """A product: operands to half; a half result, or a float32 one where only float32 operations use it.
-
-    One that sums too few terms to gain is as a multiplication: in half only of what is half already.
-
-    Args:
-      keeps_small: whether there are such products.
-    """
-
-    def __init__(self, keeps_small: bool = True):
-        self._keeps_small = keeps_small
-
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if not self._is_lowered(eqn, region):
-            return _demand_all(eqn, True)
-        return _demand_all(eqn, self._is_small(eqn, region) and _wanted_full(eqn, outs))
-
-    def _is_small(self, eqn: Any, region: Region) -> bool:
-        return self._keeps_small and not region.lower and gains_nothing(eqn)
-
-    def _is_lowered(self, eqn: Any, region: Region) -> bool:
-        floating = [a for a in eqn.invars if is_floating(ir.dtype_of(a))]
-        return (
-            region.half is not None
-            and not ir.holds_jaxpr(eqn)
-            and bool(floating)
-            and all(map(ir.is_float32, (*floating, *eqn.outvars)))
-            and not ir.asks_for_precision(eqn)
-            and not source_lines.is_drawn(eqn)
-        )
-
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        if not self._is_lowered(eqn, region):
-            if region.half is not None and any(_floats(eqn)) and ir.asks_for_precision(eqn):
-                asked = f"a {eqn.primitive.name} asks for precision={eqn.params['precision']}"
-                # Of what is inside JAX's algorithms the user has written nothing.
-                note = "" if source_lines.is_of_algorithm(eqn) else f"{asked}, and stays in float32"
-                return as_traced(self, eqn, "full: it asks for a precision of its own", note)
-            if region.half is not None and source_lines.is_drawn(eqn):
-                return as_traced(self, eqn, "full: draws random numbers")
-            return AS_TRACED.plan(planner, eqn, ins, outs, region)
-        half, reason = region.half, planner.table[eqn.primitive.name][1]
-        if "preferred_element_type" not in eqn.params:
-            return self._plan_other(eqn, region)
-        if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
-            return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
-        if _wanted_full(eqn, outs) and not region.lower:
-            why = f"lower: {reason}; the result is float32, since only float32 operations use it"
-            return EqnPlan(eqn, self, _reads(eqn, half), _results(eqn, FLOAT32), why, how=How.LOWERED)
-        rule, why = float8_products.choose(eqn, ins, region) if region.recipe else (None, "")
-        why = f"lower: {reason}{why}"
-        return EqnPlan(eqn, rule or self, _reads(eqn, half), _results(eqn, half), why, how=How.LOWERED)
-
-    def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
-        """Plans a primitive that the caller has put on the list: what it makes of half it must say."""
-        reads = _reads(eqn, region.half)
-        operands = [
-            atom.aval if dtype is None else jax.ShapeDtypeStruct(atom.aval.shape, dtype)
-            for atom, dtype in zip(eqn.invars, reads, strict=True)
-        ]
-        try:
-            made = jax.eval_shape(lambda *values: binding.bind(eqn, *values), *operands)
-        except Exception as error:
-            text = str(error).partition("\n")[0]
-            note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
-            return as_traced(self, eqn, f"full: it takes no {region.half.name}", note)
-        results = tuple(Value(out.dtype) for out in made)
-        return EqnPlan(eqn, self, reads, results, "lower: as the caller asked", how=How.LOWERED)
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn, half = step.eqn, step.region.half
-        if half not in step.reads or "preferred_element_type" not in eqn.params:
-            return rebound(eqn, step.reads, caches)
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-
-        assert half is not None
-        full = step.outs[0].dtype == FLOAT32
-        return [computed(dot_with_float32_output(eqn, half, arrays) if full else product(eqn, arrays, half))]
-
-
-def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
-    """Returns whether a product with few terms is one of half values, and of weights if it sums any."""
-    operands = [value for value, is_float in zip(ins, _floats(eqn), strict=True) if is_float]
-    made = [value.dtype == half for value in operands if value.source == "computed"]
-    weights_fit = all(
-        value.fits(half) if value.source == "constant" else terms_of(eqn) > 1
-        for value in operands
-        if value.source != "computed"
-    )
-    return any(made) and all(made) and weights_fit
-
-
-def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
-    """Computes the product of an equation, of half operands, with a result in the given dtype."""
-    changed = {"preferred_element_type": result, "precision": None}
-    if result == FLOAT32 and eqn.primitive.name == CONV_WITH_FLOAT32_RESULT.name:
-        return binding.bind_product(CONV_WITH_FLOAT32_RESULT, operands, {**eqn.params, **changed})[0]
-    return binding.bind(eqn, *operands, **changed)[0]
-
-
-def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
-    """Computes the product of an equation with a float32 result, whose derivatives are half products.
-
-    JAX transposes such a product into one of a float32 cotangent with a half operand, which no Tensor Core
-    takes. Here the tangent is a half product, converted: its transpose rounds the cotangent to half first, as
-    it would have been rounded had the result been half.
-
-    Args:
-      eqn: a product, linear in each floating operand.
-      half: dtype of the floating operands.
-      operands: arrays.
-    """
-
-    def dot(*operands: Any) -> Any:
-        with binding.program(is_body=True):
-            return product(eqn, operands, FLOAT32)
-
-    dot.__name__ = FLOAT32_PRODUCT
-    call = jax.custom_jvp(dot)
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        # Not `call` again: policies of jax.checkpoint that save products must see one here. Only a third
-        # derivative in reverse would meet JAX's own transpose of it.
-        out = product(eqn, primals, FLOAT32)
-        terms = [
-            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], half)
-            for place, tangent in enumerate(tangents)
-            if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-        ]
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call(*operands)
-
-
-class Promote(_Bound):
-    """An operation in the dtype of its widest operand; numbers and masks take no part, nor do biases."""
-
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if region.half is None or not any(map(ir.is_float32, eqn.outvars)):
-            return _demand_all(eqn, True)  # Of a comparison either will do.
-        return _demand_all(eqn, _wanted_full(eqn, outs))
-
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        if region.half is None or not any(_floats(eqn)) or ir.holds_jaxpr(eqn):
-            return AS_TRACED.plan(planner, eqn, ins, outs, region)
-        dtype, why = self._choose(eqn, ins, outs, region)
-        return EqnPlan(eqn, self, _reads(eqn, dtype), _results(eqn, dtype), why)
-
-    def _choose(
-        self, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> tuple[np.dtype, str]:
-        half = region.half
-        operands = {place: value for place, value in enumerate(ins) if ir.is_float32(eqn.invars[place])}
-        made = [value for value in operands.values() if value.source == "computed"]
-        if not all(value.fits(half) for value in operands.values() if value.source == "constant"):
-            return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
-        if region.lower:
-            return half, "follow: the region asks for half"
-        if _wanted_full(eqn, outs):
-            return FLOAT32, "follow: only float32 operations use the result"
-        # float32, or the other half dtype of a region: in float16 what bfloat16 holds may be infinite.
-        wider = [value.dtype for value in made if value.dtype != half]
-        if wider:
-            return FLOAT32, f"follow: an operand is {wider[0].name}"
-        if not made:
-            return FLOAT32, "follow: parameters alone"
-        leaves = {place: value for place, value in operands.items() if value.source == "leaf"}
-        if not all(_is_bias(eqn, place, value) for place, value in leaves.items()):
-            return FLOAT32, "follow: a float32 argument"
-        return half, "follow: every operand is half"
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn = step.eqn
-        if eqn.primitive.name not in op_table.BROADCASTING:
-            return rebound(eqn, step.reads, caches)
-        broadcast = tuple(
-            place
-            for place, (cache, dtype) in enumerate(zip(caches, step.reads, strict=True))
-            if _is_broadcast_first(cache, dtype, eqn.invars[place], eqn.outvars[0])
-        )
-        reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
-        if not broadcast:
-            return rebound(eqn, reads, caches)
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
-        outs = binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]])
-        return [computed(out) for out in outs]
-
-
-#: An argument that is added to a half value, or multiplies it, may hold anything: positions or times that
-#: are beyond float16's range, or whose differences are below half's digits. One that is the same for all rows
-#: is taken for a parameter: a bias, a scale.
-_TAKING_BIASES = HAVING[Trait.TAKES_BIAS]
-
-
-def _is_bias(eqn: Any, place: int, value: Value) -> bool:
-    return eqn.primitive.name in _TAKING_BIASES and (value.shared or is_shared(eqn, place))
-
-
-def is_shared(eqn: Any, place: int = 0) -> bool:
-    """Returns whether an operand that is broadcast is the same for all rows of the result, and no number."""
-    small, shape = ir.shape_of(eqn.invars[place]), ir.shape_of(eqn.outvars[0])
-    if all(size == 1 for size in small):
-        return False
-    dims = eqn.params.get("broadcast_dimensions", range(len(shape)))
-    kept = dict(zip(dims, small, strict=True))
-    rows = next((axis for axis, size in enumerate(shape) if size != 1), None)
-    return rows is not None and kept.get(rows, 1) == 1
-
-
-def _is_broadcast_first(cache: CastCache, dtype: Any, atom: Any, like: Any) -> bool:
-    """Returns whether an operand that is read in half is broadcast, which is done in float32 before the cast.
-
-    The other way round its gradient would be summed in half: over a batch of 16384 in bfloat16 a bias
-    then has a relative error of 5e-3 instead of 7e-4. A number that stands in the program has no gradient.
-    """
-    if dtype is None or not is_half(dtype) or ir.shape_of(atom) == ir.shape_of(like):
-        return False
-    return not isinstance(cache.read(FLOAT32), np.ndarray)
-
-
-class Full(_Bound):
-    """An operation in float32; in a region that asks for half, one that follows."""
-
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return FOLLOW.demand(planner, eqn, outs, region) if region.lower else _demand_all(eqn, True)
-
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        rule = FOLLOW if region.lower else AS_TRACED
-        return rule.plan(planner, eqn, ins, outs, region)
 
 
 class DataMovement(Promote):
@@ -349,7 +45,7 @@ class DataMovement(Promote):
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
     ) -> EqnPlan:
-        if region.half is None or not any(_floats(eqn)):
+        if region.half is None or not any(are_float32(eqn)):
             step = AS_TRACED.plan(planner, eqn, ins, outs, region)
             if region.half is not None and ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1:
                 # An integer that is to become a float (1 in `x + 1`).
@@ -361,7 +57,7 @@ class DataMovement(Promote):
         if len(ins) != len(eqn.outvars):
             return super().plan(planner, eqn, ins, outs, region)
         # Several arrays, each for itself (optimization_barrier).
-        reads = tuple(v.dtype if f else None for v, f in zip(ins, _floats(eqn), strict=True))
+        reads = tuple(v.dtype if f else None for v, f in zip(ins, are_float32(eqn), strict=True))
         kept = tuple(value._replace(source="computed") for value in ins)
         return EqnPlan(eqn, self, reads, kept, "follow: identity")
 
@@ -406,7 +102,9 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
 
 def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
     """Returns the step of an operation in float32 whose results are handed on in half."""
-    return EqnPlan(eqn, rule, _reads(eqn, FLOAT32), _results(eqn, half), f"inside: {reason}", how=How.INSIDE)
+    return EqnPlan(
+        eqn, rule, reads_in(eqn, FLOAT32), results_in(eqn, half), f"inside: {reason}", how=How.INSIDE
+    )
 
 
 class Float32Internal(Promote):
@@ -432,14 +130,14 @@ def as_planned(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
     return [computed(cache.read(v.dtype)) if ir.is_float32(var) else cache for cache, v, var in results]
 
 
-class Convert(_Bound):
+class Convert(Bound):
     """A cast of the user's, which is obeyed; one from float32 to float32 (of a Python number) is none."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         to = eqn.params["new_dtype"]
         if region.half is not None and to == FLOAT32:
-            return _demand_all(eqn, outs[0])
-        return _demand_all(eqn, to != region.half)
+            return demand_all(eqn, outs[0])
+        return demand_all(eqn, to != region.half)
 
     def plan(
         self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
@@ -468,8 +166,6 @@ class Convert(_Bound):
 
         return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
 
-
-FOLLOW = Promote()
 
 #: The rules of the lists.
 LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "inside": Float32Internal()}

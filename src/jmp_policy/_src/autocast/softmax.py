@@ -1,7 +1,7 @@
 """The softmax that computes in float32 and hands on half values, which alone are kept for the backward pass.
 
 Written out, it keeps its float32 exponentials beside the half weights that the product behind it reads. Its
-derivative needs the weights only.
+derivative needs the weights only. Both of Flax's attentions take their weights from here.
 """
 
 import functools
@@ -71,3 +71,20 @@ def _kept_tangent(axes: tuple[int, ...], prevent_cse: bool) -> Callable[..., jax
         return (wide * (tangent - jnp.sum(wide * tangent, axes, keepdims=True))).astype(y.dtype)
 
     return jax.checkpoint(tangent, prevent_cse=False)
+
+
+def attention_weights(logits: jax.Array, bias: Any, mask: Any, dtype: np.dtype) -> jax.Array:
+    """Returns the softmax of `logits + bias` where `mask` is true; computed in float32, in `dtype`."""
+    if bias is not None:
+        logits = logits + bias
+    if mask is not None:
+        logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+    return softmax_in_float32(dtype, logits)
+
+
+def drop(weights: jax.Array, rng: Any, rate: float, broadcast: bool) -> jax.Array:
+    """Drops attention weights at random, the same for all batches and heads with `broadcast`."""
+    batch_and_heads = weights.shape[:-2]
+    shape = (*(1 for _ in batch_and_heads), *weights.shape[-2:]) if broadcast else weights.shape
+    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+    return weights * (keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype))

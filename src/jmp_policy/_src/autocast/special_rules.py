@@ -18,13 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.autocast.operation_rules import (
-    Float32Internal,
-    Promote,
-    as_planned,
-    as_traced,
-    inside_float32,
-)
+from jmp_policy._src.autocast.list_rules import Promote, as_traced
+from jmp_policy._src.autocast.operation_rules import Float32Internal, as_planned, inside_float32
 from jmp_policy._src.autocast.planner import Demand, EqnPlan, How, Planner, Rule, rebound
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir

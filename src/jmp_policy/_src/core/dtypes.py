@@ -45,6 +45,11 @@ def is_half(dtype: Any) -> bool:
     return is_floating(dtype) and jnp.finfo(dtype).bits <= 16
 
 
+def is_wide(dtype: Any) -> bool:
+    """Whether a dtype is floating with more than 16 bits."""
+    return is_floating(dtype) and not is_half(dtype)
+
+
 @functools.lru_cache(maxsize=256)
 def promote_dtype(dtype: Any) -> np.dtype:
     """Float32 for a floating dtype of fewer bits; any other dtype as it is."""

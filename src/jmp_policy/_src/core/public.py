@@ -1,9 +1,7 @@
 """Makes pickles, reprs and documentation name the public module that users import, not a file of `_src`."""
 
 import importlib
-import importlib.abc
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -87,20 +85,3 @@ def load(source: str) -> ModuleType:
         publish(module, objects)
         names.update(objects)
     return loaded
-
-
-class _GoneModules(importlib.abc.MetaPathFinder):
-    """Finder that explains the import of a private module that is gone, as unpickling makes it."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.startswith("jmp_policy._"):
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}. Pickles that jmp_policy 0.1.0 wrote name such modules, and "
-                "only 0.1.0 loads them. Save the state there with flax.serialization.to_bytes (msgpack), and "
-                "fit it into the state of this program with jmp_policy.restore_state.",
-                name=fullname,
-            )
-
-
-# The last finder: it is asked for what all others have not found.
-sys.meta_path.append(_GoneModules())

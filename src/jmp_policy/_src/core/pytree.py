@@ -65,7 +65,8 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree, and registers it with `flax.serialization`.
 
     Fields are leaves unless declared with `static()`. A class that defines `__init__` sets its fields with
-    `set_fields`.
+    `set_fields`, and may raise an error of its own for a name that it does not take, in
+    `refuse_argument(name)`.
     """
     own_init = cls.__dict__.get("__init__")
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
@@ -100,11 +101,14 @@ def _accepting_fields(init: Callable[..., None], cls: Any) -> Callable[..., None
     `dataclasses.replace` passes every field: a counter that starts at zero otherwise keeps its value.
     """
     arguments = inspect.signature(init).parameters
+    refuses = hasattr(cls, "refuse_argument")
     others = {f.name: f.metadata.get(_MADE_FROM) for f in dataclasses.fields(cls) if f.name not in arguments}
 
     @functools.wraps(init)
     def accepting(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in others if name in kwargs}
+        if refuses and (unknown := kwargs.keys() - arguments.keys()):
+            type(self).refuse_argument(next(name for name in kwargs if name in unknown))
         init(self, *args, **kwargs)
         for name, value in given.items():
             if others[name] in kwargs:

@@ -2,7 +2,8 @@
 
 It has a registry but no protocol, and a program that never imports Flax should not pay for it (0.15 s on top
 of jax and optax). Importing it eagerly would do that; registering when an object is made would miss a Flax
-imported later.
+imported later. What is saved is nested data: `check_depth` refuses what may contain itself, and pickles that
+name a module which is gone are explained.
 """
 
 import importlib.abc
@@ -83,3 +84,40 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _CallingLoader(spec.loader, self._callback)
         return spec
+
+
+#: Levels of a config that are more than any config has: data that contains itself.
+_DEEP = 20
+
+
+def check_depth(data: Any, what: str, limit: int = _DEEP) -> None:
+    """Raises ValueError for nested data that is deeper than `limit`, and so may contain itself."""
+    waiting: list[tuple[Any, tuple[str, ...]]] = [(data, ())]
+    while waiting:
+        node, path = waiting.pop()
+        if len(path) > limit:
+            raise ValueError(
+                f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it "
+                "contain itself?"
+            )
+        if hasattr(node, "items"):
+            waiting += [(child, (*path, str(key))) for key, child in node.items()]
+        elif isinstance(node, list | tuple):
+            waiting += [(child, (*path, str(i))) for i, child in enumerate(node)]
+
+
+class _GoneModules(importlib.abc.MetaPathFinder):
+    """Finder that explains the import of a private module that is gone, as unpickling makes it."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.startswith("jmp_policy._"):
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}. Pickles that jmp_policy 0.1.0 wrote name such modules, and "
+                "only 0.1.0 loads them. Save the state there with flax.serialization.to_bytes (msgpack), and "
+                "fit it into the state of this program with jmp_policy.restore_state.",
+                name=fullname,
+            )
+
+
+# The last finder: it is asked for what all others have not found.
+sys.meta_path.append(_GoneModules())

@@ -6,22 +6,15 @@ True and `float(True)` is 1: each value is read as what it must be, or refused.
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-
-from jmp_policy._src.core.suggest import did_you_mean
 
 #: The words of YAML 1.1.
 _FLAGS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
 }
-
-#: Levels of a config that are more than any config has: data that contains itself.
-_DEEP = 20
 
 
 def flag(value: Any, name: str) -> bool:
@@ -67,45 +60,6 @@ def number(value: Any, name: str, above: float = -math.inf, below: float = math.
         limits += [f"less than {below:g}"] * (below < math.inf)
         raise ValueError(f"{name} must be finite and {' and '.join(limits) or 'a number'}, got {result:g}.")
     return result
-
-
-def check_keys(
-    settings: Iterable[str],
-    known: Iterable[str],
-    what: str,
-    spellings: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raises ValueError for a key that the settings of something do not have.
-
-    Args:
-      settings: the keys that were given.
-      known: those that there are.
-      what: whose they are, as the message says it.
-      spellings: what others call some of them.
-    """
-    known = list(known)
-    if unknown := [key for key in settings if key not in known]:
-        hint = next(filter(None, (did_you_mean(str(key), known, spellings) for key in unknown)), "")
-        raise ValueError(
-            f"Unknown key {', '.join(map(shown, unknown))} in the settings of {what}.{hint} Known: "
-            f"{', '.join(known)}."
-        )
-
-
-def check_depth(data: Any, what: str, limit: int = _DEEP) -> None:
-    """Raises ValueError for nested data that is deeper than `limit`, and so may contain itself."""
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(data, ())]
-    while waiting:
-        node, path = waiting.pop()
-        if len(path) > limit:
-            raise ValueError(
-                f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it "
-                "contain itself?"
-            )
-        if hasattr(node, "items"):
-            waiting += [(child, (*path, str(key))) for key, child in node.items()]
-        elif isinstance(node, list | tuple):
-            waiting += [(child, (*path, str(i))) for i, child in enumerate(node)]
 
 
 def shown(value: Any) -> str:

@@ -25,31 +25,17 @@ class Size(NamedTuple):
     flops: int
 
 
-def terms_of(eqn: Any) -> int:
-    """How many terms each element of a product sums; 1 for a product that sums nothing."""
-    lhs, rhs = map(shape_of, eqn.invars[:2])
-    if eqn.primitive.name == "conv_general_dilated":
-        out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
-        return math.prod(size for axis, size in enumerate(rhs) if axis != out_channels)
-    (contract, _), _ = _dimension_numbers(eqn)
-    return math.prod(lhs[i] for i in contract)
-
-
-def _dimension_numbers(eqn: Any) -> Any:
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-
-
 def size_of(eqn: Any) -> Size:
     """The size of a product, with the FLOPs of one run; a multiply-add counts as two."""
     if eqn.primitive.name == "conv_general_dilated":
         return _of_convolution(eqn)
     lhs, rhs = map(shape_of, eqn.invars[:2])
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     # Each row is multiplied by the matrix of one group.
     groups = 1 if ragged is None else math.prod(rhs[i] for i in ragged.rhs_group_dimensions)
-    _, (batch, _) = _dimension_numbers(eqn)
-    batches, k = math.prod(lhs[i] for i in batch), terms_of(eqn)
+    (contract, _), (batch, _) = numbers
+    batches, k = math.prod(lhs[i] for i in batch), math.prod(lhs[i] for i in contract)
     m = math.prod(lhs) // max(batches * k, 1)
     n = math.prod(rhs) // max(batches * k * groups, 1)
     return Size(batches, m, n, k, 2 * batches * m * n * k)

@@ -2,11 +2,8 @@
 
 import ast
 import functools
-import importlib.util
 import inspect
-import itertools
 import linecache
-import os
 import re
 from typing import Any
 
@@ -14,6 +11,7 @@ import jax
 
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.jax_sources import directory_of, files_of
 from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
 
@@ -43,33 +41,15 @@ def _users_frame(eqn: Any) -> Any:
 def caller(eqn: Any) -> tuple[str, int]:
     """The file and line that called JAX for an operation, be it in a library; ("", 0) if unknown."""
     for frame in compat.frames(eqn):
-        if not frame.file_name.startswith((_directory("jax"), _directory("jmp_policy"), "<frozen")):
+        if not frame.file_name.startswith((directory_of("jax"), directory_of("jmp_policy"), "<frozen")):
             return frame.file_name, frame.line_num
     return "", 0
 
 
 def is_called_by(eqn: Any, package: str) -> bool:
     """Whether a function of a package ("optax") traced an operation."""
-    directory = _directory(package)
+    directory = directory_of(package)
     return bool(directory) and any(f.file_name.startswith(directory) for f in compat.frames(eqn))
-
-
-def is_drawn(eqn: Any) -> bool:
-    """Returns whether an operation is one of those with which jax.random draws numbers."""
-    return _is_jaxs(eqn, _files(jax.random.normal, jax.random.multivariate_normal))
-
-
-def is_of_algorithm(eqn: Any) -> bool:
-    """Returns whether JAX's linear algebra or resizing made an operation, and not a call of the user's."""
-    algebra, scipy = jax.lax.linalg, jax.scipy
-    algorithms = (algebra.cholesky, algebra.qdwh, jax.numpy.linalg.pinv, jax.lax.custom_linear_solve)
-    algorithms += (scipy.linalg.expm, scipy.sparse.linalg.gmres, jax.image.resize)
-    return _is_jaxs(eqn, _files(*algorithms))
-
-
-def _is_jaxs(eqn: Any, files: tuple[str, ...]) -> bool:
-    inside = itertools.takewhile(lambda f: f.file_name.startswith(_directory("jax")), compat.frames(eqn))
-    return any(frame.file_name in files for frame in inside)
 
 
 def is_promotion(eqn: Any) -> bool:
@@ -80,12 +60,12 @@ def is_promotion(eqn: Any) -> bool:
     """
     by_name = False
     for frame in compat.frames(eqn):
-        if not frame.file_name.startswith(_directory("jax")):
+        if not frame.file_name.startswith(directory_of("jax")):
             # The first that is not JAX's own.
-            if frame.file_name in _norm_files() or frame.file_name.startswith(_directory("jmp_policy")):
+            if frame.file_name in _norm_files() or frame.file_name.startswith(directory_of("jmp_policy")):
                 return False
             return not by_name or "promote_dtype" in frame.function_name
-        if frame.file_name in _files(jax.numpy.sum, jax.numpy.mean):
+        if frame.file_name in files_of(jax.numpy.sum, jax.numpy.mean):
             return False
         name = _plain(frame.function_name)
         by_name = by_name or name in ("astype", "asarray", "array", "convert_element_type")
@@ -101,12 +81,6 @@ def _norm_files() -> tuple[str, ...]:
     return tuple(inspect.getfile(layer) for layer in layers if layer is not None)
 
 
-@functools.cache
-def _files(*functions: Any) -> tuple[str, ...]:
-    """The files in which functions of JAX are."""
-    return tuple({inspect.unwrap(function).__code__.co_filename for function in functions})
-
-
 def _short(file_name: str) -> str:
     return re.sub(r"^.*[/\\]", "", file_name)
 
@@ -118,16 +92,7 @@ def _plain(function: str) -> str:
 
 def _libraries() -> tuple[str, ...]:
     """Directories of the packages in which a user does not look for the line that matters."""
-    return tuple(filter(None, map(_directory, ("jax", "flax", "optax", "equinox", "haiku", "jmp_policy"))))
-
-
-@functools.cache
-def _directory(name: str) -> str:
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep
+    return tuple(filter(None, map(directory_of, ("jax", "flax", "optax", "equinox", "haiku", "jmp_policy"))))
 
 
 #: Python's operators between two values.

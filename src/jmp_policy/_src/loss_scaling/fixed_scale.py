@@ -22,6 +22,8 @@ class NoOpLossScale(FromDict):
 
     _config_type = "none"
 
+    def __init__(self) -> None: ...
+
     @property
     def loss_scale(self) -> jax.Array:
         """1, a float32 scalar."""

@@ -28,6 +28,7 @@ import numpy as np
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
+from jmp_policy._src.loss_scaling import forgotten_scale_texts as texts
 
 
 class ScaleUse:
@@ -160,17 +161,17 @@ class ForgottenScaleCheck:
         found = None
         for name, history in known.items():
             if history is History.NEVER_MULTIPLIED:
-                raise ValueError(_error(name))
+                raise ValueError(texts.without_scale(name))
             if history is History.MULTIPLIED:
                 SCALE_USE.close(divisions[name].scale)
             if history is History.COMPUTED_WITHOUT:
-                found = _error(name)
+                found = texts.without_scale(name)
             found = found or _changed_while_scaled(divisions[name])
         is_unknown = found is None and History.MULTIPLIED not in known.values()
         if divisions and is_unknown and all(d.is_noted for d in divisions.values()):
             scales, state = [d.scale for d in divisions.values()], next(iter(divisions.values())).state
             if not SCALE_USE.may_have_multiplied(scales, state):
-                found = _warning(next(iter(divisions)))
+                found = texts.not_asked_for(next(iter(divisions)))
         if found is not None and not self._is_answered:
             warnings.warn(found, UserWarning, stacklevel=3)
         self._is_answered |= bool(divisions)
@@ -246,8 +247,8 @@ def _changed_while_scaled(division: Division) -> str | None:
     if scales.isdisjoint(near.nodes):
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
         clips = any(map(_is_clipping, since))
-        return _CLIPPED if clips else None
-    return _DIVIDED if divides and not multiplies else None
+        return texts.CLIPPED if clips else None
+    return texts.DIVIDED if divides and not multiplies else None
 
 
 def _is_cast_of(x: Any, scales: set[int]) -> bool:
@@ -269,42 +270,3 @@ def _is_clipping(eqn: Any) -> bool:
 _DIVISOR = {"div": 1, "unscale": 0}
 
 _CLIPPING = tuple(os.path.join("optax", "transforms", name) for name in ("_clipping.py", "_adding.py"))
-
-_CLIPPED = (
-    "loss_scaled gets gradients that optax has clipped, or added weight decay or noise to, while the loss "
-    "scale was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
-    "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
-    "optimizer), loss_scale)."
-)
-
-_DIVIDED = (
-    "loss_scaled gets gradients that were divided by the loss scale already, and divides them again: the "
-    "parameters learn as many times more slowly as the scale is large. Give update the gradients as "
-    "scaled_value_and_grad returns them."
-)
-
-
-def _error(loss: str) -> str:
-    return (
-        f"loss_scaled divides the gradients{f' of {loss!r}' if loss else ''} by the loss scale in its state, "
-        "and they were computed in this function without it: the parameters would learn as many times more "
-        f"slowly as the scale is large. {_repair(loss)}"
-    )
-
-
-def _warning(loss: str) -> str:
-    return (
-        "loss_scaled divides gradients by the loss scale in its state, and nobody has asked for a loss scale "
-        "to multiply a loss by: if nothing else did, the parameters learn as many times more slowly as the "
-        f"scale is large. {_repair(loss)}"
-    )
-
-
-def _repair(loss: str) -> str:
-    state = "jmp_policy.optim.get_loss_scale_state(opt_state)"
-    by_hand = f"{state}.loss_scale[{loss!r}].scale(loss)" if loss else f"{state}.loss_scale.scale(loss)"
-    argument = f", loss={loss!r}" if loss else ""
-    return (
-        f"Use `loss, grads = jmp_policy.scaled_value_and_grad(loss_fn{argument})(opt_state, params)` in "
-        f"place of jax.value_and_grad; or, to scale by hand, differentiate what {by_hand} returns."
-    )

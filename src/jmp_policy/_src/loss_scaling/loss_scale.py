@@ -4,7 +4,6 @@ The state machine of `DynamicLossScale` is torch's `GradScaler`'s (growth after 
 clean steps) with Megatron's hysteresis, a floor and a ceiling. The functional shape is jmp's.
 """
 
-import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -15,21 +14,19 @@ import optax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
+from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
-from jmp_policy._src.loss_scaling.rounded_product import round_once
+from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
 from jmp_policy._src.loss_scaling.scale_dict import FromDict
-from jmp_policy._src.loss_scaling.small_arrays import divide
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-
-_COUNTS = ("growth_tracker", "hysteresis_tracker", "clean_steps", "skipped", "consecutive_skips", "steps")
 
 
 @runtime_checkable
@@ -134,8 +131,8 @@ class Scaling(FromDict):
         gradients, map_gradients = tree, map_changed
         if holds_float8_state(tree):
             gradients, map_gradients = derivatives(tree), map_derivatives
-        quotients = iter(divide(list(filter(_is_number, jax.tree.leaves(gradients))), self.loss_scale))
-        return map_gradients(lambda x: next(quotients) if _is_number(x) else x, tree)
+        quotients = iter(divide(list(filter(is_inexact, jax.tree.leaves(gradients))), self.loss_scale))
+        return map_gradients(lambda x: next(quotients) if is_inexact(x) else x, tree)
 
 
 @pytree_dataclass
@@ -258,31 +255,6 @@ def within(scale: Any, low: Any, high: Any) -> jax.Array:
     return jnp.where(scale <= high, jnp.maximum(scale, low), high)
 
 
-def leaf_limits(name: str, scale: Any) -> tuple[float, float] | None:
-    """Between which numbers a leaf of a loss scale, or of the state of `loss_scaled`, must lie.
-
-    Args:
-      name: of the leaf.
-      scale: the loss scale, whose bounds count; where only its leaves are known, what holds them.
-
-    Returns:
-      The least and the greatest number, or None for other leaves.
-    """
-    if name in _COUNTS:
-        return 0, 2**31 - 2  # One less than an int32 holds: the next step may add one.
-    low = getattr(scale, "min_loss_scale", SMALLEST_SCALE)
-    high = getattr(scale, "max_loss_scale", LARGEST_SCALE)
-    return {
-        "loss_scale": (float(np.float32(low)), float(np.float32(high))),
-        "log2_scale": (math.floor(math.log2(low)), math.ceil(math.log2(high))),
-        "clean_scale": (SMALLEST_SCALE, 2.0**127),
-        "failed_scale": (SMALLEST_SCALE, 2.0**127),
-        "widened": (0, 1000),
-        "integral": (-LARGEST_SCALE, LARGEST_SCALE),
-        "previous_error": (-LARGEST_SCALE, LARGEST_SCALE),
-    }.get(name)
-
-
 def _times_factor(scale: jax.Array, factor: float) -> jax.Array:
     """Multiplies a scale by a factor of double precision, and rounds the product once, as torch does."""
     if factor <= 2.0**100 and float(np.float32(factor)) == factor:  # As 2, 0.5, 1.5: a float32 product does.
@@ -300,14 +272,8 @@ def _leaf_to_float32(x: Any) -> Any:
     return x
 
 
-def _is_number(x: Any) -> bool:
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-    return isinstance(x, float | complex)
-
-
 def _times(x: Any, scale: Any) -> Any:
-    if not _is_number(x):
+    if not is_inexact(x):
         return x
     x = jnp.asarray(x)
     # The scale in the dtype of x, so that float64 and complex x keep theirs.

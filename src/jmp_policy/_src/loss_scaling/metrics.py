@@ -13,7 +13,7 @@ from jax import lax
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, pick
-from jmp_policy._src.loss_scaling.state import get_loss_scale_state
+from jmp_policy._src.loss_scaling.state import LossScaledState, find_one, unwrapped
 
 #: From a parameter's path ("encoder/layer_0/kernel") to its group; True for the first name of the path.
 Groups: TypeAlias = bool | Callable[[str], str]
@@ -248,3 +248,24 @@ def _scalar(name: str, value: Any) -> Any:
             "pmap or vmap has stacked give one: jax.tree.map(lambda x: x[0], opt_state)."
         )
     return jnp.copy(value)
+
+
+def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
+    """The one `LossScaledState` inside an optimizer state, however deeply nested.
+
+    Args:
+      opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
+        `MultiSteps`, `inject_hyperparams` around it, or any pytree that holds one (`TrainState`,
+        `nnx.Optimizer`, inside a transform too).
+
+    Raises:
+      ValueError: when there is none, or more than one; the message lists where they are.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import StaticLossScale, loss_scaled
+      >>> tx = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.1), StaticLossScale(8.0)))
+      >>> float(get_loss_scale_state(tx.init(jnp.ones(2))).loss_scale.loss_scale)
+      8.0
+    """
+    return unwrapped(find_one(opt_state).state)

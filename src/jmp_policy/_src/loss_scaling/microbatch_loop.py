@@ -16,8 +16,8 @@ from jax import lax
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.float8_state import derivatives, map_derivatives
+from jmp_policy._src.loss_scaling.gradients import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.selection import select_tree
 

@@ -6,6 +6,7 @@ scales add may be missing, and a change of dtype is an error.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
-from jmp_policy._src.core.settings import check_depth
+from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
-from jmp_policy._src.loss_scaling.loss_scale import leaf_limits
+from jmp_policy._src.loss_scaling.gradients import all_finite
+from jmp_policy._src.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 _SHOWN = 10
 _SCALARS = (bool, int, float, complex)
@@ -443,3 +444,31 @@ def _show(x: Any) -> str:
 def _first(lines: list[str]) -> str:
     more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
+
+
+_COUNTS = ("growth_tracker", "hysteresis_tracker", "clean_steps", "skipped", "consecutive_skips", "steps")
+
+
+def leaf_limits(name: str, scale: Any) -> tuple[float, float] | None:
+    """Between which numbers a leaf of a loss scale, or of the state of `loss_scaled`, must lie.
+
+    Args:
+      name: of the leaf.
+      scale: the loss scale, whose bounds count; where only its leaves are known, what holds them.
+
+    Returns:
+      The least and the greatest number, or None for other leaves.
+    """
+    if name in _COUNTS:
+        return 0, 2**31 - 2  # One less than an int32 holds: the next step may add one.
+    low = getattr(scale, "min_loss_scale", SMALLEST_SCALE)
+    high = getattr(scale, "max_loss_scale", LARGEST_SCALE)
+    return {
+        "loss_scale": (float(np.float32(low)), float(np.float32(high))),
+        "log2_scale": (math.floor(math.log2(low)), math.ceil(math.log2(high))),
+        "clean_scale": (SMALLEST_SCALE, 2.0**127),
+        "failed_scale": (SMALLEST_SCALE, 2.0**127),
+        "widened": (0, 1000),
+        "integral": (-LARGEST_SCALE, LARGEST_SCALE),
+        "previous_error": (-LARGEST_SCALE, LARGEST_SCALE),
+    }.get(name)

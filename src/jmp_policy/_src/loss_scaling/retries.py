@@ -11,8 +11,8 @@ from jax import lax
 from jmp_policy._src.core.pytree import replace
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varies_over_devices
-from jmp_policy._src.loss_scaling.finiteness import all_finite
 from jmp_policy._src.loss_scaling.float8_state import derivatives
+from jmp_policy._src.loss_scaling.gradients import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales
 from jmp_policy._src.loss_scaling.selection import select_tree

@@ -1,16 +1,15 @@
 """Writes a loss scale as a plain dict, which JSON and YAML hold, and makes it again."""
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.core
 import numpy as np
 
-from jmp_policy._src.core.settings import check_keys, shown
-from jmp_policy._src.core.suggest import did_you_mean
+from jmp_policy._src.core.settings import shown
+from jmp_policy._src.core.suggest import check_keys, did_you_mean
 
 #: What torch, DeepSpeed, apex, Keras, TensorFlow, Flax and jmp call arguments.
 SPELLINGS = {
@@ -35,16 +34,12 @@ class FromDict:
 
     _config_type: str
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    @classmethod
+    def refuse_argument(cls, name: str) -> NoReturn:
+        """Raises TypeError for an argument that the constructor does not take."""
         arguments = cls._arguments()
-        fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in arguments and name not in fields:
-                hint = did_you_mean(name, arguments, SPELLINGS)
-                raise TypeError(
-                    f"{cls.__name__} has no argument {name!r}.{hint} It takes {', '.join(arguments)}."
-                )
-        return super().__new__(cls)
+        hint = did_you_mean(name, arguments, SPELLINGS)
+        raise TypeError(f"{cls.__name__} has no argument {name!r}.{hint} It takes {', '.join(arguments)}.")
 
     @classmethod
     def _arguments(cls) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import array_type_text
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.small_arrays import Decision
+from jmp_policy._src.loss_scaling.gradients import Decision
 
 
 def select_tree(pred: Any, on_true: PyTree, on_false: PyTree) -> PyTree:

@@ -56,27 +56,6 @@ class Found(NamedTuple):
     misplaced: str
 
 
-def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
-    """The one `LossScaledState` inside an optimizer state, however deeply nested.
-
-    Args:
-      opt_state: the state of `loss_scaled`, or of `optax.chain`, `multi_transform`, `masked`,
-        `MultiSteps`, `inject_hyperparams` around it, or any pytree that holds one (`TrainState`,
-        `nnx.Optimizer`, inside a transform too).
-
-    Raises:
-      ValueError: when there is none, or more than one; the message lists where they are.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from jmp_policy import StaticLossScale, loss_scaled
-      >>> tx = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.1), StaticLossScale(8.0)))
-      >>> float(get_loss_scale_state(tx.init(jnp.ones(2))).loss_scale.loss_scale)
-      8.0
-    """
-    return unwrapped(find_one(opt_state).state)
-
-
 def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
     """The loss scale in a loss scale, in several, or in anything that `get_loss_scale_state` takes.
 

@@ -1,27 +1,17 @@
-"""Adds to an error about half precision which module met it, and what helps.
+"""Adds to an error about half precision which module met it, and what helps; refuses policies that cannot be.
 
 JAX's Fourier transforms and linear algebra know no half precision, and loops, branches and updates of slices
 take no two dtypes. Their messages name dtypes that the user has written nowhere.
 """
 
-import contextlib
-from collections.abc import Iterator
+import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.policy import Policy
 
 #: What JAX raises for an operation that takes no half precision.
 KINDS = (TypeError, ValueError, NotImplementedError)
-
-
-@contextlib.contextmanager
-def explained(module: str, pattern: str, precision: ModulePrecision) -> Iterator[None]:
-    """Explains the errors in a with-block, as `explain` does."""
-    try:
-        yield
-    except KINDS as error:
-        explain(error, module, pattern, precision)
-        raise
 
 
 def explain(error: Exception, module: str, pattern: str, precision: ModulePrecision) -> None:
@@ -56,3 +46,19 @@ def _advice(module: str, pattern: str, precision: ModulePrecision) -> str:
         "or let the module compute "
         f'in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )
+
+
+def check_grad_dtype(policy: Policy) -> None:
+    """Raises ValueError for a policy that asks for weight gradients which its products cannot return."""
+    if policy.grad_dtype != np.float32:
+        raise ValueError(
+            f"The policy {str(policy)!r} asks for weight gradients in {policy.grad_dtype}. Products of "
+            f"{policy.compute_dtype.name} return that or what they accumulate in: leave grad out, or "
+            "set it to float32."
+        )
+    if is_half(policy.param_dtype):
+        raise ValueError(
+            f"The policy {str(policy)!r} asks for float32 gradients of {policy.param_dtype.name} "
+            "parameters, and JAX gives gradients the dtype of the parameters. Keep them in float32: "
+            "params=float32."
+        )

@@ -43,6 +43,7 @@ from jmp_policy._src.core.dtypes import (
     is_floating_array,
     is_half,
     is_number,
+    is_wide,
     map_changed,
     promote_dtype,
 )
@@ -175,7 +176,7 @@ def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> S
     numbers = [x for x in leaves if isinstance(x, ARRAYS) and is_number(x.dtype)]
     numbers = numbers or [np.float32(0) for x in leaves if isinstance(x, float)]
     half_ranks = [len(x.shape) for x in numbers if is_half(x.dtype)]
-    wide = [x for x in numbers if is_floating(x.dtype) and not is_half(x.dtype)]
+    wide = [x for x in numbers if is_wide(x.dtype)]
     rank = reduced = min(1, max((len(x.shape) for x in numbers), default=0) - 1)
     if outer is not None:
         meets_half = max(half_ranks, default=0) > 0

@@ -207,3 +207,12 @@ def pattern_from_text(text: Any) -> Any:
             f"The pattern {text!r} names a class or function that cannot be imported ({error}). It is "
             "written 'module:name', such as 'flax.linen:Dense'; a path glob has no colon."
         ) from error
+
+
+def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:
+    """Makes the error for a module that is wrapped already, under other rules."""
+    return ValueError(
+        f"{module} is wrapped already, under {old!r}; wrapped again, under {new!r}, it would lose that. Keep "
+        "one of the two: give the bare module, as it was before the first wrap, or leave out the second (a "
+        "TrainState takes rules as precision=Precision(rules))."
+    )

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from jmp_policy._src.core.dtype_words import check_has_range
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.settings import check_keys, flag
+from jmp_policy._src.core.settings import flag
+from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.policy.half_errors import check_grad_dtype
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.patterns import (
     Pattern,
@@ -260,31 +260,6 @@ def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
         return rules
     overrides = [(path_inside(pattern, model), override) for pattern, override in rules.overrides]
     return dataclasses.replace(rules, overrides=overrides)
-
-
-def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:
-    """Makes the error for a module that is wrapped already, under other rules."""
-    return ValueError(
-        f"{module} is wrapped already, under {old!r}; wrapped again, under {new!r}, it would lose that. Keep "
-        "one of the two: give the bare module, as it was before the first wrap, or leave out the second (a "
-        "TrainState takes rules as precision=Precision(rules))."
-    )
-
-
-def check_grad_dtype(policy: Policy) -> None:
-    """Raises ValueError for a policy that asks for weight gradients which its products cannot return."""
-    if policy.grad_dtype != np.float32:
-        raise ValueError(
-            f"The policy {str(policy)!r} asks for weight gradients in {policy.grad_dtype}. Products of "
-            f"{policy.compute_dtype.name} return that or what they accumulate in: leave grad out, or "
-            "set it to float32."
-        )
-    if is_half(policy.param_dtype):
-        raise ValueError(
-            f"The policy {str(policy)!r} asks for float32 gradients of {policy.param_dtype.name} "
-            "parameters, and JAX gives gradients the dtype of the parameters. Keep them in float32: "
-            "params=float32."
-        )
 
 
 def path_text(path: str | Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.products.primitives import are_chosen, primitive_for
+from jmp_policy._src.products.primitives import primitive_for
 
 
 @functools.wraps(lax.dot_general)
@@ -54,3 +54,11 @@ def is_jaxs_own(function: Any) -> bool:
     except TypeError:  # One that cannot be hashed.
         return False
     return code is not None and function.__code__ is code and getattr(lax, function.__name__) is function
+
+
+def are_chosen(dtype: Any) -> bool:
+    """Returns whether code that computes in a dtype takes its products from here.
+
+    Only bfloat16 does, where the default backend is a CPU: whoever traces for a GPU gets JAX's primitives.
+    """
+    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"

@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.device_dispatch import GPUS
-from jmp_policy._src.products import convolution, dot
+from jmp_policy._src.products import cpu_products
 
 #: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
 #: JAX's own operation.
@@ -40,18 +40,14 @@ def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] |
     """
     primitive = Primitive(like.name)
 
-    def run(*operands: Any, **params: Any) -> Any:
-        with jax.disable_jit(False):  # Or it would call itself.
-            return _jitted(primitive, tuple(params.items()))(*operands)
-
-    primitive.def_impl(run)
+    primitive.def_impl(functools.partial(run_alone, primitive))
     primitive.def_effectful_abstract_eval(like.abstract_eval)
 
     def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
         other = operands[1 - place]
         types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
         mesh = jax.sharding.get_abstract_mesh()
-        jaxpr = _transpose(like, place, types, tuple(params.items()), mesh)
+        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
         return _evaluated(jaxpr, {}, cotangent, other)[0]
 
     ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
@@ -83,15 +79,30 @@ def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] |
     return primitive
 
 
+def run_alone(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs a primitive outside of any trace."""
+    with jax.disable_jit(False):  # Or it would call itself.
+        return _jitted(primitive, tuple(params.items()))(*operands)
+
+
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns a primitive as a function that runs outside of any trace."""
     return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _transpose(like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
-    """Returns the jaxpr of JAX's transpose of a product by one operand."""
+def transposed_jaxpr(
+    like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any
+) -> Any:
+    """The jaxpr of JAX's transpose of a product by one operand.
+
+    Args:
+      like: JAX's primitive.
+      place: of the operand.
+      types: of the cotangent, the other operand and this one.
+      params: items of the product's parameters.
+      _: the mesh, on which the transpose depends too.
+    """
     cotangent, other, linear = types
 
     def call(cotangent: Any, other: Any) -> Any:
@@ -135,33 +146,27 @@ def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn:
     return eqn, eqn, [False], [True], needed
 
 
-DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: dot.product)
-CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, convolution.rule)
+DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: cpu_products.product)
+CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, cpu_products.convolution)
 #: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
 CONV_WITH_FLOAT32_RESULT = _product_primitive(
-    primitives.conv_general_dilated_p, convolution.rule, on_gpu=convolution.in_half
+    primitives.conv_general_dilated_p, cpu_products.convolution, on_gpu=cpu_products.convolved_in_half
 )
 
 _OURS = {
     primitives.dot_general_p: DOT_GENERAL,
     primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
 }
-_JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
-
-
-def are_chosen(dtype: Any) -> bool:
-    """Returns whether code that computes in a dtype takes its products from here.
-
-    Only bfloat16 does, where the default backend is a CPU: whoever traces for a GPU gets JAX's primitives.
-    """
-    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+#: JAX's primitive for each of ours that stands in for it.
+JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the primitive to bind in place of another, for these operands.
 
-    On a CPU one of ours, for a product of bfloat16 operands with a floating result of at most 32 bits; JAX's
-    for all other products, and any other primitive itself, `CONV_WITH_FLOAT32_RESULT` too.
+    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other products, and any other primitive itself,
+    `CONV_WITH_FLOAT32_RESULT` too.
 
     Args:
       primitive: JAX's or ours.
@@ -170,10 +175,10 @@ def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any
     """
     if primitive is CONV_WITH_FLOAT32_RESULT:
         return primitive
-    jaxs = _JAXS.get(primitive, primitive)
+    jaxs = JAXS.get(primitive, primitive)
     if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
         return jaxs
     result = params.get("preferred_element_type")
     fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
-    is_ours = fits and params.get("out_sharding") is None and are_chosen(jnp.bfloat16)
+    is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
     return _OURS[jaxs] if is_ours else jaxs

@@ -1,9 +1,9 @@
 """Says which matrix products gain nothing from half precision: those that sum few terms, or none."""
 
+import math
 from typing import Any
 
 from jmp_policy._src.jaxpr import op_table
-from jmp_policy._src.jaxpr.matrix_products import terms_of
 from jmp_policy._src.policy.module_precision import LEAST_TERMS
 
 
@@ -23,3 +23,15 @@ def few_terms_text(terms: int) -> str:
     """Returns why a product of so many terms is float32."""
     summed = f"it sums {terms} terms" if terms > 1 else "it sums nothing"
     return f"{summed}, and half precision gains from {LEAST_TERMS} on"
+
+
+def terms_of(eqn: Any) -> int:
+    """How many terms each element of a product sums; 1 for a product that sums nothing."""
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    if eqn.primitive.name == "conv_general_dilated":
+        out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
+        return math.prod(size for axis, size in enumerate(rhs) if axis != out_channels)
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (contract, _), _ = numbers
+    return math.prod(lhs[i] for i in contract)

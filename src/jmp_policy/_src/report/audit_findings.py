@@ -257,6 +257,7 @@ class Audit(Report):
                 columns,
                 rows,
                 f"Products of {self.function}{f', all {one}' * bool(one)}; size: batch x m x n x k",
+                most=18,
             )
         ]
         if self.upcasts:

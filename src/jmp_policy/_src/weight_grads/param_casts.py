@@ -14,7 +14,6 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.policy import Policy, wants_fp32_weight_grads
-from jmp_policy._src.policy.rules import PolicyMap, any_wants_fp32_weight_grads
 from jmp_policy._src.products import binding
 
 Mark: TypeAlias = Literal["own", "argument"]
@@ -42,15 +41,8 @@ def argument_marked() -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(_ARGUMENT)
 
 
-#: Whether a function is traced to be given float32 weight gradients. Part of the key of jit's cache.
+#: Whether `transform.with_float32_gradients` traces a function just now. Part of the key of jit's cache.
 TRACED_FOR_IT = jax.make_user_context(default_value=False)
-
-
-def should_transform(rules: PolicyMap | Policy) -> bool:
-    """Whether what runs now, under these rules, is to be given to `transform.with_float32_gradients`."""
-    return not TRACED_FOR_IT.value and (
-        any_wants_fp32_weight_grads(rules) if isinstance(rules, PolicyMap) else wants_fp32_weight_grads(rules)
-    )
 
 
 def param_cast_kind(eqn: Any) -> Mark | None:

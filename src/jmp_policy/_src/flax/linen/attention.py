@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jmp_policy._src.flax.attention_weights import attention_weights, drop
+from jmp_policy._src.autocast.softmax import attention_weights, drop
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.products.functions import stand_in
 

@@ -17,11 +17,9 @@ import dataclasses
 
 import flax.linen as nn
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.linen.layers import IN_FLOAT32, ISLANDS, original_fields
+from jmp_policy._src.flax.linen.layers import IN_FLOAT32, ISLANDS
+from jmp_policy._src.flax.linen.unused_rules import precision_by_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.patterns import matches, singles_out
-from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.scope import Scope
 
 
@@ -91,7 +89,8 @@ def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     if not rules.overrides and not rules.keep_module_dtypes:
         precision = rules.default_precision[isinstance(module, ISLANDS)]
     else:
-        precision = _precision_by_rules(scope, module, locate(module, scope.location))[0]
+        location = locate(module, scope.location)
+        precision = precision_by_rules(scope, module, location.path, location.start)[0]
     return precision.as_island() if IN_FLOAT32 in module.__dict__ else precision
 
 
@@ -101,57 +100,5 @@ def governed(scope: Scope, module: nn.Module) -> tuple[ModulePrecision, Location
     rules = scope.rules
     if not rules.overrides and not rules.keep_module_dtypes:
         return rules.default_precision[isinstance(module, ISLANDS)], location
-    precision, index = _precision_by_rules(scope, module, location)
+    precision, index = precision_by_rules(scope, module, location.path, location.start)
     return precision, dataclasses.replace(location, rule=index)
-
-
-def _precision_by_rules(
-    scope: Scope, module: nn.Module, location: Location
-) -> tuple[ModulePrecision, int | None]:
-    rules = scope.rules
-    policy, named, index = rules.default, False, None
-    if rules.overrides:
-        policy, named, index = _governing_rule(scope, module, location)
-    own = getattr(module, "dtype", None)
-    keeps_own = rules.keep_module_dtypes and "dtype" not in original_fields(module)
-    if keeps_own and own is not None and is_dtype_or_none(own):
-        policy = policy.with_compute_dtype(own)
-    return rules.precision(policy, isinstance(module, ISLANDS), index, named), index
-
-
-def _governing_rule(scope: Scope, module: nn.Module, location: Location) -> tuple[Policy, bool, int | None]:
-    """The nearest match at or above a module: policy, whether it names the module, its index."""
-    rules, path = scope.rules, scope.relative(location.path)
-    matched = [i for i, (pattern, _) in enumerate(rules.overrides) if matches(pattern, path, module)]
-    scope.seen.paths.add(path)
-    scope.seen.matched.update(matched)
-    if matched:
-        pattern, policy = rules.overrides[matched[0]]
-        return policy, singles_out(pattern), matched[0]
-    above = module
-    while isinstance(above.parent, nn.Module) and above.parent.scope is not None:
-        above = above.parent
-        whole = (*location.start, *above.path)
-        if whole[: len(scope.root_path)] != scope.root_path:
-            break
-        index = rules.match(scope.relative(whole), above)
-        if index is not None:
-            return rules.overrides[index][1], False, index
-    # A module that is lifted, or run by `apply`, belongs to the one whose code does it.
-    if scope.caller is not None and is_detached(scope, above, location):
-        return scope.caller, False, scope.location.rule
-    return rules.default, False, None
-
-
-def is_detached(scope: Scope, module: nn.Module, location: Location) -> bool:
-    """Whether a module has no parent because of how the running one calls it.
-
-    That is by a lifted transform (nn.scan, nn.remat, nn.jit) or by `apply`.
-
-    Args:
-      scope: the active scope.
-      module: a module that is called, or one above it.
-      location: where the module that is called is.
-    """
-    whole = (*location.start, *module.path)
-    return not isinstance(module.parent, nn.Module) and whole not in (scope.root_path, scope.cloned)

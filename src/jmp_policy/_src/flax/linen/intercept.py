@@ -1,64 +1,18 @@
-"""The method interceptor: what happens when a governed Linen module is called.
-
-The idea, without rules, islands, loops, small inputs and nested models::
-
-    def interceptor(next_fun, args, kwargs, context):
-        module, policy = context.module, active_policy()
-
-        def param(name, init_fn, *init_args):               # float32 in the tree of parameters
-            value = type(module).param(module, name, init_fn, *init_args)
-            return policy.cast_to_compute(value)            # half where it is used
-
-        own_dtype = module.dtype
-        vars(module).update(param=param, dtype=policy.compute_dtype)
-        try:
-            out = next_fun(*policy.cast_to_compute(args), **policy.cast_to_compute(kwargs))
-        finally:
-            del module.param
-            vars(module).update(dtype=own_dtype)
-        return policy.cast_to_output(out) if is_outermost(module) else out
-
-Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a call.
-jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive;
-casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
-"""
+"""A policy for the Linen modules that are called in a with-block or a decorated function."""
 
 import contextlib
-import dataclasses
 import functools
 import threading
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 
-from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
-from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.linen import special_calls, stored_variables
-from jmp_policy._src.flax.linen.governing import Location, governed, locate
-from jmp_policy._src.flax.linen.layers import (
-    WEIGHT_NORMS,
-    all_params,
-    has_few_results,
-    is_recurrent,
-    own_params,
-    sums_few,
-)
-from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
-from jmp_policy._src.policy import half_errors
-from jmp_policy._src.policy.module_precision import (
-    ModulePrecision,
-    cast_inputs,
-    cast_outputs,
-    policy_changes,
-    small_inputs,
-)
+from jmp_policy._src.flax.linen.governing import Location, locate
+from jmp_policy._src.flax.linen.interceptor import call_governed, pushed, running_location
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
-from jmp_policy._src.policy.scope import ACTIVE, Scope, in_trial
-from jmp_policy._src.weight_grads import param_casts
+from jmp_policy._src.policy.scope import Scope, in_trial
 
 
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
@@ -122,7 +76,7 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
                 root_path = locate(module, running).path
                 with pushed(self._scope(root_path, running)) as scope:
                     call = functools.partial(function, module)
-                    return _call_governed(scope, module, call, tuple(rest), kwargs)
+                    return call_governed(scope, module, call, tuple(rest), kwargs)
             with self:
                 return function(*args, **kwargs)
 
@@ -134,141 +88,3 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
     def __reduce__(self) -> Any:
         # What is entered belongs to threads of this process.
         return type(self), (self.rules,)
-
-
-@contextlib.contextmanager
-def pushed(scope: Scope) -> Iterator[Scope]:
-    """Makes a scope active, with exactly one interceptor of ours on Flax's stack."""
-    outer = ACTIVE.value
-    if outer is not None:
-        scope = dataclasses.replace(scope, half_modules=outer.half_modules)
-    with nn.intercept_methods(_interceptor) if outer is None else contextlib.nullcontext(), ACTIVE(scope):
-        yield scope
-
-
-def running_location() -> Location | None:
-    """Where the module is in whose method we are, if it is governed."""
-    outer = ACTIVE.value
-    return None if outer is None else outer.location
-
-
-def _interceptor(
-    next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-) -> Any:
-    scope, module, name = ACTIVE.value, context.module, context.method_name
-    if scope is None or module.scope is None or not is_method(module, name):
-        return next_fun(*args, **kwargs)
-    if scope.mark_only:
-        return special_calls.call_marked(scope, module, next_fun, args, kwargs)
-    if name == "setup":
-        precision, location = governed(scope, module)
-        out = _call_shadowed(scope, module, precision, location, next_fun, (), {})
-        if (path := locate(module, scope.location).path) != location.path:  # By `nn.share_scope`.
-            scope.seen.moved[scope.relative(location.path)] = scope.relative(path)
-        return out
-    if not module.is_initializing() and param_casts.should_transform(scope.rules):
-        method: Any = context.orig_method
-        return special_calls.call_with_float32_gradients(
-            _call_governed, scope, module, method.func, args, kwargs
-        )
-    return _call_governed(scope, module, next_fun, args, kwargs)
-
-
-def is_method(module: nn.Module, name: str) -> bool:
-    """Whether the module's class has such a method, and Python does not call it (`__getattr__`).
-
-    Lifted transforms show their inner functions as methods of the module ("scan_fn", "<lambda>").
-    """
-    special = name.startswith("__") and name != "__call__"
-    return not special and callable(getattr(type(module), name, None))
-
-
-def _call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs one method: casts inputs that it reads, parameters at use, outputs where the policy changes."""
-    precision, location = governed(scope, module)
-    sums_few_numbers = sums_few(module, precision, args, kwargs)
-    small = small_inputs((args, kwargs))
-    own = None if precision.island else own_params(module)
-    if sums_few_numbers or (own and precision.keeps_small_inputs and small.are_all and own.sum_few()):
-        precision = precision.as_island()
-    if scope.caller is not None and scope.location.is_of_same_module(location):
-        # A method called by a method of the same module: the policy does not change, and what it computed
-        # in float32 on purpose (logits for its loss method) must stay so.
-        return _call_shadowed(scope, module, precision, location, call, args, kwargs)
-    with small.inside():
-        try:
-            cast = None
-            # What arrives in float32 (an image) is normalised as such: half would lose its range.
-            if own is not None and not precision.island:
-                cast = functools.partial(cast_inputs, precision=precision, small=small, own=own)
-            out = _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
-        except half_errors.KINDS as error:
-            path, name = scope.relative(location.path), location.cls.__name__
-            shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
-            half_errors.explain(error, *shown, precision)
-            raise
-    keeps = small.kept_outputs(out, precision, bool(all_params(module)))
-    in_loop = scope.caller is not None and _is_loop_body(args, precision)
-    return cast_outputs(
-        out,
-        args,
-        precision.policy,
-        policy_changes=policy_changes(scope.caller, precision.policy),
-        returns_carry=in_loop or (scope.caller is not None and is_recurrent(module)),
-        may_return_carry_only=in_loop,
-        keeps=(lambda x: has_few_results(module)) if sums_few_numbers else keeps,
-    )
-
-
-def _call_shadowed(
-    scope: Scope,
-    module: nn.Module,
-    precision: ModulePrecision,
-    location: Location,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    cast: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Runs a method of a module while its fields and its `param` follow the policy.
-
-    Inputs are cast, if it is said how.
-    """
-    if scope.half_modules is None and not module.is_initializing():
-        scope = dataclasses.replace(scope, half_modules={})
-        stored = functools.partial(stored_variables.in_half, scope, module)
-        with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
-            return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
-    if scope.half_modules is not None:
-        is_in_half = is_half(precision.used_param_dtype)
-        scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
-        if isinstance(module, WEIGHT_NORMS):  # It computes with the weights of another layer, in float32.
-            scope.half_modules[locate(module.layer_instance, scope.location).path] = None
-        if is_in_half:
-            cast_scope_reads(module.scope, module)
-    with ACTIVE(scope.inside(precision.policy, location)):
-        restore = shadow(scope, module, precision, location, (args, kwargs))
-        try:
-            if cast is not None:
-                args, kwargs = cast((args, kwargs))
-            return call(*args, **kwargs)
-        finally:
-            restore()
-
-
-def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
-    """Whether a loop in the code of the module above runs a method on a carry in another dtype.
-
-    Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
-    """
-    dtype, calls = precision.compute_dtype, 0
-    given = [x.dtype for x in jax.tree.leaves(args[:1]) if isinstance(x, ARRAYS)]
-    if not any(is_floating(found) and found != dtype for found in given):
-        return False
-
-    def is_second_call(frame: types.FrameType) -> bool:
-        nonlocal calls
-        calls += frame.f_code is _call_governed.__code__
-        return calls == 2  # The first is of the method itself.
-
-    return compat.is_traced_by_loop(is_second_call)

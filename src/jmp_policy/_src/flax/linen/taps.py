@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from jmp_policy._src.flax.linen.governing import Location, locate
-from jmp_policy._src.flax.linen.intercept import is_method
+from jmp_policy._src.flax.linen.interceptor import is_method
 from jmp_policy._src.policy import watching
 
 

@@ -20,10 +20,11 @@ from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen import layers, taps
 from jmp_policy._src.flax.linen.governing import locate
-from jmp_policy._src.flax.linen.intercept import intercept, pushed, running_location
+from jmp_policy._src.flax.linen.interceptor import pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.policy.frameworks import Framework
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, wrapped_twice
+from jmp_policy._src.policy.patterns import wrapped_twice
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen, in_trial
 
 M = TypeVar("M", bound=nn.Module)
@@ -328,6 +329,8 @@ class LinenFramework(Framework):
 
     def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the modules that are called under a policy."""
+        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
+
         return intercept(rules)
 
     def tapped(self) -> contextlib.AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jmp_policy._src.flax.attention_weights import attention_weights, drop
+from jmp_policy._src.autocast.softmax import attention_weights, drop
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.products.functions import stand_in
 

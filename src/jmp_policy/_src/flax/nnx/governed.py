@@ -19,8 +19,8 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax import float32_products
 from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
-from jmp_policy._src.flax.nnx.stand_in import bound, stand_in
-from jmp_policy._src.policy.half_errors import explained
+from jmp_policy._src.flax.nnx.param_cast_proxy import bound, stand_in_class
+from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
     OwnParams,
@@ -28,7 +28,7 @@ from jmp_policy._src.policy.module_precision import (
     cast_outputs,
     small_inputs,
 )
-from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.policy import Policy, wants_fp32_weight_grads
 from jmp_policy._src.weight_grads import param_casts, transform
 
 
@@ -83,7 +83,7 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
     class_dtype = inspect.getattr_static(bare, "dtype", None)
     if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
         namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
-    return stand_in(bare, methods, namespace, _metaclass(type(bare)))
+    return stand_in_class(bare, methods, namespace, _metaclass(type(bare)))
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
     spec = specification(module)
     assert spec is not None
     precision = spec.precision
-    if param_casts.should_transform(precision.policy):
+    if wants_fp32_weight_grads(precision.policy) and not param_casts.TRACED_FOR_IT.value:
         from jmp_policy._src.flax.nnx.states import transformed
 
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
@@ -142,17 +142,17 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
     own = OwnParams.of(_arrays(graph_nodes.own_params(module)))
     if not precision.island and precision.keeps_small_inputs and small.are_all and own.sum_few():
         precision = precision.as_island()
-    with (
-        small.inside(),
-        explained(bare.__name__, bare.__name__, precision),
-        _watched(module),
-        param_cast_proxy.opened(module, precision) as proxy,
-    ):
-        new_args, new_kwargs = args, kwargs
-        # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
-        if not precision.island:
-            new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
-        out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+    opened = param_cast_proxy.opened(module, precision)
+    try:
+        with small.inside(), _watched(module), opened as proxy:
+            new_args, new_kwargs = args, kwargs
+            # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
+            if not precision.island:
+                new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
+            out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+    except half_errors.KINDS as error:
+        half_errors.explain(error, bare.__name__, bare.__name__, precision)
+        raise
     has_params = any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(module))
     keeps = small.kept_outputs(out, precision, has_params, graph_nodes.is_node)
     return cast_outputs(

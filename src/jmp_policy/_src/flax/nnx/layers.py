@@ -16,7 +16,6 @@ from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_d
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
 from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision
 from jmp_policy._src.policy.recipes import check_has_no_state
-from jmp_policy._src.products.fp8.functions import Float8DotGeneral, without_recipe
 from jmp_policy._src.products.functions import is_jaxs_own
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
@@ -197,6 +196,9 @@ def settings(
     is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
     has_cls = attributes.get("dot_general_cls") is not None
     if recipe and not has_cls and (is_default or given is lax.dot_general) and is_jaxs_own(lax.dot_general):
+        # Few models have such products.
+        from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+
         check_has_no_state(recipe, "NNX")
         new["dot_general"] = Float8DotGeneral(recipe, precision.recipe_is_asked_for, given)
     return new
@@ -209,8 +211,8 @@ def without_settings(module: nnx.Module) -> dict[str, Any]:
         old["dtype"] = own_dtype(module)
     if isinstance(attributes.get("promote_dtype"), InFloat32 | WithComplex):
         old["promote_dtype"] = attributes["promote_dtype"].promote
-    if isinstance(attributes.get("dot_general"), Float8DotGeneral):
-        old["dot_general"] = without_recipe(attributes["dot_general"])
+    if hasattr(attributes.get("dot_general"), "instead_of"):  # By a recipe.
+        old["dot_general"] = attributes["dot_general"].instead_of
     if "attention_fn" in attributes:
         old["attention_fn"] = as_in_flax(attributes["attention_fn"])
     return old

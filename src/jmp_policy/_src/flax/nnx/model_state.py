@@ -21,10 +21,10 @@ from jmp_policy._src.loss_scaling.accumulate import (
     run_window,
 )
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
-from jmp_policy._src.loss_scaling.metrics import grads_finite
+from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
 from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
 from jmp_policy._src.loss_scaling.selection import select_tree
-from jmp_policy._src.loss_scaling.state import find_loss_scale, get_loss_scale_state
+from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 #: All that `nnx.Optimizer(..., wrt=nnx.Param)` does not keep on a skipped step itself.
 _NOT_PARAMS = nnx.Not(nnx.Param)

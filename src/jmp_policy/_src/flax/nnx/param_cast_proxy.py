@@ -14,25 +14,32 @@ reads its cast; an object that holds Params for the module comes out as a proxy;
 things in them come out as copies, and what is done to these is repeated when the call ends. What is assigned
 or returned is the Param or object itself. The cast happens where the value is read; inside `nnx.remat`, what
 is saved is the parameter and not a second copy of it.
+
+Classes of proxies and of governed modules are subclasses of the same name, which an object's `__class__` is
+set to. A module may ask about its class: `type(self).hook is Base.hook` tells a base class whether somebody
+has overridden its hook. `nnx.capture` replaces what a class itself defines, and nothing that it inherits. So
+a governed class defines what the class defines, inherits what the class inherits, and its methods, read from
+the class, are those of the author.
 """
 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core
 from flax import nnx
 
+from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
-from jmp_policy._src.flax.nnx.stand_in import subclass
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
@@ -259,7 +266,9 @@ def _seen(bare: type, name: str, value: Any, precision: ModulePrecision) -> Any:
         run.proxies.append((new, leaf))
         return new
 
-    return seen_as(value, one, run.containers)
+    if isinstance(value, list | dict | tuple):
+        return seen_as(value, one, run.containers)
+    return map_changed(one, value, graph_nodes.is_node)
 
 
 def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:
@@ -284,3 +293,59 @@ def _is_holder(node: Any) -> bool:
         for _, value in graph_nodes.children(node)
         if isinstance(value, nnx.Param | nnx.Pytree)
     )
+
+
+class Method:
+    """A method of a stand-in: that of the bare class, whatever that is when it is asked for.
+
+    Args:
+      bare: the class.
+      name: of the method.
+      instead: the function that is bound to a module in its place; None for the author's.
+    """
+
+    def __init__(self, bare: type, name: str, instead: Callable[..., Any] | None = None):
+        self._bare, self._name, self._instead = bare, name, instead
+        functools.update_wrapper(self, inspect.getattr_static(bare, name), updated=())
+
+    def __get__(self, module: Any, cls: type | None = None) -> Any:
+        if module is not None and self._instead is not None:
+            return types.MethodType(self._instead, module)
+        return bound(inspect.getattr_static(self._bare, self._name), module, cls)
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__get__(module, type(module))(*args, **kwargs)
+
+
+def bound(method: Any, module: Any, cls: type | None = None) -> Any:
+    """A method as it is read from a module, or, where that is None, from a class."""
+    return method.__get__(module, cls or type(module)) if hasattr(method, "__get__") else method
+
+
+def subclass(bare: Any, namespace: dict[str, Any], metaclass: type | None = None) -> type:
+    """A subclass of an NNX class, of the same name, which its author's hooks do not see."""
+    finish = compat.register_node_class
+    return make_subclass(bare, namespace, root=nnx.Pytree, metaclass=metaclass, finish=finish)
+
+
+def stand_in_class(
+    bare: type, methods: Mapping[str, Any], namespace: dict[str, Any], metaclass: type | None = None
+) -> type:
+    """A stand-in for a class.
+
+    Args:
+      bare: the class.
+      methods: what runs in place of methods that it has.
+      namespace: other attributes of the new class.
+      metaclass: a subclass of the class's metaclass; left out, that one itself.
+    """
+    own = [name for name, value in vars(bare).items() if _is_public_method(name, value)]
+    inherited = {name: method for name, method in methods.items() if name not in own}
+    base = subclass(bare, inherited) if inherited else bare
+    defined = {name: methods.get(name) or Method(bare, name) for name in own}
+    return subclass(base, {**namespace, **defined}, metaclass)
+
+
+def _is_public_method(name: str, value: Any) -> bool:
+    is_public = name == "__call__" or not name.startswith("_")
+    return is_public and callable(value) and not isinstance(value, type | staticmethod)

@@ -26,7 +26,7 @@ from flax import nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, param_cast_proxy, precision_plan
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
-from jmp_policy._src.flax.nnx.stand_in import Method, stand_in
+from jmp_policy._src.flax.nnx.param_cast_proxy import Method, stand_in_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.regions import region
@@ -238,7 +238,7 @@ def _scoped_class(bare: type, scope: _Scope) -> type:
         call = inspect.getattr_static(bare, "__call__")
         methods["__call__"] = Method(bare, "__call__", _scoped(call, "", scope))
     with param_cast_proxy.CLASSES:
-        return stand_in(bare, methods, {"__getattribute__": getattribute})
+        return stand_in_class(bare, methods, {"__getattribute__": getattribute})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,9 +13,8 @@ from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.policy.worthwhile import staying, without_target
 from jmp_policy._src.products import functions
-from jmp_policy._src.products.fp8.eligibility import stays_because
+from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
-from jmp_policy._src.products.fp8.profit import loses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +56,3 @@ class Float8DotGeneral:
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product; the arguments are those of `bind_float8`."""
         return bind_float8(operands, without_target(self.recipe), params, unmarked=unmarked)
-
-
-def without_recipe(function: Any) -> Any:
-    """Returns what a layer called before it was given a recipe; any other function unchanged."""
-    return function.instead_of if isinstance(function, Float8DotGeneral) else function

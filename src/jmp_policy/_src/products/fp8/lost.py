@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.policy.recipes import DELAYED
-from jmp_policy._src.products.fp8.blocks import BLOCKS, with_scales
 from jmp_policy._src.products.fp8.eligibility import recipe_of
-from jmp_policy._src.products.fp8.scales import quantised
+from jmp_policy._src.products.fp8.scales import BLOCKS, quantised, with_scales
 
 
 def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:

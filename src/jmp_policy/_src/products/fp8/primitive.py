@@ -30,9 +30,8 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
-from jmp_policy._src.products.fp8.blocks import BLOCKS, block_product
-from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, quantised, scale_of
-from jmp_policy._src.products.primitives import checkpointed, primitive_for
+from jmp_policy._src.products.fp8.scales import BLOCKS, GRADIENT, VALUE, block_product, quantised, scale_of
+from jmp_policy._src.products.primitives import checkpointed, primitive_for, run_alone, transposed_jaxpr
 
 _JAXS = primitives.dot_general_p
 
@@ -195,7 +194,7 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     forward, recipe = passes_of(params["recipe"])
     types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
     jaxs = tuple(_jaxs_params(params).items())
-    jaxpr = _transposed_jaxpr(place, types, jaxs, jax.sharding.get_abstract_mesh())
+    jaxpr = transposed_jaxpr(_JAXS, place, types, jaxs, jax.sharding.get_abstract_mesh())
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
     format = VALUE if known == GRADIENT or recipe in BLOCKS else GRADIENT
@@ -214,19 +213,6 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
 
     found[place] = _evaluated(jaxpr, (cotangent, other), product)
     return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _transposed_jaxpr(place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any) -> Any:
-    """Returns the jaxpr of JAX's transpose of a product by one operand."""
-    cotangent, other, linear = types
-
-    def call(cotangent: Any, other: Any) -> Any:
-        operands = [other, other]
-        operands[place] = ad.UndefinedPrimal(linear)
-        return ad.primitive_transposes[_JAXS](cotangent, *operands, **dict(params))[place]
-
-    return jax.make_jaxpr(call)(cotangent, other)
 
 
 def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequence[Any]], Any]) -> Any:
@@ -268,16 +254,6 @@ def _abstract(lhs: Any, rhs: Any, *_: Any, **params: Any) -> Any:
     return _JAXS.abstract_eval(lhs, rhs, **_jaxs_params(params))
 
 
-def _run(*operands: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # Or it would call itself.
-        return _jitted(tuple(params.items()))(*operands)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(params: tuple[Any, ...]) -> Callable[..., Any]:
-    return jax.jit(lambda *operands: FLOAT8_DOT_GENERAL.bind(*operands, **dict(params)))
-
-
 def _lowering(**where: bool) -> Callable[..., Any]:
     return mlir.lower_fun(functools.partial(_compute, **where), multiple_results=False)
 
@@ -286,7 +262,7 @@ def _lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _lowering(scaled=compat.is_for_one_device(ctx))(ctx, *operands, **params)
 
 
-FLOAT8_DOT_GENERAL.def_impl(_run)
+FLOAT8_DOT_GENERAL.def_impl(functools.partial(run_alone, FLOAT8_DOT_GENERAL))
 FLOAT8_DOT_GENERAL.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[FLOAT8_DOT_GENERAL] = _differentiate
 ad.primitive_transposes[FLOAT8_DOT_GENERAL] = _transpose

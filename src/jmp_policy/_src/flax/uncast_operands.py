@@ -1,0 +1,173 @@
+"""Finds the float32 products of a program that have a stored array for an operand, and warns of them.
+
+    origin = {variable: path, for each array that is stored for a half-precision module}
+    for each operation, and those inside calls, loops and branches:
+        a product of such a value and data: note it, unless the data is float32 on purpose
+        what moves, scales or casts such a value, but not to half: the result has the same origin
+
+Data is float32 on purpose if code of the user, or a module under a float32 rule, cast it from half.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jmp_policy._src.core.dtypes import is_half, is_wide
+from jmp_policy._src.jaxpr import calls, compat, source_lines
+from jmp_policy._src.jaxpr.ir import dtype_of
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.products.small_products import gains_nothing
+
+_PRODUCTS = HAVING[Trait.PRODUCT]
+_MOVES = HAVING[Trait.MOVES] | HAVING[Trait.KEEPS_WEIGHT] | HAVING[Trait.VIEW]
+_ELEMENTWISE = HAVING[Trait.ELEMENTWISE] | HAVING[Trait.BROADCASTS]
+
+#: Equations, each with the atoms that it takes.
+Rows: TypeAlias = Iterable[tuple[Any, Sequence[Any]]]
+
+#: What was shown already, as Python remembers it for its filters of warnings.
+_SHOWN: dict[Any, Any] = {}
+
+
+def products(program: Any, rows: Rows, stored: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The first product of each stored array that is used uncast, by the array's path.
+
+    Args:
+      program: as `compat.program_being_traced` gives it.
+      rows: those of its operations that are looked at.
+      stored: the arrays that are stored for half-precision modules, with their paths.
+    """
+    look = _Look([(path, array) for path, array in stored if is_wide(array.dtype)])
+    look.follow(rows, look.arguments() | look.constants(compat.recorded_constants(program).items()))
+    return look.found
+
+
+def warn(found: dict[str, Any], repair: str) -> None:
+    """Warns of the first of these products, and says how its operand is read in half."""
+    (path, eqn), *others = found.items()
+    more = f" (and {len(others)} more)" if others else ""
+    where = source_lines.source_line(eqn) or "an unknown line"
+    warnings.warn_explicit(
+        f"The product at {where} runs in float32, although the policy says half precision: {path!r}{more} "
+        f"is used there as it is stored. {repair} A float32 rule for its module says that float32 is meant.",
+        UserWarning,
+        *source_lines.users_line(eqn),
+        registry=_SHOWN,
+    )
+
+
+class _Origin(NamedTuple):
+    """Why a value is float32.
+
+    Args:
+      path: of the stored array that it is, or was computed with; None if there is none.
+      upcast: the operation that cast it, or what it was computed from, from half.
+      is_weight: whether it was computed from stored arrays and numbers alone (a weight times its scale).
+    """
+
+    path: str | None = None
+    upcast: Any = None
+    is_weight: bool = False
+
+    def is_on_purpose(self) -> bool:
+        """Whether it was cast to float32 by name, and not because it met another float32 value."""
+        return self.upcast is not None and not source_lines.is_promotion(self.upcast)
+
+
+class _Look:
+    """One look at a program.
+
+    Args:
+      stored: arrays, with their paths.
+
+    Attributes:
+      found: the first product of each array that is used uncast, by the array's path.
+    """
+
+    def __init__(self, stored: Sequence[tuple[str, Any]]):
+        self._stored = stored
+        self._path_of = {id(array): path for path, array in stored}
+        self.found: dict[str, Any] = {}
+
+    def arguments(self) -> dict[Any, _Origin]:
+        """The stored arrays that are traced, by their variables."""
+        traced = ((path, compat.traced_by(array)) for path, array in self._stored)
+        return {found[0].val: _Origin(path, is_weight=True) for path, found in traced if found}
+
+    def constants(self, values: Iterable[tuple[Any, Any]]) -> dict[Any, _Origin]:
+        """The stored arrays that a program has closed over, by their variables."""
+        known = ((var, self._path_of.get(id(value))) for var, value in values)
+        return {var: _Origin(path, is_weight=True) for var, path in known if path}
+
+    def follow(self, rows: Rows, origins: dict[Any, _Origin]) -> None:
+        """Notes the products of stored arrays, and adds the origins of what operations give."""
+        for eqn, atoms in rows:
+            operands = [_origin(origins, atom) for atom in atoms]
+            if eqn.primitive.name in calls.KINDS:
+                results = self._called(eqn, operands)
+            elif _is_upcast(eqn, atoms):
+                results = [_Origin(upcast=eqn)]
+            elif any(operands):
+                results = self._results(eqn, atoms, operands)
+            else:
+                continue
+            for var, origin in zip(eqn.outvars, results, strict=True):
+                if origin is not None and is_wide(dtype_of(var)):
+                    origins[var] = origin
+
+    def _called(self, eqn: Any, operands: Sequence[_Origin | None]) -> Sequence[_Origin | None]:
+        """What a call, loop or branch gives.
+
+        The last operands are the arguments of the program inside, for calls and scans, branches of a `cond`
+        and the body of a while loop alike; and its results are those of the operation.
+        """
+        results: Sequence[_Origin | None] = [None] * len(eqn.outvars)
+        for closed in calls.inner_jaxprs(eqn):
+            jaxpr = compat.open_jaxpr(closed)
+            given = zip(reversed(jaxpr.invars), reversed(operands), strict=False)
+            origins = {var: origin for var, origin in given if origin is not None}
+            origins |= self.constants(zip(jaxpr.constvars, compat.constants(closed), strict=False))
+            self.follow(_rows(jaxpr), origins)
+            if len(jaxpr.outvars) == len(results):  # Else it is the condition of a while loop.
+                pairs = zip(results, jaxpr.outvars, strict=True)
+                results = [known or _origin(origins, atom) for known, atom in pairs]
+        return results
+
+    def _results(
+        self, eqn: Any, atoms: Sequence[Any], operands: Sequence[_Origin | None]
+    ) -> Sequence[_Origin | None]:
+        name = eqn.primitive.name
+        if name in _MOVES:
+            moved = operands if len(atoms) == len(eqn.outvars) else [operands[0]] * len(eqn.outvars)
+            # Rows of a table are data: there are as many as tokens.
+            return [x and x._replace(is_weight=x.is_weight and name != "gather") for x in moved]
+        if name in _PRODUCTS:
+            atoms, operands = atoms[:2], operands[:2]  # After them come the scales of float8 products.
+        known = [origin for origin in operands if origin is not None]
+        path = next((origin.path for origin in known if origin.path), None)
+        upcast = next((origin.upcast for origin in known if origin.upcast is not None), None)
+        are_weights = all(origin is not None and origin.is_weight for origin in operands)
+        if path and not are_weights:
+            asked_for = [origin.upcast for origin in known if origin.is_on_purpose()]
+            if asked_for:
+                path, upcast = None, asked_for[0]
+            elif name in _PRODUCTS and not gains_nothing(eqn):
+                self.found.setdefault(path, eqn)
+            # Other float32 data would make the result float32 in any case.
+            others = (x for x, origin in zip(atoms, operands, strict=True) if origin is None)
+            if name not in _ELEMENTWISE or any(is_wide(dtype_of(x)) for x in others):
+                path = None
+        is_known = path or upcast is not None or are_weights
+        return [_Origin(path, upcast, are_weights) if is_known else None] * len(eqn.outvars)
+
+
+def _origin(origins: dict[Any, _Origin], atom: Any) -> _Origin | None:
+    return _Origin(is_weight=True) if isinstance(atom, compat.Literal) else origins.get(atom)
+
+
+def _rows(jaxpr: Any) -> Rows:
+    return [(eqn, eqn.invars) for eqn in compat.open_jaxpr(jaxpr).eqns]
+
+
+def _is_upcast(eqn: Any, atoms: Sequence[Any]) -> bool:
+    return eqn.primitive.name == "convert_element_type" and is_half(dtype_of(atoms[0]))
