@@ -266,13 +266,13 @@ class Audit(Report):
                 for u in self.upcasts
             ]
             columns = ("module", "line", "cast", "shape", "reaches")
-            tables.append(Table(columns, rows, "Silent upcasts", most=8))
+            tables.append(Table(columns, rows, "Silent upcasts", most=4))
         if self.repeated_casts:
             rows = [
                 (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
             ]
             columns = ("value", "to", "times ", "size ", "where")
-            tables.append(Table(columns, rows, "Casts of the same value", most=8))
+            tables.append(Table(columns, rows, "Casts of the same value", most=3))
         if self.half_operations:
             # Those that the verdict names first.
             ordered = sorted(self.half_operations, key=lambda h: not _is_harmful(h))
@@ -281,7 +281,7 @@ class Audit(Report):
                 for h in ordered
             ]
             columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ")
-            tables.append(Table(columns, rows, "Still in half precision", most=5))
+            tables.append(Table(columns, rows, "Still in half precision", most=2))
         if self.constants:
             tables.append(lost_constants.table(self.constants))
         return tables
