@@ -440,7 +440,10 @@ EXPLICIT = {
 def test_what_was_asked_for_is_no_silent_upcast(which):
     found = jmpp.audit(EXPLICIT[which], BATCH, array(16, dtype=F32), W)
     assert not found.upcasts
-    assert not any(p.cause for p in found.products)
+    # A cast that is written is named as the cause, where a product reads it.
+    assert {p.cause for p in found.wide_products} == (
+        {found.products[0].place} if which == "astype" else set()
+    )
 
 
 @pytest.mark.parametrize("name", ["normalization", "reductions", "model"])
@@ -1054,13 +1057,18 @@ def test_arguments_may_be_arrays_shapes_keywords_and_static(struct):
     assert len(jmpp.audit(fn, make(8, 16), "go", w=make(16, 16), twice=True).products) == 2
 
 
+def without_causes(found):
+    return [dataclasses.replace(p, cause="") for p in found.products]
+
+
 def test_a_step_that_differentiates_itself_is_audited_alike():
     loss, variables, x = linen_loss(jmpp.wrap(LinenNet(), "mixed_float16"), X)
     outer = jmpp.audit(loss, variables, x, grad=True)
     inner = jmpp.audit(jax.value_and_grad(loss), variables, x)
     jitted = jmpp.audit(jax.jit(jax.value_and_grad(loss)), variables, x)
     for found in (inner, jitted):
-        assert [dataclasses.replace(p, cause="") for p in found.products] == list(outer.products)
+        # A cast in a function that differentiates itself looks like one of its backward pass.
+        assert without_causes(found) == without_causes(outer)
 
     model = jmpp.wrap(NnxNet(rngs=nnx.Rngs(0)), "mixed_float16")
     outer = jmpp.audit(*nnx_loss(model, X), grad=True)

@@ -48,6 +48,23 @@ def listed():
 def nothing():
     return 3
 
+def broken(x):
+    assert x.sum is None, "no sum"
+
+def deep_loss(params, x):
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ params["first"])
+    with jax.named_scope("last"):
+        return jnp.log(jnp.square(x @ params["last"]).mean())
+
+def failing():
+    params = {"first": jnp.ones((8, 8)), "last": jnp.zeros((8, 2))}
+    return deep_loss, params, jnp.ones((4, 8))
+
+def fine():
+    params = {"first": jnp.eye(8) * 0.5, "last": jnp.ones((8, 2))}
+    return deep_loss, params, jnp.linspace(-1, 1, 32).reshape(4, 8)
+
 def numbers(x, n, flag):
     return jnp.where(flag, x, n)
 
@@ -133,6 +150,18 @@ def test_drift(capsys):
     assert "loss: no difference from float32." in out
 
 
+def test_reports_that_run_the_function(capsys):
+    found = data(capsys, "diagnose", "jmp_example:failing", "--policy", "mixed_float16", "--scale", "1024")
+    assert found["operation"] == "log"
+    found = data(capsys, "spectrum", "jmp_example:fine", "--scale", "8")
+    assert found["loss_scale"] == 8
+    found = data(capsys, "sensitivity", "jmp_example:fine")
+    assert {"first", "last"} <= {row["path"] for row in found["rows"]}
+    found = data(capsys, "recommend", "jmp_example:fine", "--budget", "0.05")
+    assert found["budget"] == 0.05
+    assert found["policy"] == {"policy": "params=float32,compute=float16,output=float32"}
+
+
 @pytest.mark.parametrize(
     ("text", "shape", "dtype"),
     [
@@ -170,6 +199,7 @@ def test_types_of_arrays(text, shape, dtype):
         (("jmp_example:apply", "f33[2]"), r"'f33\[2\]': there is no dtype 'float33'"),
         (("jmp_example:apply", "f32[3,4]", "f32[3,4]"), "dot_general|contracting"),
         (("jmp_example:apply", "f32[8,8]", "f32[4,8]", "--policy", "p=f32,c=fp61"), "fp61"),
+        (("jmp_example:broken", "f32[2]"), r"AssertionError: no sum \(jmp_example.py:\d+\)"),
         (("jmp_example:apply",), "needs arguments: describe its arrays .*missing a required argument: 'w'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -2,9 +2,11 @@
 
 python -m jmp_policy formats 1e-8 70000
 python -m jmp_policy audit my_model:train_step 'f32[64,784]' 'i32[64]'
+python -m jmp_policy diagnose my_model:failing_step
 python -m jmp_policy drift my_model:example --detail operation
 python -m jmp_policy lowering my_model:example --target A100
 python -m jmp_policy memory my_model:train_step 'f32[64,784]' --policy bfloat16
+python -m jmp_policy recommend my_model:example --budget 0.01
 python -m jmp_policy summary my_model:model 'f32[64,784]' --policy mixed_float16
 """
 
@@ -15,10 +17,20 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from jmp_policy._src.core.targets import TARGETS
+
+#: Commands that run the function, and their options.
+_RUN = {
+    "diagnose": ("scale",),
+    "drift": ("detail",),
+    "recommend": ("budget", "target"),
+    "sensitivity": (),
+    "spectrum": ("scale",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         report = _report(given)
-    except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        print(f"{parser.prog} {given.command}: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"{parser.prog} {given.command}: {_error_text(error)}", file=sys.stderr)
         return 2
     print(_as_json(report.to_dict()) if given.json else report)
     return 0
+
+
+def _error_text(error: Exception) -> str:
+    """The message; of an unusual error its type too, and the line that raised it."""
+    if isinstance(error, ValueError | TypeError | ImportError | RuntimeError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def _as_json(fields: Any) -> str:
@@ -58,9 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     arrays = "arguments as types: 'f32[64,784]', 'bf16[8]', 'i32[]'"
     helps = {
         "audit": "every product of a function: dtypes, sizes, FLOPs, what to pad",
+        "diagnose": "where the first value that is not finite comes from",
         "drift": "how far half precision is from float32, and where that is introduced",
         "lowering": "the kernels that XLA makes for a GPU or TPU",
         "memory": "what takes the memory, compiled for the default backend",
+        "recommend": "the policy with the most in half precision, for a budget of error",
+        "sensitivity": "what half precision in each module does to the gradient",
+        "spectrum": "magnitudes of gradients and activations, and what half precision loses of them",
         "summary": "which rule governs which module of a model, in which dtypes",
         "formats": "the number formats, and what a number becomes in each",
     }
@@ -73,16 +97,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "function", help=f"{where} A model in place of the function." if is_model else where
         )
-        drawn = "; filled with normal random numbers" if name == "drift" else ""
+        drawn = "; filled with normal random numbers" if name in _RUN else ""
         command.add_argument("arrays", nargs="*", help=arrays + drawn)
         policy = "the model's policy" if is_model else "autocast the function under this policy first"
-        command.add_argument("--policy", help=policy)
+        if name not in ("recommend", "sensitivity"):
+            command.add_argument("--policy", help=policy)
         if name in ("audit", "lowering", "memory"):
             text = "the gradients of a loss in its first argument too"
             command.add_argument("--grad", action="store_true", help=text)
     drift, known = parsers["drift"], f"{', '.join(TARGETS)}, or a slice of TPUs as in v5e:2x4"
     drift.add_argument("--no-grad", action="store_true", help="compare the results of the function alone")
     drift.add_argument("--detail", default="module", help="module, or operation")
+    text = "what the loss is multiplied by, for the backward pass"
+    for name in ("diagnose", "spectrum"):
+        parsers[name].add_argument("--scale", type=float, default=1.0, help=text)
+    text = "the largest relative error of the gradient; by default 0.01"
+    parsers["recommend"].add_argument("--budget", type=float, help=text)
+    parsers["recommend"].add_argument("--target", help=f"a GPU to say what it gains there: {known}")
     parsers["lowering"].add_argument("--target", default="H100", help=known)
     parsers["memory"].add_argument("--target", help=f"{known}; without it, the default backend")
     text = "any numbers; put -- before negative ones"
@@ -101,15 +132,18 @@ def _report(given: Any) -> Any:
     fn, args = _function(given)
     if given.command == "summary":
         return reports.summary(fn, given.policy, *args)
-    if given.policy:
+    if getattr(given, "policy", None):
         from jmp_policy._src.autocast.api import autocast
 
         fn = autocast(fn, given.policy)
     if given.command == "audit":
         return reports.audit(fn, *args, grad=given.grad)
-    if given.command == "drift":
-        filled = jax.tree.map(_filled, args)
-        return reports.drift(fn, *filled, grad=not given.no_grad, detail=given.detail)
+    if given.command in _RUN:
+        options = {name: value for name, value in vars(given).items() if name in _RUN[given.command]}
+        if given.command == "drift":
+            options["grad"] = not given.no_grad
+        report = getattr(reports, "gradient_spectrum" if given.command == "spectrum" else given.command)
+        return report(fn, *jax.tree.map(_filled, args), **options)
     if given.grad:
         fn = jax.value_and_grad(fn, has_aux=isinstance(jax.eval_shape(fn, *args), tuple))
     report = reports.lowering_report if given.command == "lowering" else reports.memory_report

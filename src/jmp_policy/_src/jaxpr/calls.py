@@ -54,7 +54,7 @@ _CALLED_ONCE: Mapping[Kind, str] = {
 #: Jits of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
 _SMALL = 24
 
-#: Operations whose jaxprs are not what they do.
+#: Operations whose jaxpr is a combiner or a kernel, not a program that runs once.
 _NO_CALL = HAVING[Trait.COMBINER] | HAVING[Trait.KERNEL]
 
 

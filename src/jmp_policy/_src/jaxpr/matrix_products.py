@@ -57,7 +57,10 @@ def _of_convolution(eqn: Any) -> Size:
 
 
 def padding(eqn: Any, size: Size) -> str:
-    """Describes what to pad for rows of a multiple of 16 bytes: "n 1001 to 1008"; "" if nothing."""
+    """Describes what to pad for rows of a multiple of 16 bytes: "n 1001 to 1008"; "" if nothing.
+
+    A size of 1 is named alone, "m 1": padding it would only multiply zeros.
+    """
     item = min(np.dtype(atom.aval.dtype).itemsize for atom in eqn.invars[:2])
     step = max(_ALIGNMENT // item, 1)
     if eqn.primitive.name == "conv_general_dilated":
@@ -72,5 +75,7 @@ def padding(eqn: Any, size: Size) -> str:
     else:
         dims = {"m": size.m, "n": size.n, "k": size.k}
     return ", ".join(
-        f"{name} {length} to {-(-length // step) * step}" for name, length in dims.items() if length % step
+        f"{name} 1" if length == 1 else f"{name} {length} to {-(-length // step) * step}"
+        for name, length in dims.items()
+        if length % step
     )

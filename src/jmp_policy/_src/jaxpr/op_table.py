@@ -11,8 +11,8 @@ import enum
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-#: What autocast does. lower: operands to half. full: float32. follow: as the widest operand. inside: in
-#: float32, and what comes of half operands is returned in half.
+#: What autocast does. lower: operands to half. full: float32. follow: as the widest operand. inside:
+#: computed in float32; the result is half where the operands are.
 OpList: TypeAlias = Literal["lower", "full", "follow", "inside"]
 
 
@@ -22,9 +22,9 @@ class Trait(enum.Flag):
     NONE = 0
     #: A matrix product: it has FLOPs to count and may reach the Tensor Cores.
     PRODUCT = enum.auto()
-    #: Moves one array, to one or several; or each of several for itself. A parameter, moved, still is one.
+    #: Rearranges an array, or each of several. A parameter stays one.
     MOVES = enum.auto()
-    #: Its transpose is a sum, over copies or devices: done in float32, before a parameter is cast.
+    #: Makes copies, whose transpose is a sum: done in float32, before a parameter is cast.
     SUMMED = enum.auto()
     #: Elementwise with several operands, of which one may be broadcast along axes of size 1, or be a scalar.
     BROADCASTS = enum.auto()

@@ -23,7 +23,7 @@ def first_cotangent(dtype: Any, loss_scale: Any) -> Any:
 def checked_cotangent(scale: LossScale) -> jax.Array:
     """The cotangent of a float16 loss, with a warning."""
     warnings.warn(
-        "The loss is float16. Its cotangent is the loss scale itself, and float16 ends at 65504: a "
+        "The loss is float16. The backward pass starts from the loss scale, and float16 ends at 65504: a "
         "scale of 2**16 would overflow on every step. It is limited to 2**15 here, and the gradients are "
         "multiplied by the rest. Compute the loss in float32: cast the logits, or give the model the "
         "output dtype float32 (as mixed_float16 has).",

@@ -10,7 +10,7 @@ CLIPPED = (
 
 DIVIDED = (
     "loss_scaled gets gradients that were divided by the loss scale already, and divides them again: the "
-    "parameters learn as many times more slowly as the scale is large. Give update the gradients as "
+    "parameters learn 65,536 times too slowly at a scale of 65,536. Give update the gradients as "
     "scaled_value_and_grad returns them."
 )
 
@@ -19,8 +19,8 @@ def without_scale(loss: str) -> str:
     """Of gradients that no loss scale multiplied, as their program shows."""
     return (
         f"loss_scaled divides the gradients{f' of {loss!r}' if loss else ''} by the loss scale in its state, "
-        "and they were computed in this function without it: the parameters would learn as many times more "
-        f"slowly as the scale is large. {_repair(loss)}"
+        "and they were computed in this function without it: the parameters would learn 65,536 times too "
+        f"slowly at a scale of 65,536. {_repair(loss)}"
     )
 
 
@@ -28,8 +28,8 @@ def not_asked_for(loss: str) -> str:
     """Of gradients whose history is not known, where nobody has asked for a loss scale."""
     return (
         "loss_scaled divides gradients by the loss scale in its state, and nobody has asked for a loss scale "
-        "to multiply a loss by: if nothing else did, the parameters learn as many times more slowly as the "
-        f"scale is large. {_repair(loss)}"
+        "to multiply a loss by: if nothing else did, the parameters learn 65,536 times too slowly at a "
+        f"scale of 65,536. {_repair(loss)}"
     )
 
 

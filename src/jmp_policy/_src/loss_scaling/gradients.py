@@ -114,7 +114,7 @@ class Decision:
 
     @functools.cached_property
     def for_small(self) -> jax.Array:
-        """The same boolean, for arithmetic on small arrays that XLA may merge."""
+        """The flag as an element of an array, so that XLA merges the operations that read it."""
         return fusable_flag(self.flag)
 
     def select(self, on_true: jax.Array, on_false: jax.Array) -> jax.Array:

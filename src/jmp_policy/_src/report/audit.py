@@ -78,14 +78,15 @@ def _with_gradients(function: Any) -> Any:
 class AuditVisitor(Visitor):
     """Visitor of a jaxpr that collects products, upcasts, casts and half operations for an audit.
 
-    The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32: a
-    product that reads the value is in float32 because of them.
+    The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32,
+    and the first cast that was written: a product that reads the value is in float32 because of them.
     """
 
     def __init__(self, arguments: Sequence[str]):
         self._arguments = list(arguments)
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
+        self._written: dict[int, str] = {}
         self._reached: dict[int, list[str]] = defaultdict(list)
         self._products: list[dict[str, Any]] = []
         self._casts: dict[Any, list[Any]] = defaultdict(list)
@@ -104,8 +105,13 @@ class AuditVisitor(Visitor):
         if all(dtype is not None and is_half(dtype) for dtype in outs):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
-        is_cause = _is_silent_upcast(eqn, site) or (_mixes(eqn) and not causes)
-        return causes | {self._id(eqn)} if is_cause else causes
+        silent = causes - self._written.keys()
+        if _is_silent_upcast(eqn, site) or (_mixes(eqn) and not silent):
+            return silent | {self._id(eqn)}
+        if _is_upcast(eqn) and not site.backward:
+            self._written[self._id(eqn)] = site.place
+            return frozenset([self._id(eqn)])
+        return silent | set(sorted(causes - silent)[:1])
 
     def _id(self, eqn: Any) -> int:
         return self._ids.setdefault(id(eqn), len(self._ids))
@@ -129,7 +135,7 @@ class AuditVisitor(Visitor):
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
-        if _mixes(eqn) and not causes:
+        if _mixes(eqn) and not causes - self._written.keys():
             # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
             before, after = sorted((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
             shape = tuple(before.shape)
@@ -231,7 +237,8 @@ class AuditVisitor(Visitor):
         )
 
     def _places(self, causes: Iterable[int]) -> str:
-        return "; ".join(dict.fromkeys(self._upcasts[c].place for c in sorted(causes) if c in self._upcasts))
+        silent = [self._upcasts[c].place for c in sorted(causes) if c in self._upcasts]
+        return "; ".join(dict.fromkeys(silent or [self._written[c] for c in causes if c in self._written]))
 
     def _repeated(self) -> list[RepeatedCast]:
         found = []
@@ -262,11 +269,15 @@ def _mixes(eqn: Any) -> bool:
 
 def _is_silent_upcast(eqn: Any, site: Site) -> bool:
     # In a backward pass, an upcast is the transpose of a cast that was asked for.
-    if eqn.primitive.name != "convert_element_type" or site.backward:
+    return not site.backward and _is_upcast(eqn) and source_lines.is_promotion(eqn)
+
+
+def _is_upcast(eqn: Any) -> bool:
+    if eqn.primitive.name != "convert_element_type":
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
-    is_upcast = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
-    return is_upcast and size(eqn.invars[0]) > 1 and source_lines.is_promotion(eqn)
+    is_wider = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
+    return is_wider and size(eqn.invars[0]) > 1
 
 
 #: Shorter sums lose no more than other operations in half do.

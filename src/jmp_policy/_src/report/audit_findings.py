@@ -1,6 +1,7 @@
 """Defines the findings of an audit, and shows them as tables."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,10 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.policy.module_precision import LEAST_TERMS
 from jmp_policy._src.report import lost_constants
+
+#: Products with a size of 1 in `Product.pad`, and what is said of them.
+_ONE = re.compile(r" 1(?:,|$)")
+_VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +34,10 @@ class Product(Placed):
       times: how often it runs: the length of the scans around it. A `while` counts as one trip.
       flops: floating-point operations of all its runs; a multiply-add counts as two.
       share: its share of the whole function's `flops`.
-      pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing.
-      cause: places where half precision met float32, if it is not computed in half for that; else "".
+      pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing; a size of 1,
+        which padding does not help, is "m 1".
+      cause: places where half values met float32, or were cast to it, if it is not computed in half for that;
+        else "".
       scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
       stays: why it is not in float8, in a program that has such products; else "".
     """
@@ -200,41 +207,54 @@ class Audit(Report):
         return parts
 
     def _product_texts(self) -> list[str]:
-        parts = [self._share_text()]
-        unaligned = [p for p in self.products if p.is_half and p.pad]
-        if unaligned:
-            largest = max(unaligned, key=lambda p: p.flops)
-            parts.append(
-                f"{percent(self.half_share - self.tensor_core_share)} in half precision on shapes to pad: "
-                f"{largest.place}, {largest.pad}"
-            )
-        kinds = dict[str, list[str]]()
-        for p in self.wide_products:
-            few = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
-            kinds.setdefault(f"in {_widest(p)}{few * (p.k < LEAST_TERMS and not p.cause)}", []).append(
-                p.place
-            )
-        parts += [
-            f"{len(places)} product{'s' * (len(places) > 1)} {kind}: {joined(list(dict.fromkeys(places)))}"
-            for kind, places in kinds.items()
-        ]
+        parts = [*self._share_texts(), *self._wide_texts()]
         if silent := [u for u in self.upcasts if not u.reaches]:
             parts.append(
                 f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
             )
         return parts
 
-    def _share_text(self) -> str:
+    def _share_texts(self) -> list[str]:
+        total = self.flops or 1  # Empty arrays have none.
         halves = Counter[str]()
-        for p in self.products:
-            if p.is_half and p.is_aligned:
+        others = dict[str, list[Product]]()
+        for p in filter(lambda p: p.is_half, self.products):
+            if p.is_aligned:
                 halves[_widest(p)] += p.flops
-        if not sum(halves.values()):
-            return "Nothing of the FLOPs in half precision on Tensor-Core shapes"
-        shares = " and ".join(
-            f"{percent(flops / self.flops)} of FLOPs in {name}" for name, flops in halves.items()
-        )
-        return f"{shares} on Tensor-Core shapes"
+            else:
+                others.setdefault(_VECTORS if _ONE.search(p.pad) else "on shapes to pad", []).append(p)
+        texts = [f"{percent(flops / total)} of FLOPs in {name}" for name, flops in halves.items()]
+        parts = [f"{' and '.join(texts)} on Tensor-Core shapes"] if texts else []
+        for shapes, products in others.items():
+            share = percent(sum(p.flops for p in products) / total)
+            largest = max(products, key=lambda p: p.flops)
+            of = " of FLOPs" * (not parts)
+            parts.append(f"{share}{of} in half precision {shapes}: {largest.place}, {largest.pad}")
+        return parts or ["No product in half precision"]
+
+    def _wide_texts(self) -> list[str]:
+        """Describes the products that are not in half precision, and why."""
+        causes = dict[str, str]()
+        for p in self.wide_products:
+            causes[p.place] = causes.get(p.place) or p.cause
+        kinds = dict[tuple[str, str], list[str]]()
+        for p in self.wide_products:
+            few = p.k < LEAST_TERMS and not p.cause
+            kind = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing" if few else ""
+            why = "" if few else self._why_wide(causes[p.place], p)
+            kinds.setdefault((f"in {_widest(p)}{kind}", why), []).append(p.place)
+        return [
+            f"{len(found)} product{'s' * (len(found) > 1)} {kind}: {joined(list(dict.fromkeys(found)))}{why}"
+            for (kind, why), found in kinds.items()
+        ]
+
+    def _why_wide(self, cause: str, p: Product) -> str:
+        if not cause:
+            return ", whose operands were never half: wrap the module, or autocast the function"
+        places = cause.split("; ")
+        if any(upcast.place in places for upcast in self.upcasts):
+            return f", as half values met {_widest(p)} in {joined(places)}: cast to half there"
+        return f", cast to {_widest(p)} {'there' if cause == p.place else f'in {cause}'}"
 
     def _tables(self) -> Sequence[Table]:
         operations = {p.operation for p in self.products}

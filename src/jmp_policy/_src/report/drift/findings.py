@@ -213,7 +213,8 @@ class Drift(Report):
             return ". ".join([text, *self._losses()]) + "."
         what = "the gradient is" if self.is_loss else "the results are"
         cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
-        parts = [f"{self.function}: {what} off by {_error_text(self.error)}{cosine}{self._compared()}"]
+        off = f"off by {trials.error_text(self.error)}" if math.isfinite(self.error) else "not finite"
+        parts = [f"{self.function}: {what} {off}{cosine}{self._compared()}"]
         named = [row for row in self.contributions if row.share >= NAMED][:3]
         if named:
             first, *rest = named
@@ -228,7 +229,7 @@ class Drift(Report):
         if not self.advice:
             return ""
         whole = self.advice[0].upper() + self.advice[1:]
-        before, after = _error_text(self.error), _error_text(self.error_after)
+        before, after = trials.error_text(self.error), trials.error_text(self.error_after)
         return f"{whole} mends it: the gradient is off by {after} instead of {before}"
 
     def _losses(self) -> list[str]:
@@ -237,16 +238,19 @@ class Drift(Report):
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):
-            return ", which is not finite: `diagnose` finds the first such value"
+            return ": `diagnose` finds the first such value"
         if self.is_normal:
-            text = ", no more than rounding each operation once explains"
+            text = ", which is normal rounding error"
             return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"
         if not self.expected:
             return ""
         return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
 
     def _of_loss(self) -> str:
-        text = f"The loss is off by {_error_text(self.loss_error)}"
+        finite = math.isfinite(self.loss_error)
+        text = (
+            f"The loss is off by {trials.error_text(self.loss_error)}" if finite else "The loss is not finite"
+        )
         row = max(self.rows, key=lambda row: row.loss_share, default=None)
         if row is None or row.loss_share < NAMED or not self.loss_error:
             return text
@@ -331,12 +335,6 @@ def _cells(row: DriftRow) -> Sequence[str]:
 def _lost_cell(row: DriftRow) -> str:
     lost = [a + b for a, b in zip(row.flushed, row.saturated, strict=True)]
     return " / ".join(map(percent, lost)) if any(lost) else ""
-
-
-def _error_text(error: float) -> str:
-    if not math.isfinite(error):
-        return "more than any number"
-    return f"{100 * error:.3g} %" if error >= 1e-4 else f"{error:.2g}"
 
 
 #: Okabe and Ito's colours, which people who cannot tell red from green can tell apart.

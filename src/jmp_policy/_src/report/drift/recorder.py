@@ -142,7 +142,7 @@ class Recorder:
     Attributes:
       nodes: of the program.
       measured: by node.
-      counted_often: nodes whose sums may have one value several times, once for each device.
+      counted_often: nodes whose sums count a value once for each device that holds a copy.
     """
 
     def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
