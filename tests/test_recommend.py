@@ -12,9 +12,18 @@ from planted_models import PLANTED
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
-from jmp_policy._src.report.sensitivity.chosen_modules import Choice, overflowing, rows_of, rules_of, within
+from jmp_policy._src.report.sensitivity.chosen_modules import (
+    Choice,
+    only_products,
+    overflowing,
+    rows_of,
+    rows_of_products,
+    rules_of,
+    within,
+)
 from jmp_policy._src.report.sensitivity.recommend import compared
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
+from jmp_policy._src.report.trials import product_layers
 
 
 @pytest.mark.once
@@ -95,6 +104,22 @@ def test_overflow_needs_no_budget():
 
 
 X = jax.random.normal(jax.random.key(1), (8, 8))
+
+
+def test_products_alone_in_half_are_rules_for_their_classes():
+    modules = {("Net",): None, ("Net", "mix"): None, ("Net", "a"): nn.Dense(2), ("Net", "b"): nn.Dense(2)}
+    own = {"": Effect(1e-8), "mix": Effect(4e-2), "a": Effect(1e-8), "b": Effect(1e-8, overflow=3)}
+    seen = effects(own)._replace(modules=modules)
+    choice = within(overflowing(seen), 0.01)
+    half = "params=float32,compute=float16,output=float32"
+    alone, with_names = only_products(choice, product_layers(modules.values()))
+    assert alone == jmpp.PolicyMap("float32", {nn.Dense: half})
+    assert with_names == jmpp.PolicyMap("float32", {"b": "float32", nn.Dense: half})
+    first, named, dense = rows_of_products(choice, with_names)
+    assert (first.pattern, first.predicted) == ("", pytest.approx(0.2, rel=1e-3))
+    assert first.reason.startswith("what is no product: mix brings")
+    assert (named.pattern, named.reason) == ("b", "3 values exceed the range of float16")
+    assert (dense.pattern, dense.reason) == ("Dense", "2 layers, which fit the budget")
 
 
 @pytest.mark.slow

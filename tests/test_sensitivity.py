@@ -163,6 +163,12 @@ def test_the_result_is_a_report():
         found().of("middle")
 
 
+def test_the_whole_is_never_better_than_its_worst_module():
+    rows = {row.path: row for row in found().rows}
+    assert rows[""].predicted >= max(row.predicted for row in rows.values())
+    assert rows[""].loss >= max(row.loss for row in rows.values())
+
+
 def padded(rows):
     """A batch of 8 features, the last of them zero."""
     return jnp.zeros((len(rows), 8)).at[:, : len(rows[0])].set(jnp.asarray(rows))

@@ -8,7 +8,7 @@ hold no parameters themselves: in Linen.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,25 @@ def error_text(error: float) -> str:
     return f"{100 * error:.3g} %" if error >= 1e-4 else f"{error:.2g}"
 
 
+def products_alone(rules: PolicyMap, kinds: Iterable[type]) -> PolicyMap:
+    """Rules with float32 as the default, under which layers of some classes compute in half.
+
+    Args:
+      rules: rules whose default is in half.
+      kinds: classes of layers whose work is a matrix product.
+    """
+    in_half = dataclasses.replace(rules.default, output_dtype=jnp.float32)
+    overrides = [*rules.overrides, *((kind, in_half) for kind in kinds)]
+    return dataclasses.replace(rules, default=get_policy("float32"), overrides=overrides)
+
+
+def product_layers(modules: Iterable[Any]) -> list[type]:
+    """The classes among those of modules whose work is a matrix product."""
+    kinds = dict.fromkeys(kind for framework in imported_frameworks() for kind in framework.products)
+    modules = list(modules)
+    return [kind for kind in kinds if any(isinstance(module, kind) for module in modules)]
+
+
 class _Modules(Watcher):
     """Which modules run: their paths below the model, and the classes of layers that are one product."""
 
@@ -90,8 +109,7 @@ class _Modules(Watcher):
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Takes note of a module."""
         self.paths.add(name.partition(".")[0])
-        kinds = (kind for framework in imported_frameworks() for kind in framework.products)
-        self.products.update(dict.fromkeys(kind for kind in kinds if isinstance(module, kind)))
+        self.products.update(dict.fromkeys(product_layers([module])))
         return out
 
     def of(self, path: str) -> str:
@@ -165,14 +183,7 @@ class Mending:
         for rule in rules:
             yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
         if is_half(default.compute_dtype):
-            in_half = dataclasses.replace(default, output_dtype=jnp.float32)
-            products = [(cls, in_half) for cls in self._modules.products]
-            yield (
-                {},
-                dataclasses.replace(
-                    own, default=get_policy("float32"), overrides=[*own.overrides, *products]
-                ),
-            )
+            yield {}, products_alone(own, self._modules.products)
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
             yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)

@@ -41,7 +41,7 @@ OWN_PARAMS = frozenset({"kernel", "bias", "scale", "embedding", "lora_a", "lora_
 
 
 #: Layers with one product of inputs and a kernel.
-_HAS_PRODUCTS = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
+HAVE_PRODUCTS = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
 
 
 def is_island(module: nnx.Module) -> bool:
@@ -71,7 +71,7 @@ def linen_modules(module: nnx.Module) -> dict[str, Any]:
 
 def sums_few(module: nnx.Module) -> bool:
     """Whether the product of a layer sums too few numbers to gain from half precision."""
-    if not isinstance(module, _HAS_PRODUCTS):
+    if not isinstance(module, HAVE_PRODUCTS):
         return False
     given = module.in_features
     size = math.prod(given) if isinstance(given, tuple) else given
@@ -181,7 +181,7 @@ def settings(
     if follows and not has_uncast_params(module):
         # Weight normalisations store what they compute, and would round the master weights for good.
         stores = isinstance(module, WEIGHT_NORMS)
-        in_float32 = stores or (precision.island and isinstance(module, _HAS_PRODUCTS))
+        in_float32 = stores or (precision.island and isinstance(module, HAVE_PRODUCTS))
         new["dtype"] = scalar_type(precision.param_dtype if in_float32 else precision.compute_dtype)
     if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
         new["promote_dtype"] = InFloat32(attributes["promote_dtype"])

@@ -200,6 +200,7 @@ class NNXFramework(Framework):
     """NNX's answers to what the rooms below Flax ask of a framework; its modules hold their arrays."""
 
     holds_arrays = True
+    products = (*layers.HAVE_PRODUCTS, nnx.Einsum, nnx.MultiHeadAttention)
 
     def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
         """Puts a module under a policy."""

@@ -13,17 +13,19 @@ Modules that add most for the FLOPs that they would save go back to half first.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
+from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.rules import PolicyMap, path_text
 from jmp_policy._src.policy.worthwhile import target_of, without_target, worthwhile
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, module_of
+from jmp_policy._src.report.trials import products_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,45 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     return rows
 
 
+def only_products(choice: Choice, kinds: Sequence[type]) -> Iterator[PolicyMap]:
+    """Rules with float32 for all but the layers that are one product; then also for those that need it."""
+    alone = products_alone(PolicyMap(f"mixed_{choice.found.dtype}"), kinds)
+    yield alone
+    modules = {path_text(names[1:]): module for names, module in choice.found.modules.items()}
+    needing = [path for path in choice.reasons if isinstance(modules.get(path), tuple(kinds))]
+    if needing:
+        overrides = [*((path, "float32") for path in needing), *alone.overrides]
+        yield dataclasses.replace(alone, overrides=overrides)
+
+
+def rows_of_products(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
+    """The default and every rule of `only_products`, with the reason."""
+    own, modules = choice.found.own, choice.found.modules
+    path_of = {path_text(names[1:]): module for names, module in modules.items()}
+
+    def error(paths: Iterable[str]) -> float:
+        return sum((own[path] for path in paths), Effect()).error
+
+    kinds = tuple(pattern for pattern, _ in rules.overrides if isinstance(pattern, type))
+    products = [path for path in own if isinstance(path_of.get(path), kinds)]
+    others = [path for path in own if path not in products]
+    worst = max(choice.reasons, key=lambda path: (path in others, own[path].error))
+    why = f"what is no product: {worst or 'the model'} {choice.reasons[worst]}"
+    rows = [RecommendationRow("", str(rules.default), why, error(others))]
+    for pattern, policy in rules.overrides:
+        if isinstance(pattern, type):
+            inside = [path for path in products if isinstance(path_of[path], pattern)]
+            why = f"{len(inside)} layers, which fit the budget"
+        else:
+            inside, why = [str(pattern)], choice.reasons[str(pattern)]
+        rows.append(RecommendationRow(_text(pattern), str(policy), why, error(inside)))
+    return rows
+
+
+def _text(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else show_pattern(pattern)
+
+
 #: How often modules go back to half because the measured error is above the budget.
 _ROUNDS = 4
 
@@ -199,7 +240,7 @@ class Float8(NamedTuple):
         default = before[""]
         rows = [dataclasses.replace(default, policy=str(rules.default), reason=f"{default.reason}; {count}")]
         for pattern, policy in rules.overrides:
-            text = str(pattern)
+            text = _text(pattern)
             if text in before:
                 rows.append(dataclasses.replace(before[text], policy=str(policy)))
                 continue

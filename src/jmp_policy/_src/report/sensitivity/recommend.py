@@ -19,11 +19,13 @@ from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.audit_findings import Product
+from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
+from jmp_policy._src.report.trials import product_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, to first order; nan where a recipe fits everywhere, and nobody had to
-        know of each module.
+      predicted: that of the policy, to first order; nan where it was not predicted: a recipe that fits
+        everywhere, and a policy of products alone.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
       half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
         products.
@@ -123,6 +125,10 @@ BUDGET = 0.01
 #: Share of the gradient's distance between batches that rounding may add to it.
 _OF_NOISE = 0.1
 
+#: Where less of the FLOPs would be in half, layers that are one product are tried in half, with all else in
+#: float32.
+_MOSTLY = 0.9
+
 #: How often modules are added because the measured error is above the budget.
 _ROUNDS = 4
 
@@ -149,7 +155,8 @@ def recommend(
     if values or cotangents overflow in it, and otherwise those do that bring most of the error, as
     `sensitivity` predicts it, until the rest fits. The policy is then run, and its gradient compared with
     that of float32; if it is off by more, further modules are added, in models that make decisions (relu,
-    maximum) by measured errors.
+    maximum) by measured errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all but
+    the layers that are one product is tried.
 
     Args:
       loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
@@ -259,15 +266,29 @@ def _in(
         # What is measured may be more than first order says: half of the prediction, before the next run.
         choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
     plain = loss.products()
+
+    def share(rules: PolicyMap) -> float:
+        return compared(plain, loss.under(rules).products(), None).half_share
+
     rules = _worth_it(loss, rules, plain, card)
+    rows, predicted = chosen.rows_of(choice, rules), choice.predicted
+    kinds = product_layers(traced.modules.values()) if choice.reasons else []
+    if kinds and (measured > budget or not share(rules) >= _MOSTLY):
+        for alone in chosen.only_products(choice, kinds):
+            error = _error(loss, alone, scale, exact)
+            if error <= budget:
+                if measured > budget or share(alone) > share(rules):
+                    rules, measured, predicted = alone, error, math.nan
+                    rows = chosen.rows_of_products(choice, rules)
+                break
     return Recommendation(
         function=seen.name,
         dtype=dtype,
         policy=rules,
         loss_scale=DynamicLossScale(scale) if dtype == "float16" else NoOpLossScale(),
-        rows=tuple(chosen.rows_of(choice, rules)),
+        rows=tuple(rows),
         budget=budget,
-        predicted=choice.predicted,
+        predicted=predicted,
         measured=measured,
         target="" if card is None else card.name,
         **_gains(loss, rules, plain, card),
@@ -304,6 +325,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
     return rules
 
 
+@without_overflow_warnings()
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
     gradient, *arguments = loss.gradient(scale)

@@ -170,6 +170,8 @@ def sensitivity(
     is_measured = traced.decides if measure is None else measure
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
     rows = [_row(found, name, paths, applied) for name, paths in tops]
+    if candidates is None:
+        rows = [_with_inside(row, rows) for row in rows]
     rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
     return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
 
@@ -189,6 +191,13 @@ def _matched(found: Effects, pattern: Pattern) -> list[str]:
     if not hits:
         raise unused_error([pattern], found.name, paths)
     return hits
+
+
+def _with_inside(row: SensitivityRow, rows: Sequence[SensitivityRow]) -> SensitivityRow:
+    """A row that is no better than those of the modules inside: each is an estimate of its own."""
+    inside = [other for other in rows if is_below(other.path, row.path)]
+    predicted, loss = max(r.predicted for r in inside), max(r.loss for r in inside)
+    return dataclasses.replace(row, predicted=predicted, loss=loss)
 
 
 def _row(found: Effects, name: str, tops: Sequence[str], applied: AppliedRounding | None) -> SensitivityRow:

@@ -23,6 +23,7 @@ from jmp_policy._src.report import tapping
 from jmp_policy._src.report.audit import audit
 from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
+from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
 
@@ -196,6 +197,7 @@ class TracedLoss(NamedTuple):
         return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
+@without_overflow_warnings()
 def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> TracedLoss:
     """Traces a loss with everything in half.
 
