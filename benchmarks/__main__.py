@@ -35,6 +35,7 @@ ON_CPU = {
     "accuracy.statistic_scale": ("statistic_scale",),
     "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),
     "accuracy.recommended_policy": ("recommended_policy",),
+    "accuracy.report_checks": ("planted_faults", "healthy_models", "planted_parts"),
 }
 #: What the device of this machine runs.
 ON_DEVICE = {"times.device": ("zoo_device", "fp8_device")}

@@ -42,14 +42,15 @@ def public_names(module):
     return {n: v for n in dir(module) if n[0] != "_" and not inspect.ismodule(v := getattr(module, n))}
 
 
-def has_examples(name):
-    return ">>>" in Path(importlib.util.find_spec(name).origin).read_text()
+#: All of them first: only then is each object in the module that it says it is from, where doctest looks.
+MODULES = {name: imported(name) for name in NAMES}
+WITH_EXAMPLES = [n for n, m in MODULES.items() if any(t.examples for t in doctest.DocTestFinder().find(m))]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", [name for name in NAMES if has_examples(name)])
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_docstrings(name):
-    module = imported(name)
+    module = MODULES[name]
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     result = doctest.testmod(module, extraglobs={"jnp": jnp, "jax": jax}, optionflags=flags)
     assert result.failed == 0
@@ -57,9 +58,9 @@ def test_docstrings(name):
 
 def test_no_example_of_a_docstring_is_left_out():
     """Doctest looks where `__module__` says that an object is from, which is not the file that it is in."""
-    modules = [imported(name) for name in NAMES]
-    found = [test for module in modules for test in doctest.DocTestFinder().find(module)]
-    written = [re.findall(r"^ *>>> ", Path(module.__file__).read_text(), flags=re.M) for module in modules]
+    found = [test for module in MODULES.values() for test in doctest.DocTestFinder().find(module)]
+    texts = [Path(module.__file__).read_text() for module in MODULES.values()]
+    written = [re.findall(r"^ *>>> ", text, flags=re.M) for text in texts]
     assert sum(len(test.examples) for test in found) == sum(map(len, written))
 
 

@@ -5,6 +5,7 @@ words are in `sections.md`; here is what is not in a result as it stands.
 """
 
 import pathlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,37 @@ def communication() -> str:
 
 def drift_shares() -> str:
     return folded_section("Predicted and measured", "drift shares")
+
+
+def planted_faults() -> str:
+    """A row per fault; after the place and the operation what is wrong of it."""
+    rows = load("planted_faults")["rows"]
+    counts = {key: f"{sum(row[key] for row in rows)} of {len(rows)}" for key in ("place", "cause", "mended")}
+    shown = [
+        row
+        | {"wrong": " and ".join(f" (wrong {key})" for key in ("place", "cause") if not row[key])}
+        | ({} if row["advice"] else {"after": "nothing advised"})
+        for row in rows
+    ]
+    return folded_section("Each fault", "planted faults", shown, tried=len(rows), **counts)
+
+
+def healthy_models() -> str:
+    rows = load("healthy_models")["rows"]
+    complaining = [row | {"what": _what_is_said(row["said"])} for row in rows if row["complaints"]]
+    return section("healthy models", complaining, tried=len(rows), complaining=len(complaining))
+
+
+def _what_is_said(said: str) -> str:
+    """Complaints without the report's name and the place: "scatter-add, 2 times"."""
+    kinds = Counter(text.removeprefix("audit: ").partition(" in ")[0] for text in said.split("; "))
+    return ", ".join(
+        f"{kind}{f', {n} times' if n > 1 else ''}" for kind, n in kinds.items() if "drift" not in kind
+    )
+
+
+def planted_parts() -> str:
+    return folded_section("Each model", "planted parts")
 
 
 def drift_cost() -> str:
@@ -226,7 +258,7 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((zoo.performance,),),
     "docs/reliability.md": (("faults",), (agents,), ("checkpoints",)),
-    "docs/reports.md": ((reports,),),
+    "docs/reports.md": ((reports,), (planted_faults, healthy_models, planted_parts)),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
         (overhead, gpu),

@@ -51,6 +51,7 @@ class Explanation(Report, Sequence[Operation]):
 
     Example:
       >>> import jax.numpy as jnp
+      >>> from jmp_policy import explain
       >>> found = explain(lambda w, x: jnp.tanh(x @ w) @ w, "float16")(jnp.ones((8, 8)), jnp.ones((1, 8)))
       >>> [(operation.operation, operation.operands) for operation in found]
       [('dot_general', 'float16'), ('tanh', 'float16'), ('dot_general', 'float16')]

@@ -13,6 +13,9 @@ from jmp_policy._src.core.folded_rows import folded
 #: Columns of text that `str` uses where the output is no terminal.
 _WIDTH = 120
 
+#: Above more rows than these the verdict stands, as it does below them.
+_LONG = 12
+
 #: Up to which length a name is not broken.
 _WHOLE = 40
 
@@ -59,8 +62,9 @@ def row_of(rows: Sequence[Any], path: str, noun: str = "row") -> Any:
 class Report:
     """Base class of the reports, which are frozen dataclasses of plain fields.
 
-    A report defines its tables (`_tables`) and the lines below them (`_lines`). Where the rows of one field
-    make a table for `to_pandas`, `_rows` is the name of that field. `_computed` are the properties that
+    A report defines its tables (`_tables`), those that fit a screen if they are others (`_short_tables`), and
+    the lines below them (`_lines`). Where the rows of one field make a table for `to_pandas`, `_rows` is the
+    name of that field. `_computed` are the properties that
     `to_dict` has beside the fields.
 
     `repr` is short, so that a line of a REPL stays one; `str` is the whole report.
@@ -80,6 +84,9 @@ class Report:
 
     def _tables(self) -> Sequence[Table]:
         raise NotImplementedError
+
+    def _short_tables(self) -> Sequence[Table]:
+        return self._tables()
 
     def _lines(self) -> Sequence[str]:
         return ()
@@ -121,11 +128,19 @@ class Report:
     def __rich__(self) -> Any:
         return self._as_rich(full=False, widths=lambda columns: [None] * len(columns))
 
+    def _shown_tables(self, full: bool) -> Sequence[Table]:
+        return self._tables() if full else self._short_tables()
+
+    def _first_lines(self, full: bool) -> Sequence[str]:
+        """The verdict, which of a long report stands at both ends."""
+        rows = sum(len(table.shown(full)[0]) for table in self._shown_tables(full))
+        return [v for v in [getattr(self, "verdict", "")] if v and rows > _LONG]
+
     def _as_rich(self, full: bool, widths: Callable[[Any], Sequence[int | None]]) -> Any:
         from rich import box, console, table, text
 
-        parts: list[Any] = []
-        for shown in self._tables():
+        parts: list[Any] = [text.Text(f"{line}\n") for line in self._first_lines(full)]
+        for shown in self._shown_tables(full):
             grid = table.Table(title=shown.title or None, title_justify="left", box=box.SIMPLE_HEAD)
             rows, more = shown.shown(full)
             # A column without anything in it takes the place of those with much.
@@ -141,13 +156,14 @@ class Report:
 
     def _repr_html_(self) -> str:
         whole, short = self._html(full=True), self._html(full=False)
+        first = [f"<p>{html.escape(line)}</p>" for line in self._first_lines(full=False)]
         if whole != short:
             short += f"<details><summary>All rows</summary>{whole}</details>"
-        return "\n".join([short, *(f"<p>{html.escape(line)}</p>" for line in self._lines())])
+        return "\n".join([*first, short, *(f"<p>{html.escape(line)}</p>" for line in self._lines())])
 
     def _html(self, full: bool) -> str:
         parts = []
-        for shown in self._tables():
+        for shown in self._shown_tables(full):
             head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
             caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")

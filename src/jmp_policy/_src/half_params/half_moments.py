@@ -35,6 +35,7 @@ class HalfMomentsState(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import half_moments
       >>> half_moments(optax.adam(0.1)).init(jnp.ones(3)).inner_state[0].nu.dtype
       dtype(bfloat16)
     """

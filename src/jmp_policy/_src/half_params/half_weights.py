@@ -39,6 +39,7 @@ class MasterWeightsState(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import master_weights
       >>> master_weights(optax.sgd(0.1)).init({"w": jnp.float16(2.0)}).masters["w"].dtype
       dtype('float32')
     """
@@ -197,6 +198,7 @@ class StochasticRoundingState(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import stochastic_rounding
       >>> int(stochastic_rounding(optax.sgd(0.1)).init(jnp.float16(2.0)).count)
       0
     """
@@ -285,6 +287,7 @@ class KahanSummationState(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, optax
+      >>> from jmp_policy import kahan_summation
       >>> kahan_summation(optax.sgd(0.1)).init(jnp.float16(2.0)).compensation.dtype
       dtype('float16')
     """

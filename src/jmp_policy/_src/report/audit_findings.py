@@ -277,7 +277,7 @@ class Audit(Report):
                 columns,
                 rows,
                 f"Products of {self.function}{f', all {one}' * bool(one)}; size: batch x m x n x k",
-                most=18,
+                most=16,
             )
         ]
         if self.upcasts:
@@ -292,7 +292,7 @@ class Audit(Report):
                 (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
             ]
             columns = ("value", "to", "times ", "size ", "where")
-            tables.append(Table(columns, rows, "Casts of the same value", most=3))
+            tables.append(Table(columns, rows, "Casts of the same value", most=2))
         if self.half_operations:
             # Those that the verdict names first.
             ordered = sorted(self.half_operations, key=lambda h: not _is_harmful(h))
@@ -301,7 +301,7 @@ class Audit(Report):
                 for h in ordered
             ]
             columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ")
-            tables.append(Table(columns, rows, "Still in half precision", most=2))
+            tables.append(Table(columns, rows, "Still in half precision", most=1))
         if self.constants:
             tables.append(lost_constants.table(self.constants))
         return tables
@@ -317,7 +317,7 @@ class Audit(Report):
             lines.append(f"Not looked into: {kernels}.")
         if self.constants:
             lines.append(lost_constants.repair(self.constants))
-        return [*lines, self.verdict]
+        return [" ".join(lines), self.verdict] if lines else [self.verdict]
 
 
 def _is_narrow(name: str) -> bool:

@@ -70,9 +70,9 @@ class Summary(Report):
 
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp, jmp_policy
-      >>> found = jmp_policy.summary(nn.Dense(2), "mixed_float16", jnp.ones((1, 3)))
+      >>> found = jmp_policy.summary(nn.Dense(2), "mixed_float16", jnp.ones((1, 8)))
       >>> found.parameters, found.bytes, found.compute_bytes
-      (8, 32, 16)
+      (18, 72, 36)
     """
 
     model: str
@@ -232,7 +232,7 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp
       >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm()])
-      >>> found = summary(model, "mixed_float16", jnp.ones((1, 3)))
+      >>> found = summary(model, "mixed_float16", jnp.ones((1, 8)))
       >>> [(row.type, row.rule, row.returns) for row in found.modules[1:]]
       [('Dense', 'default', ('float16',)), ('LayerNorm', 'float32 island', ('float16',))]
     """

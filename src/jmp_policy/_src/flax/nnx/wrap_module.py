@@ -87,8 +87,8 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
     """Casts the parameters of an NNX model to the param dtype of a policy, in place.
 
     Args:
-      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers keep at
-        least float32 where they are float32 islands.
+      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers that
+        are float32 islands, and layers of fewer than 8 features, keep at least float32.
       policy: as for `wrap`.
 
     Returns:
@@ -99,7 +99,7 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
 
     Example:
       >>> from flax import nnx
-      >>> model = cast_params(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "bfloat16")
+      >>> model = cast_params(nnx.Linear(8, 2, rngs=nnx.Rngs(0)), "bfloat16")
       >>> model.kernel.dtype
       dtype(bfloat16)
     """

@@ -20,6 +20,9 @@ OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
 )
 DIRECTIONS = (OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS)
 
+#: The same in tables of all.
+_SHORT_NAMES = {OUTPUTS: "outputs", ACTIVATION_GRADIENTS: "cotangents", PARAMETER_GRADIENTS: "gradients"}
+
 #: Random errors of one rounding each are normal up to so many standard deviations.
 NORMAL = 2.0
 
@@ -28,6 +31,9 @@ _LARGE = 0.1
 
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
 _WORTH_A_RULE = 0.02
+
+#: Up to so many rows are shown by direction, in the order of the program; of more the largest.
+_SHORT = 10
 
 #: Shares below this are not named in a verdict.
 NAMED = 0.05
@@ -256,6 +262,18 @@ class Drift(Report):
             return text
         return f"{text}, {percent(row.loss_share)} of it introduced in {row.place}, {row.description}"
 
+    def _short_tables(self) -> Sequence[Table]:
+        if len(self.rows) <= _SHORT:
+            return self._tables()
+        columns = ("place", "of", "operation", "introduced ", "total ", "share ", "of the loss ")
+        cells = []
+        for row in sorted(self.rows, key=lambda row: -max(row.share, row.loss_share)):
+            _, _, operation, introduced, _, total, _, share = _cells(row)
+            of = _SHORT_NAMES[row.direction]
+            cells.append((row.place, of, operation, introduced, total, share, percent(row.loss_share)))
+        title = f"{self.function}: where most of the error is from"
+        return [Table(columns, cells, title, most=_SHORT), *self._furthest()]
+
     def _tables(self) -> Sequence[Table]:
         columns = ["module", "line", "operation", "introduced ", "inherited ", "total ", "largest ", "share "]
         is_float8 = any(map(_lost_cell, self.rows))
@@ -266,12 +284,13 @@ class Drift(Report):
             if rows:
                 cells = [(*_cells(row), *[_lost_cell(row)] * is_float8) for row in rows]
                 tables.append(Table(columns, cells, f"{self.function}: {direction}"))
-        worst = sorted((r for r in self.results if r.error), key=lambda r: -r.error)[:8]
-        if worst:
-            cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
-            names = ["result", "error ", "largest ", "norm "]
-            tables.append(Table(names, cells, "results that are furthest off"))
-        return tables
+        return [*tables, *self._furthest()]
+
+    def _furthest(self) -> Sequence[Table]:
+        worst = sorted((r for r in self.results if r.error), key=lambda r: -r.error)[:6]
+        cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
+        names = ["result", "error ", "largest ", "norm "]
+        return [Table(names, cells, "results that are furthest off")] if worst else []
 
     def _lines(self) -> Sequence[str]:
         notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)

@@ -55,7 +55,7 @@ class Recommendation(Report):
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_policy import recommend
-      >>> found = recommend(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> found = recommend(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((8, 2)) / 3, jnp.ones((1, 8)))
       >>> found.policy, found.fits, found.half_share
       (PolicyMap('params=float32,compute=float16,output=float32'), True, 1.0)
     """
@@ -184,7 +184,7 @@ def recommend(
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
-      >>> model, x = nn.Dense(2), jnp.linspace(-1, 1, 6).reshape(2, 3)
+      >>> model, x = nn.Dense(2), jnp.linspace(-1, 1, 16).reshape(2, 8)
       >>> variables = model.init(jax.random.key(0), x)
       >>> recommend(model, variables, x).policy
       PolicyMap('params=float32,compute=float16,output=float32')

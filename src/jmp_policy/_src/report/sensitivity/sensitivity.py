@@ -53,7 +53,7 @@ class Sensitivity(Report):
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_policy import sensitivity
-      >>> found = sensitivity(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((2, 2)) / 3, jnp.ones((1, 2)))
+      >>> found = sensitivity(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones((8, 2)) / 3, jnp.ones((1, 8)))
       >>> 0 < found.of("").predicted < 1e-3
       True
     """
@@ -149,7 +149,7 @@ def sensitivity(
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
-      >>> model, x = nn.Sequential([nn.Dense(4), nn.tanh, nn.Dense(2)]), jnp.linspace(-1, 1, 6).reshape(2, 3)
+      >>> model, x = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(2)]), jnp.ones((2, 8)) / 3
       >>> params = model.init(jax.random.key(0), x)
       >>> found = sensitivity(lambda params: (model.apply(params, x) ** 2).mean(), params)
       >>> sorted(row.path for row in found.rows)

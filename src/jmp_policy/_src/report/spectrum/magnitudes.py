@@ -271,6 +271,13 @@ class GradientSpectrum(Report):
             )
         return text
 
+    def _short_tables(self) -> Sequence[Table]:
+        if len(self.tensors) <= _SHORT * len(KINDS):
+            return self._tables()
+        worst = sorted(self.tensors, key=lambda row: -(row.float16.zero + row.float16.infinite))
+        tables = dataclasses.replace(self, tensors=tuple(worst))._tables()
+        return [dataclasses.replace(table, most=_SHORT) for table in tables]
+
     def _tables(self) -> Sequence[Table]:
         tables = []
         for kind in KINDS:
@@ -278,13 +285,13 @@ class GradientSpectrum(Report):
             if not rows:
                 continue
             columns = ["tensor", "values ", "zero ", "largest ", "-> 0 ", "subnormal ", "inf "]
-            cells = [_cells(row) for row in (*rows, dataclasses.replace(self.overall(kind), path="all"))]
+            cells = [_cells(row) for row in (dataclasses.replace(self.overall(kind), path="all"), *rows)]
             title = f"{kind}s; as float16"
             if dtype := _FLOAT8.get(kind):
                 columns.append("8 bits -> 0 ")
                 title = f"{title}, and {dtype} with a scale for each"
                 # All together have no scale.
-                lost = [*(percent(row.in_float8(dtype).zero) for row in rows), ""]
+                lost = ["", *(percent(row.in_float8(dtype).zero) for row in rows)]
                 cells = [[*row[:-1], zero, row[-1]] for row, zero in zip(cells, lost, strict=True)]
             tables.append(Table([*columns, "log2|x| -40 to 15"], cells, title))
         return tables
@@ -302,6 +309,10 @@ class GradientSpectrum(Report):
     def plot(self) -> Any:
         """Plots the histogram of log2|x| with float16's ranges, and per tensor; a matplotlib figure."""
         return _plot(self, plotting("plot"))
+
+
+#: Of more tensors than these of each kind, those are shown that lose most.
+_SHORT = 5
 
 
 def _added(rows: Sequence[Magnitudes]) -> dict[int, int]:
