@@ -245,6 +245,18 @@ def as_loss_scale(scale: Any) -> LossScale:
     return StaticLossScale(scale) if is_number else find_loss_scale(scale)
 
 
+#: For a program that runs a few times. On a CPU it compiles in 0.4 times the time and runs in 1.3 times it
+#: (`drift` of GPT-2 and ResNet-50 at their tiny size, jax 0.10.2).
+_QUICK: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+def compiled_quickly(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
+    return jax.jit(run, compiler_options=_QUICK if jax.default_backend() == "cpu" else None)
+
+
 def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in one compiled program, which is kept for the next call with an equal one.
 
@@ -263,7 +275,7 @@ def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
         return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
 
     given = constants, jax.tree.leaves(args)
-    lowered = jax.jit(evaluate).lower(*given)
+    lowered = compiled_quickly(evaluate).lower(*given)
     compiled = lowered.compile() if _has_constants(jaxpr) else _compiled_once(_Lowered(lowered, given))
     return jax.tree.unflatten(jax.tree.structure(shapes), compiled(*given))
 

@@ -22,7 +22,12 @@ from jmp_policy._src.policy.policy import Policy, get_policy
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL, Trial
 from jmp_policy._src.policy.watching import Watcher, looking
-from jmp_policy._src.report.function import Function, trained_arguments, value_and_gradients
+from jmp_policy._src.report.function import (
+    Function,
+    compiled_quickly,
+    trained_arguments,
+    value_and_gradients,
+)
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 
 #: A gradient that is off by no more is mended, whatever else is known.
@@ -190,7 +195,7 @@ class Mending:
 
     def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
         with TRIAL(Trial(rules)):
-            _, _, *gradient = jax.jit(self._program)(self._arrays)
+            _, _, *gradient = compiled_quickly(self._program)(self._arrays)
         return [np.asarray(g).astype(np.float64) for g in gradient if jnp.issubdtype(g.dtype, jnp.floating)]
 
     def _error(self, rules: PolicyMap) -> float:

@@ -19,6 +19,7 @@ from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.audit_findings import Product
+from jmp_policy._src.report.function import compiled_quickly
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
@@ -329,7 +330,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
     gradient, *arguments = loss.gradient(scale)
-    grads = jax.jit(gradient)(*arguments)
+    grads = compiled_quickly(gradient)(*arguments)
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 

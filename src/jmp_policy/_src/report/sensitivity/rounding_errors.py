@@ -31,8 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.narrowing import rounded
+from jmp_policy._src.report.function import compiled_quickly
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
-from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss, compiled_quickly
+from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
 

@@ -231,12 +231,6 @@ def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> T
     return TracedLoss(function.name, dtype, modules, jaxpr, group_of, trained, given, groups, decides)
 
 
-def compiled_quickly(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
-    quick: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(run, compiler_options=quick if jax.default_backend() == "cpu" else None)
-
-
 def _check_shapes(given: Sequence[Sequence[Any]], use: str) -> None:
     shapes = [[(x.shape, str(x.dtype)) for x in arrays] for arrays in given]
     for batch in shapes[1:]:
