@@ -24,7 +24,7 @@ ON_CPU = {
     "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost", "stack_depth"),
     "times.nnx": ("nnx_cost",),
     "times.autocast": ("autocast_cost",),
-    "times.reports": ("report_cost", "drift_cost"),
+    "times.reports": ("report_cost", "first_call", "drift_cost"),
     "times.accumulation": ("accumulation_cost",),
     "times.optimizers": ("rounding_cost", "checkpoint_pause"),
     "reliability.faults": ("faults",),

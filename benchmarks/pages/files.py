@@ -264,6 +264,7 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
         (overhead, gpu),
         (float32_gradients, collectives, communication, "accumulation"),
         ("rounding",),
+        ("first call",),
     ),
     "docs/results/mistakes.md": ((mistakes,),),
     "docs/results/models.md": ((zoo.results, nnx, autocast),),

@@ -3,6 +3,9 @@
 `report_cost`: spectra of gradients and activations, and groups' magnitudes. Every number is a ratio to the
 same step without looking; a step that is taken every 100 steps counts as a hundredth. Aim: below 5 %.
 
+`first_call`: what the first call of each report takes, beside that of the gradient in float32: tracing,
+compiling and running, in CPU seconds.
+
 `drift_cost`: time and memory of its compiled program beside those of the loss and its gradients in float32.
 Times are of this process's CPU. Aim at the default detail: at most 3 times the time and twice the memory.
 """
@@ -16,7 +19,8 @@ import jax
 
 import jmp_policy as jmpp
 from benchmarks import measure, steps
-from benchmarks.models import small
+from benchmarks.accuracy.modules import loss_and_params, under
+from benchmarks.models import MODELS, small
 from benchmarks.table import Table
 from jmp_policy._src.report.drift.comparison import Comparison
 
@@ -136,8 +140,27 @@ def drift_rows(model: str) -> list[dict[str, Any]]:
     return rows
 
 
+def first_calls(model: str) -> list[dict[str, Any]]:
+    """CPU seconds of the first call of every report, over those of one gradient in float32."""
+    loss, params, (batch, *_) = loss_and_params(model)
+    half, scale = under(loss, "mixed_float16"), 2.0**10
+    runs = {
+        "gradient": lambda: jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(params, batch)),
+        "audit": lambda: jmpp.audit(half, params, batch, grad=True),
+        "diagnose": lambda: jmpp.diagnose(half, params, batch, scale=scale),
+        "gradient_spectrum": lambda: jmpp.gradient_spectrum(half, params, batch, scale=scale),
+        "drift": lambda: jmpp.drift(half, params, batch, scale=scale),
+        "sensitivity": lambda: jmpp.sensitivity(loss, params, batch),
+        "recommend": lambda: jmpp.recommend(loss, params, batch, dtype="float16"),
+    }
+    seconds = {name: measure.seconds(run, time.process_time) for name, run in runs.items()}
+    ratios = {name: round(taken / seconds["gradient"], 1) for name, taken in seconds.items()}
+    return [{**ratios, "gradient": round(seconds["gradient"], 1)}]
+
+
 LOOKED_AT = ("CNN + BatchNorm", "Transformer")
 TABLES = (
     Table("report_cost", look_rows, by={"model": LOOKED_AT}, about={"repeats": REPEATS}),
+    Table("first_call", first_calls, by={"model": MODELS}),
     Table("drift_cost", drift_rows, by={"model": small.TABLE}, about={"repeats": DRIFT_REPEATS}),
 )

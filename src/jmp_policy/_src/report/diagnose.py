@@ -17,6 +17,7 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
 from jmp_policy._src.jaxpr.walk import walk
 from jmp_policy._src.loss_scaling.state import find_loss_scale
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
 from jmp_policy._src.report.function import (
@@ -82,7 +83,7 @@ def diagnose(
     function = as_function(loss_fn, (params, *args), kwargs, "diagnose")
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
-    with without_overflow_warnings():
+    with without_overflow_warnings(), progress.showing("diagnose"):
         if has_aux or not _is_one(scale) or returns_scalar(function):
             return _of_loss(function, float(as_loss_scale(scale).loss_scale), has_aux)
         return _of_program(function, (params, args, kwargs))

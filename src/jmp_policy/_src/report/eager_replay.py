@@ -18,6 +18,7 @@ from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.report import progress
 
 #: Stands for where a non-finite constant of the program comes from.
 _CONSTANT = -1
@@ -126,6 +127,7 @@ class EagerReplay(Interpreter):
         """Does an operation, and keeps what it gives."""
         writes = [self._add(out) for out in self.bind(eqn, *(self.values[place] for place in values))]
         self.steps.append(ReplayedEqn(eqn, where, values, writes))
+        progress.step(f"operation {len(self.steps)}")
         if eqn.primitive.name in VIEWS and len(values) == 1 and values[0] in self.origins:
             self.origins[writes[0]] = self.origins[values[0]]
         return writes

@@ -252,7 +252,7 @@ if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
     _QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
-def compiled_quickly(run: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_quickly(run: Callable[..., Any]) -> Any:
     """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
     return jax.jit(run, compiler_options=_QUICK if jax.default_backend() == "cpu" else None)
 

@@ -22,6 +22,7 @@ from jmp_policy._src.policy.policy import Policy, get_policy
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL, Trial
 from jmp_policy._src.policy.watching import Watcher, looking
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import (
     Function,
     compiled_quickly,
@@ -161,8 +162,11 @@ class Mending:
         self._exact = self._gradient(PolicyMap("float32"))
         if not all(np.isfinite(g).all() for g in self._exact):
             return
-        for rule, policy in self._candidates(own, paths):
-            self.tried.append(Tried(rule, policy, self._error(policy)))
+        for rule, policy in progress.steps("trying rules", list(self._candidates(own, paths))):
+            try:
+                self.tried.append(Tried(rule, policy, self._error(policy)))
+            except KeyboardInterrupt:
+                return  # The report is known, and so are the rules that were tried.
             if self.tried[-1].error <= limit:
                 return
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import NAMED, NORMAL, Drift, ResultDrift, exceeding_text, lost_text
 from jmp_policy._src.report.drift.rows import Rows
@@ -82,7 +83,12 @@ def drift(
       5.1.2, for the shares; Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 2.2, for the
       model of rounding.
     """
-    found, function, loss_scale = _measured(fn, args, kwargs, grad, detail, scale, has_aux)
+    with progress.showing("drift"):
+        return _with_advice(has_aux, *_measured(fn, args, kwargs, grad, detail, scale, has_aux))
+
+
+def _with_advice(has_aux: bool, found: Drift, function: Function, loss_scale: float) -> Drift:
+    """The report with what rules do, where that is worth a try."""
     if not found.is_worth_a_rule:
         return found
     mending = Mending(function, loss_scale, has_aux)
@@ -110,10 +116,12 @@ def _measured(
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     given_scale = loss_scale = float(as_loss_scale(scale).loss_scale)
+    progress.step("tracing")
     with without_overflow_warnings():
         jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
     for quick in (True, False):
         comparison = Comparison(jaxpr, detail, quick=quick)
+        progress.step("compiling and running both precisions")
         compared, measured, first, changes = jax.device_get(run_compiled(comparison, function.arrays))
         if quick and comparison.is_reliable(compared, measured):
             break

@@ -18,6 +18,7 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
 from jmp_policy._src.products.fp8.in_half import products_in_half
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
@@ -211,7 +212,9 @@ def _compile_elsewhere(
         return exported(call, function.arrays, donated, card.platform)
 
     made = [given := export(function.call), *_attempted(export, calls)]
-    answers = iter(compiled([one for one in made if isinstance(one, Exported)], card))
+    with progress.showing("lowering_report"):
+        progress.step(f"compiling {len(made)} programs")
+        answers = iter(compiled([one for one in made if isinstance(one, Exported)], card))
     return [next(answers) if isinstance(one, Exported) else one for one in made], given.devices
 
 

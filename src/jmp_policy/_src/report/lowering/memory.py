@@ -22,6 +22,7 @@ from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.products.fp8.eligibility import formats_of
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering import buffers
 from jmp_policy._src.report.lowering.compile_process import Compiled, described
@@ -365,7 +366,9 @@ def _compiled_here(programs: Sequence[_Traced]) -> list[tuple[Compiled, list[buf
 
 def _compiled_elsewhere(programs: Sequence[_Traced], card: Target, name: str) -> list[tuple[Compiled, Any]]:
     """Compiles programs for a target; returns their sizes, temporary memory being what the peak leaves."""
-    found = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
+    with progress.showing("memory_report"):
+        progress.step(f"compiling {len(programs)} programs")
+        found = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
     for made, which in zip(found, ("", " in float32"), strict=False):
         if made.error:
             raise RuntimeError(f"{name}{which} does not compile for {card.name}:\n{made.error}")

@@ -18,6 +18,7 @@ from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import compiled_quickly
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
@@ -199,12 +200,13 @@ def recommend(
     allowed = _budget(exact) if budget is None else float(budget)
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
-    for name in dtypes:
-        found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
-        if found[-1].fits and len(found[-1].rows) == 1:
-            break
-    best = max(found, key=_merit)
-    return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
+    with progress.showing("recommend"):
+        for name in dtypes:
+            found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
+            if found[-1].fits and len(found[-1].rows) == 1:
+                break
+        best = max(found, key=_merit)
+        return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
 
 
 def _with_recipe(
@@ -249,6 +251,7 @@ def _in(
     scale = seen.loss_scale if dtype == "float16" else 1.0
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
+        progress.step(f"gradient under {len(choice.reasons) or 'no'} rules in {dtype}")
         rules = chosen.rules_of(choice)
         return choice, rules, _error(loss, rules, scale, exact)
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.narrowing import rounded
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import compiled_quickly
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
@@ -231,14 +232,19 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
     scale = 1.0  # bfloat16 has float32's range.
     if traced.dtype == "float16":
         scale = _loss_scale(run(jax.random.key(0), 1.0, traced.batches[0]).first)
+    runs: list[_Seen] = []
+    for number, arrays in enumerate(progress.steps("backward passes", list(traced.batches) * probes)):
+        try:
+            runs.append(jax.device_get(run(jax.random.key(number + 1), scale, arrays)))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            break  # The mean of what is known is an estimate too.
     found = dict.fromkeys(traced.sinks, Effect())
-    for i, arrays in enumerate(traced.batches):
-        for j in range(probes):
-            seen = jax.device_get(run(jax.random.key(i * probes + j + 1), scale, arrays))
-            # Counts are those of one batch; squares are means.
-            for name in traced.sinks:
-                runs = probes * len(traced.batches)
-                found[name] += _effect(seen, name, runs, counted=not i and not j)
+    for number, seen in enumerate(runs):
+        # Counts are those of one batch; squares are means.
+        for name in traced.sinks:
+            found[name] += _effect(seen, name, len(runs), counted=not number)
     own, alone = ({g: found[Sink(g, which)] for g in traced.groups} for which in (False, True))
     return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone)
 
@@ -325,7 +331,7 @@ class AppliedRounding:
     def own(self, found: Effects) -> Effects:
         """What rounding does, measured for each module by itself."""
         own = {}
-        for group, effect in found.own.items():
+        for group, effect in progress.steps("measuring modules", list(found.own.items())):
             gradient, loss = self([Sink(group, False)])
             own[group] = effect._replace(gradient=gradient, loss=loss)
         return found._replace(own=own)

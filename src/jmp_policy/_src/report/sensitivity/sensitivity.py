@@ -10,6 +10,7 @@ from jmp_policy._src.core.report_base import Report, Table, count_text, joined, 
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, show_pattern, unused_error
 from jmp_policy._src.policy.rules import path_text
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, traced_loss
 
@@ -159,7 +160,19 @@ def sensitivity(
       N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2 (the model of rounding).
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
-    loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
+    with progress.showing("sensitivity"):
+        loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
+        return _sensitivity(loss, candidates, dtype, batches, probes, measure)
+
+
+def _sensitivity(
+    loss: Loss,
+    candidates: Sequence[Pattern] | None,
+    dtype: DTypeLike,
+    batches: Sequence[tuple[Any, ...]],
+    probes: int,
+    measure: bool | None,
+) -> Sensitivity:
     traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
     found = effects(traced, probes)
     # The name of each row, and the paths that it is about.
@@ -169,7 +182,7 @@ def sensitivity(
         tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
     is_measured = traced.decides if measure is None else measure
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
-    rows = [_row(found, name, paths, applied) for name, paths in tops]
+    rows = [_row(found, name, paths, applied) for name, paths in progress.steps("modules", tops)]
     if candidates is None:
         rows = [_with_inside(row, rows) for row in rows]
     rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))

@@ -18,7 +18,7 @@ from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
-from jmp_policy._src.report import tapping
+from jmp_policy._src.report import progress, tapping
 from jmp_policy._src.report.function import (
     Function,
     as_function,
@@ -91,7 +91,9 @@ def gradient_spectrum(
         return counted(scale, state, params, arrays)[1]
 
     try:
-        state = run_compiled(run, loss_scale, state, params, function.arrays)
+        with progress.showing("gradient_spectrum"):
+            progress.step("compiling and running")
+            state = run_compiled(run, loss_scale, state, params, function.arrays)
     except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
         if not names:
             raise

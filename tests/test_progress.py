@@ -1,0 +1,100 @@
+"""Long reports show on a terminal how far they are, and Ctrl-C keeps what is known."""
+
+import io
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_policy as jmpp
+from jmp_policy._src.report import progress
+from jmp_policy._src.report.sensitivity import rounding_errors
+from jmp_policy._src.report.trials import Mending
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal(monkeypatch):
+    """Makes stderr a terminal, in the test itself: pytest takes stderr back after fixtures."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    return shown
+
+
+def loss(w, x):
+    return jnp.square(x @ w).mean()
+
+
+W, X = jnp.ones((8, 8)) / 3, jnp.ones((4, 8))
+
+
+def test_steps_are_shown(monkeypatch):
+    seen, stderr = [], terminal(monkeypatch)
+    show = progress._Shown.step
+    monkeypatch.setattr(progress._Shown, "step", lambda *args: (seen.append(args[1:]), show(*args)))
+    jmpp.sensitivity(loss, W, X, probes=3)
+    assert [("backward passes", n, 3) for n in (1, 2, 3)] == [s for s in seen if s[0] == "backward passes"]
+    assert "sensitivity" in stderr.getvalue()
+    assert progress._CURRENT.get() is None
+
+
+def test_one_line_for_reports_within_reports(monkeypatch):
+    terminal(monkeypatch)
+    with progress.showing("recommend"):
+        outer = progress._CURRENT.get()
+        assert outer is not None
+        with progress.showing("sensitivity"):
+            assert progress._CURRENT.get() is outer
+
+
+def test_nothing_is_shown_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+    assert capsys.readouterr().err == ""
+
+
+def test_quick_reports_show_nothing(monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(progress, "_PATIENCE", 60.0)
+    jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+    assert stderr.getvalue() == ""
+
+
+def test_an_interrupt_keeps_the_backward_passes_so_far(monkeypatch):
+    whole, calls, device_get = jmpp.sensitivity(loss, W, X, probes=1), [], jax.device_get
+
+    def interrupted(values):
+        calls.append(values)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return device_get(values)
+
+    monkeypatch.setattr(rounding_errors.jax, "device_get", interrupted)
+    assert jmpp.sensitivity(loss, W, X, probes=4, measure=False).rows == whole.rows
+    calls[:] = [None]
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        jmpp.sensitivity(loss, W, X, probes=4, measure=False)
+
+
+def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch):
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="last")(jnp.exp(nn.Dense(8, name="first")(x) * 30))
+
+    def interrupted(self, rules):
+        raise KeyboardInterrupt
+
+    model, x = jmpp.wrap(Net(), "mixed_float16"), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    monkeypatch.setattr(Mending, "_error", interrupted)
+    found = jmpp.diagnose(lambda v: model.apply(v, x).sum(), variables)
+    assert (found.finite, found.operation, found.tried) == (False, "exp", ())
