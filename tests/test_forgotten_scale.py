@@ -428,11 +428,20 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
             with pytest.warns(UserWarning, match="gradients that optax has clipped"):
                 place(good, optax.chain(before, optimizer()))
         in_jit(good, optimizer(inner=optax.chain(before, optax.sgd(0.1))))
+    for before in (
+        optax.normalize_by_update_norm(),
+        optax.scale_by_adam(),
+        optax.trace(0.9),
+        optax.zero_nans(),
+    ):
+        with pytest.warns(UserWarning, match="gradients that optax has clipped"):
+            in_jit(good, optax.chain(optax.masked(before, True), optimizer()))
     for gradient in (divided(good), lambda s, *args: s.loss_scale.unscale(good(s, *args))):
         with pytest.warns(UserWarning, match="divided by the loss scale already"):
             in_jit(gradient, optimizer())
     in_jit(clipped_right, optimizer())
-    in_jit(good, optax.chain(optax.scale(0.5), optimizer()))
+    for before in (optax.scale(0.5), optax.centralize(), optax.scale_by_learning_rate(lambda step: 0.1)):
+        in_jit(good, optax.chain(before, optimizer()))
     unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
 
 

@@ -183,3 +183,23 @@ def test_a_module_that_asks_about_its_class_gets_its_own_answer_in_reports(cls):
 def test_a_report_shows_methods_that_are_inherited():
     spectrum = jmpp.gradient_spectrum(loss_fn, OverridesNothing(nnx.Rngs(0)), X)
     assert "OverridesNothing.before" in str(spectrum)
+
+
+class AsksItsMethod(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def before(self, x):
+        return x
+
+    def __call__(self, x):
+        assert self.before.__func__ is AsksItsMethod.before
+        assert self.before == AsksItsMethod.before.__get__(self)
+        return self.linear(self.before(x))
+
+
+def test_a_module_that_asks_for_the_function_of_a_method_gets_its_own():
+    model = AsksItsMethod(nnx.Rngs(0))
+    jmpp.wrap(model, "mixed_float16")(X)
+    found = jmpp.nnx.explain(lambda model, x: model(x), "float16")(model, X)
+    assert found.of("dot_general")[0].operands == "float16"

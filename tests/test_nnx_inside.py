@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import functools
 import re
 
@@ -129,11 +130,27 @@ def test_functions_that_a_module_keeps_and_that_hold_none_stay():
             return x
 
     assert products(jmpp.wrap(Net(), F16), X) == {("dot_general", "float16", "float16"): 1}
+
+
+def test_functions_that_hold_a_module_of_the_model_draw_a_warning():
     layer = linear()
-    with pytest.warns(UserWarning, match=r"The function List.1 closes over a module of the model"):
-        jmpp.wrap(nnx.Sequential(layer, lambda x: layer(x)), "mixed_float16")
-    with pytest.warns(UserWarning, match=r"The function Dict.ops\[0\] closes over a module of the model"):
-        jmpp.wrap(nnx.Dict(layer=layer, ops=[lambda x: layer(x)]), "mixed_float16")
+
+    @dataclasses.dataclass
+    class Called:
+        layer: nnx.Linear
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    def by_default(x, layer=layer):
+        return layer(x)
+
+    holding = [lambda x: layer(x), jax.jit(lambda x: layer(x)), nnx.remat(lambda x: layer(x)), by_default]
+    for function in (*holding, Called(layer)):
+        with pytest.warns(UserWarning, match=r"The function List.1 holds a module of the model"):
+            jmpp.wrap(nnx.Sequential(layer, function), "mixed_float16")
+    with pytest.warns(UserWarning, match=r"The function Dict.ops\[0\] holds a module of the model"):
+        jmpp.wrap(nnx.Dict(layer=layer, ops=holding[:1]), "mixed_float16")
 
 
 def test_a_dtype_that_the_class_defines():

@@ -315,7 +315,13 @@ def test_one_decision_for_all_devices():
         ("autocast", lambda f: jmpp.autocast(f, "bfloat16")),
     ],
 )
-def test_functions_of_arrays_refuse_modules_and_name_their_like(name, make):
-    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("inside", [lambda m: m, lambda m: {"net": m}, lambda m: (m, [])])
+def test_functions_of_arrays_refuse_modules_and_name_their_like(name, make, inside):
+    model = inside(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+
+    def loss(model, x):
+        (net,) = jax.tree.leaves(model, is_leaf=lambda m: isinstance(m, nnx.BatchNorm))
+        return (net(x) ** 2).mean()
+
     with pytest.raises(TypeError, match=rf"lose its updates.*jmp_policy\.nnx\.{name}"):
-        make(lambda m, x: (m(x) ** 2).mean())(model, jnp.ones((8, 4)))
+        make(loss)(model, jnp.ones((8, 4)))

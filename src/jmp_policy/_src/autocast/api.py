@@ -11,7 +11,7 @@ import jax
 from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
-from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of
+from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
@@ -95,7 +95,7 @@ class Settings:
           ValueError: for rules that match no scope.
           TypeError: for NNX modules among the arguments.
         """
-        check_no_nnx_module("autocast", *jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_node))
+        check_no_nnx_module("autocast", args, kwargs)
         with self._marked() as seen, _refusals_explained():
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
@@ -186,10 +186,6 @@ def autocast_policy(policy: Any, recipe: str | None = None) -> PolicyMap:
     if policy_map.default.recipe:
         check_has_no_state(policy_map.default.recipe, "autocast")
     return policy_map
-
-
-def _is_nnx_node(value: Any) -> bool:
-    return is_instance_of(value, "flax.nnx", "Pytree")
 
 
 def autocast(
@@ -311,7 +307,7 @@ def _unknown_names(names: Iterable[str], seen: Iterable[str]) -> list[str]:
 
 def check_function(fn: Any, name: str) -> None:
     """Raises for what is no function, and for Flax modules, which keep more than a function does."""
-    is_nnx, is_linen = _is_nnx_node(fn), is_instance_of(fn, "flax.linen", "Module")
+    is_nnx, is_linen = is_nnx_object(fn), is_instance_of(fn, "flax.linen", "Module")
     if is_nnx or is_linen or not callable(fn):
         hint = " For an NNX module use jmp_policy.nnx.autocast." if is_nnx else ""
         hint = " Give it module.apply." if is_linen else hint

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 
 def imported_attr(module: str, name: str) -> Any:
     """A module's attribute if the program has imported that module, else None."""
@@ -26,9 +28,16 @@ def is_instance_of(value: Any, module: str, name: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
+def is_nnx_object(value: Any) -> bool:
+    """Whether a value is a module, container or stream of random numbers of Flax NNX."""
+    return is_instance_of(value, "flax.nnx", "Pytree")
+
+
 def check_no_nnx_module(function: str, *args: Any) -> None:
-    """Raises TypeError for NNX modules, which a function of arrays would flatten and not update."""
-    if any(is_instance_of(x, "flax.nnx", "Pytree") for x in args):
+    """Raises TypeError for NNX modules in pytrees: a function of arrays would flatten and not update them."""
+    if imported_attr("flax.nnx", "Pytree") is None:
+        return
+    if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
         raise TypeError(
             f"{function} is for functions of arrays, and an NNX module that is handed to it would lose its "
             f"updates (batch statistics, random streams). Use jmp_policy.nnx.{function}, which keeps them."

@@ -261,12 +261,16 @@ def _is_cast_of(x: Any, scales: set[int]) -> bool:
 
 
 def _is_clipping(eqn: Any) -> bool:
-    """Whether an equation is of an optax transformation that clips, or adds weight decay or noise."""
-    files = (frame.file_name for frame in compat.frames(eqn))
-    return any(name.endswith(_CLIPPING) for name in files)
+    """Whether an equation is of an optax transformation whose result depends on the size of gradients."""
+    names = (frame.function_name for frame in compat.frames(eqn) if _OPTAX in frame.file_name)
+    update = next((name for name in names if ".update_fn" in name), "")
+    return bool(update) and update.split(".")[0] not in _ANY_SIZE
 
 
 #: Which operand divides; "unscale" is that of loss scales.
 _DIVISOR = {"div": 1, "unscale": 0}
 
-_CLIPPING = tuple(os.path.join("optax", "transforms", name) for name in ("_clipping.py", "_adding.py"))
+_OPTAX = f"{os.sep}optax{os.sep}"
+
+#: Transformations of optax that give k times their result for gradients that are k times as large.
+_ANY_SIZE = {"scale", "scale_by_schedule", "centralize"}

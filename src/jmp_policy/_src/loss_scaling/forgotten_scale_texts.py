@@ -1,8 +1,8 @@
 """What to say of gradients that were computed without their loss scale, or changed while it was in them."""
 
 CLIPPED = (
-    "loss_scaled gets gradients that optax has clipped, or added weight decay or noise to, while the loss "
-    "scale was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
+    "loss_scaled gets gradients that optax has clipped, normalised or changed otherwise while the loss scale "
+    "was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
     "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
     "optimizer), loss_scale)."
 )

@@ -26,11 +26,13 @@ import numpy as np
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import (
     ARRAYS,
+    called_in_float32,
     cast_floating,
     has_complex,
     is_dtype_or_none,
     is_half,
     promote_dtype,
+    widened,
 )
 from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
 from jmp_policy._src.flax.linen.layers import (
@@ -145,7 +147,7 @@ def _first_value(
     value = _as_bare(module, precision, init_fn, *args, **kwargs)
     if col != "batch_stats":
         return value
-    return jax.tree.map(lambda x: cast_floating(x, promote_dtype(x.dtype)), value)
+    return widened(value)
 
 
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
@@ -223,8 +225,7 @@ def _perturb(
     """Stands in for `module.perturb`: the variable is float32, as in the bare model; the value stays half."""
     if not (module.has_variable(collection, name) or module.is_mutable_collection(collection)):
         return perturb(name, value, collection)
-    wide = jax.tree.map(lambda x: cast_floating(x, promote_dtype(x.dtype)), value)
-    return jax.tree.map(lambda x, y: y.astype(x.dtype), value, perturb(name, wide, collection))
+    return called_in_float32(lambda wide: perturb(name, wide, collection), value)
 
 
 _SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable, "perturb": _perturb}

@@ -36,7 +36,7 @@ import jax.extend.core
 from flax import nnx
 
 from jmp_policy._src.core.classes import make_subclass
-from jmp_policy._src.core.dtypes import map_changed
+from jmp_policy._src.core.dtypes import called_in_float32, map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
@@ -171,6 +171,8 @@ def _proxy_class(outer: type, precision: ModulePrecision) -> type:
             return method.__get__(self)
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
+            if name == "perturb":
+                return _perturb(value)
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
         if name.startswith("__") or compat.is_bookkeeping(name):
             return value
@@ -293,6 +295,18 @@ def _is_holder(node: Any) -> bool:
         for _, value in graph_nodes.children(node)
         if isinstance(value, nnx.Param | nnx.Pytree)
     )
+
+
+def _perturb(perturb: Any) -> Any:
+    """Stands in for `nnx.Module.perturb`: the Variable is float32, as in the bare model; values stay half."""
+    if getattr(perturb, "__func__", None) is not nnx.Module.perturb:
+        return perturb
+
+    @functools.wraps(perturb)
+    def in_float32(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return called_in_float32(lambda wide: perturb(name, wide, *args, **kwargs), value)
+
+    return in_float32
 
 
 class Method:

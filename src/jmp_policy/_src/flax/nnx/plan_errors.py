@@ -113,8 +113,8 @@ def stored_method(where: str) -> ValueError:
 
 
 def closure(where: str) -> str:
-    """For a function in an attribute that has a module of the model in its closure."""
+    """For another function in an attribute that holds a module of the model."""
     return (
-        f"The function {where} closes over a module of the model. It keeps the module without a policy: "
-        "pass the module as an argument, or make the function a method."
+        f"The function {where} holds a module of the model, in its closure, its defaults or an attribute. It "
+        "keeps the module without a policy: pass the module as an argument, or make the function a method."
     )

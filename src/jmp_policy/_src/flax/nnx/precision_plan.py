@@ -147,7 +147,7 @@ def bare_copy(module: nnx.Module, *, variables: bool) -> Any:
 
 
 def _check_stored_functions(modules: list[Any]) -> None:
-    """Raises for methods and partials that modules keep and that hold a module; warns of closures."""
+    """Raises for methods and partials that modules keep and that hold a module; warns of other functions."""
     with_state = {id(m) for m in modules if graph_nodes.variables(m)}
 
     def is_leaf(value: Any) -> bool:
@@ -158,24 +158,36 @@ def _check_stored_functions(modules: list[Any]) -> None:
             for keys, function in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_leaf):
                 if graph_nodes.is_node(function) or not callable(function):
                     continue
-                held = _held_by(function)
-                if any(id(x) in with_state for x in held):
-                    where = f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
-                    if not isinstance(function, types.FunctionType):
-                        raise plan_errors.stored_method(where)
-                    warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=5)
+                if with_state.isdisjoint(_held_by(function, {})):
+                    continue
+                where = f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
+                if isinstance(function, types.MethodType | functools.partial):
+                    raise plan_errors.stored_method(where)
+                warnings.warn(plan_errors.closure(where), UserWarning, stacklevel=5)
 
 
-def _held_by(function: Any) -> Iterator[Any]:
-    """What a method is bound to, a partial is given, and a function closes over."""
-    yield getattr(function, "__self__", None)
-    if isinstance(function, functools.partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield value
-            yield from _held_by(value)
-    for cell in getattr(function, "__closure__", None) or ():
-        if cell != types.CellType():
-            yield cell.cell_contents
+def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:
+    """By identity, what a function is bound to, is given, wraps, closes over, or keeps in an attribute."""
+    if id(value) in seen:
+        return seen
+    seen[id(value)] = value
+    parts: list[Any] = []
+    if isinstance(value, list | tuple):
+        parts += value
+    elif isinstance(value, dict):
+        parts += value.values()
+    elif callable(value) and not isinstance(value, type) and not graph_nodes.is_node(value):
+        parts += [getattr(value, name, None) for name in _HELD_IN]
+        cells = getattr(value, "__closure__", None) or ()
+        parts += [cell.cell_contents for cell in cells if cell != types.CellType()]
+        parts.append(getattr(value, "__dict__", None))
+    for part in parts:
+        _held_by(part, seen)
+    return seen
+
+
+#: Where functions, methods and partials keep what they need.
+_HELD_IN = ("__self__", "__wrapped__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
 
 
 class _Walk:

@@ -231,6 +231,8 @@ def _scoped_class(bare: type, scope: _Scope) -> type:
         value = bare.__getattribute__(self, name)  # type: ignore[call-arg]
         if name not in names or not isinstance(value, types.MethodType) or value.__self__ is not self:
             return value
+        if _HERE.get() == scope and watching.current() is None:
+            return value  # The scope is named already: a method that a module asks for is the author's.
         return types.MethodType(_scoped(value.__func__, f".{name}", scope), self)
 
     methods = {}
