@@ -8,11 +8,11 @@ Everything is read from the imports, so that the picture is the source's: a test
 import ast
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
+
+from diagrams import MARGIN, WIDTH, drawn_arrow, drawn_box, height_of, picture, wrapped
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "jmp_policy"
@@ -24,22 +24,7 @@ PUBLIC = "public modules"
 #: Room -> rooms that it imports.
 Imports = Mapping[str, set[str]]
 
-# In the picture's own unit, of which it is 400 wide: on a screen of 400 pixels text is 10.5 pixels high.
-_WIDTH, _MARGIN, _GAP, _LANE = 400, 6, 26, 9
-_TITLE, _TEXT, _LINE, _PAD = 13, 10.5, 13, 6
-#: Width of a character as a share of its height, in a wide font.
-_CHARACTER = 0.53
-
-# Boxes bring their own light ground, and the grey of the arrows is seen on white and on black.
-_STYLE = f"""
-  text {{ font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1b1b1b; }}
-  .name {{ font-size: {_TITLE}px; font-weight: 600; }}
-  .line {{ font-size: {_TEXT}px; }}
-  .room {{ fill: #dcebf7; stroke: #0072b2; }}
-  .public {{ fill: #fdf0d5; stroke: #b26b00; }}
-  .arrow {{ fill: none; stroke: #7d7d7d; stroke-width: 1.6; }}
-  .head {{ fill: #7d7d7d; }}
-"""
+_GAP, _LANE = 26, 9
 
 
 class Box(NamedTuple):
@@ -136,14 +121,13 @@ def _module(path: Path, package: Path) -> tuple[str, ...]:
 
 def _boxes(imports: Imports, lanes: int) -> dict[str, Box]:
     """Places the rooms, floor below floor, each floor as wide as the picture without its lanes."""
-    boxes, y = {}, float(_MARGIN)
+    boxes, y = {}, float(MARGIN)
     for rooms in floors(imports):
-        width = (_WIDTH - 2 * _MARGIN - _LANE * lanes - _GAP / 2 * (len(rooms) - 1)) / len(rooms)
-        columns = int((width - 2 * _PAD) / (_CHARACTER * _TEXT))
-        texts = [textwrap.wrap(description(room), columns) for room in rooms]
-        height = _TITLE + _LINE * max(map(len, texts)) + 2 * _PAD
+        width = (WIDTH - 2 * MARGIN - _LANE * lanes - _GAP / 2 * (len(rooms) - 1)) / len(rooms)
+        texts = [wrapped(description(room), width) for room in rooms]
+        height = height_of(texts)
         for place, (room, lines) in enumerate(zip(rooms, texts, strict=True)):
-            x = _MARGIN + place * (width + _GAP / 2)
+            x = MARGIN + place * (width + _GAP / 2)
             boxes[room] = Box(room, x, y, width, height, lines)
         y += height + _GAP
     return boxes
@@ -167,35 +151,18 @@ def _is_long(boxes: Mapping[str, Box], arrow: tuple[str, str]) -> bool:
     return len({box.y for box in boxes.values() if upper < box.y <= lower}) > 1
 
 
-def _path(points: list[tuple[float, float]]) -> str:
-    (x, y), head = points[-1], 4.5
-    line = " L ".join(f"{a:.1f} {b:.1f}" for a, b in [*points[:-1], (x, y - head)])
-    triangle = f"M {x:.1f} {y:.1f} l {-head:.1f} {-1.6 * head:.1f} h {2 * head:.1f} z"
-    return f'<path class="arrow" d="M {line}"/><path class="head" d="{triangle}"/>'
-
-
 def _arrows(boxes: Mapping[str, Box], arrows: list[tuple[str, str]]) -> Iterator[str]:
     leaving, arriving = _ports(boxes, arrows, 0), _ports(boxes, arrows, 1)
-    lane, aside = _WIDTH - _MARGIN - 2.0, 0.0
-    for arrow in arrows:
-        upper, lower = (boxes[room] for room in arrow)
-        start, stop = (leaving[arrow], upper.y + upper.height), (arriving[arrow], lower.y)
-        if not _is_long(boxes, arrow):
-            yield _path([start, stop])
+    lane, aside = WIDTH - MARGIN - 2.0, 0.0
+    for ends in arrows:
+        upper, lower = (boxes[room] for room in ends)
+        start, stop = (leaving[ends], upper.y + upper.height), (arriving[ends], lower.y)
+        if not _is_long(boxes, ends):
+            yield drawn_arrow([start, stop])
             continue
         high, low = start[1] + 4 + aside, stop[1] - 11 - aside
-        yield _path([start, (start[0], high), (lane, high), (lane, low), (stop[0], low), stop])
+        yield drawn_arrow([start, (start[0], high), (lane, high), (lane, low), (stop[0], low), stop])
         lane, aside = lane - _LANE, 4 - aside  # Two that meet between floors run beside each other.
-
-
-def _room(box: Box) -> Iterator[str]:
-    kind = "public" if box.name == PUBLIC else "room"
-    size = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"'
-    yield f'<rect class="{kind}" rx="4" {size}/>'
-    x, y = box.x + _PAD, box.y + _PAD + _TITLE - 3
-    yield f'<text class="name" x="{x:.1f}" y="{y:.1f}">{escape(box.name)}</text>'
-    for number, line in enumerate(box.lines, 1):
-        yield f'<text class="line" x="{x:.1f}" y="{y + _LINE * number:.1f}">{escape(line)}</text>'
 
 
 def drawn(imports: Imports) -> str:
@@ -204,19 +171,15 @@ def drawn(imports: Imports) -> str:
     arrows = [(room, other) for row in floors(imports) for room in row for other in sorted(direct[room])]
     lanes = sum(_is_long(_boxes(imports, 0), arrow) for arrow in arrows)
     boxes = _boxes(imports, lanes)
-    height = max(box.y + box.height for box in boxes.values()) + _MARGIN
+    height = max(box.y + box.height for box in boxes.values()) + MARGIN
     words = "; ".join(f"{a} imports {', '.join(sorted(b))}" for a, b in direct.items() if b)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_WIDTH} {height:.0f}" '
-            f'width="{1.25 * _WIDTH:.0f}" height="{1.25 * height:.0f}">',
-            f"<title>The rooms of jmp_policy and their imports</title><desc>{escape(words)}</desc>",
-            f"<style>{_STYLE}</style>",
-            *_arrows(boxes, arrows),
-            *(line for box in boxes.values() for line in _room(box)),
-            "</svg>\n",
-        ]
+    rooms = (  # In the blue and the orange of the diagrams' dtypes.
+        part
+        for box in boxes.values()
+        for part in drawn_box("float16" if box.name == PUBLIC else "float32", box.name, box.lines, *box[1:5])
     )
+    title = "The rooms of jmp_policy and their imports"
+    return picture(title, words, height, [*_arrows(boxes, arrows), *rooms])
 
 
 def main() -> int:

@@ -286,9 +286,16 @@ def test_haiku_lstm_learns_in_all_precisions_with_a_float32_head(load, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "steps", "least"),
-    [("optax_lookahead", 100, 0.8), ("vit_config_loop", 60, 0.3), ("nnx_lora", 30, -3.3)],
+    [
+        ("optax_lookahead", 100, 0.8),
+        ("vit_config_loop", 60, 0.3),
+        ("nnx_lora", 30, -3.3),
+        ("tunix_lora", 60, -3),
+    ],
 )
 def test_scripts_as_others_write_them_learn_the_same_in_half(load, monkeypatch, name, steps, least):
+    if name == "tunix_lora":
+        pytest.importorskip("tunix")
     example = load(name)
     if name == "nnx_lora":
         monkeypatch.setattr(load("nnx_transformer"), "LAYERS", 1)
@@ -301,7 +308,7 @@ def test_scripts_as_others_write_them_learn_the_same_in_half(load, monkeypatch, 
 
 
 @pytest.mark.parametrize("half", [1.0, 0.95, 0.8, math.nan])
-@pytest.mark.parametrize("name", ["optax_lookahead", "vit_config_loop", "nnx_lora"])
+@pytest.mark.parametrize("name", ["optax_lookahead", "vit_config_loop", "nnx_lora", "tunix_lora"])
 def test_scripts_as_others_write_them_fail_where_half_falls_behind(load, monkeypatch, capsys, name, half):
     example = load(name)
     monkeypatch.setattr(
@@ -311,6 +318,17 @@ def test_scripts_as_others_write_them_fail_where_half_falls_behind(load, monkeyp
     printed = capsys.readouterr()
     assert 'precision="fp16": 0.9600' in printed.out
     assert printed.err.startswith("" if half >= 0.95 else "bf16 more than ")
+
+
+def test_without_its_package_tunix_lora_says_what_to_install(load, monkeypatch, capsys):
+    example = load("tunix_lora")
+
+    def missing(word, steps, seed):
+        raise ImportError("No module named 'tunix'")
+
+    monkeypatch.setattr(example, "train", missing)
+    assert example.main([]) == 1
+    assert "pip install google-tunix" in capsys.readouterr().err
 
 
 def test_autocast_inference_says_the_same_in_all_precisions(load, monkeypatch, capsys):
