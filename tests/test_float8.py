@@ -393,6 +393,7 @@ def test_autocast_tells_heads_and_attention_by_the_program():
         (True, "bfloat16"),
         (False, "float32"),  # Only the loss uses it: a head.
     ]
+    assert "in bfloat16 and not in float8; the result is float32" in rows[2].why
     half = jmpp.autocast(loss, lower="fp8_current")
     assert float8_count(jax.grad(half), ws, x, labels) == 3
     policy = jmpp.autocast(loss, "p=f32,c=bf16,o=f32,g=f32,r=fp8_current")

@@ -15,8 +15,10 @@ import numpy as np
 import optax
 import pytest
 from data import record
+from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jmp_policy as jmpp
 from jmp_policy._src.core.targets import GPUS, LAUNCH_SECONDS, TARGETS, find_target, target_of_device
 from jmp_policy._src.report.lowering import compiler as xla_compiler
 from jmp_policy._src.report.lowering import lowering
@@ -267,6 +269,23 @@ def test_a_b200_multiplies_blocks_with_scales_in_one_kernel():
     report = lowering_report(jax.nn.scaled_matmul, *values, *scales, target="B200")
     (kernel,) = report.matrix_kernels
     assert (kernel.operands, kernel.flops) == ("float8_e4m3fn x float8_e4m3fn", 2 * 256 * 512 * 1024)
+
+
+@live
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_products_with_scales_have_the_paths_of_their_layers(recipe):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(256)(nn.relu(nn.Dense(256)(x)))
+
+    x = jnp.ones((256, 256))
+    model = jmpp.wrap(Net(), f"p=f32,c=bf16,o=f32,r={recipe}")
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = lowering_report(jax.grad(lambda v: model.apply(v, x).sum()), variables, target="H100")
+    float8 = [kernel for kernel in found.matrix_kernels if "float8" in kernel.operands]
+    assert {kernel.path for kernel in float8} == {"Net/Dense_0", "Net/Dense_1"}
+    assert {kernel.backward for kernel in float8} == {False, True}
 
 
 def test_estimates_are_the_roofline_by_kernel(version):

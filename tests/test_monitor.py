@@ -369,6 +369,16 @@ def finish(arrays):
         array.ready = True
 
 
+def test_metrics_outlive_a_state_that_is_donated():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(), monitor=True)
+    params = {"w": jnp.ones(4)}
+    state = tx.init(params)
+    found = jmpp.metrics(state)
+    jax.jit(tx.update, donate_argnums=1)({"w": jnp.full(4, 65536.0)}, state, params)
+    assert float(found["loss_scale"]) == 65536.0
+    assert not any(value.is_deleted() for value in found.values())
+
+
 def test_logger_never_waits_and_keeps_the_order(slow):
     written = []
     log = MetricsLogger(lambda step, scalars: written.append((step, scalars)))

@@ -156,13 +156,13 @@ def recommended(name: str) -> list[dict[str, Any]]:
 
 #: Planted faults whose gradient is finite.
 FINITE = (
-    "Fourier features of 2e4", "rotary positions of 29,000", "squares of 300", "mean by / 70000",
-    "sum in a loop", "decays near 1", "exponential mean", "preconditioning by noise",
-    "distance as a difference",
-    "log(1 + small)", "discounted returns", "time of a diffusion model", "phase of a wave",
-    "Euler steps of 1e-4", "finite difference", "harmonic mean",
+    "Fourier features of 2e4", "rotary positions of 29,000", "squares of 300", "sum in a loop",
+    "exponential mean", "preconditioning by noise", "discounted returns", "Euler steps of 1e-4",
+    "harmonic mean",
 )  # fmt: skip
-#: Of the loss: no cotangent of these models is near overflow with it, nor near zero.
+#: Small versions whose gradients overflow in float16 with this scale.
+OVERFLOWING = ("DeepSpeech2", "SSD300, VGG-16")
+#: Of the loss: no cotangent of the others is near overflow with it, nor near zero.
 SCALE = 2.0**13
 
 
@@ -197,5 +197,5 @@ ALL = (*MODELS, *STRUCTURES)
 TABLES = (
     Table("sensitivity", ranked, by={"model": ALL}),
     Table("recommend_zoo", recommended, by={"model": ALL}),
-    Table("drift_shares", worst, by={"model": (*ALL, *FINITE)}),
+    Table("drift_shares", worst, by={"model": (*(name for name in ALL if name not in OVERFLOWING), *FINITE)}),
 )

@@ -88,10 +88,6 @@ def communication() -> str:
     return section("communication", [row for row in load("communication")["rows"] if row["devices"] == 8])
 
 
-def drift_shares() -> str:
-    return folded_section("Predicted and measured", "drift shares")
-
-
 def planted_faults() -> str:
     """A row per fault; after the place and the operation what is wrong of it."""
     rows = load("planted_faults")["rows"]
@@ -248,7 +244,7 @@ Numbers = Callable[[], str] | str
 
 #: Files with measured numbers between markers, and what writes them, a tuple for each pair of markers.
 FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
-    "docs/drift.md": ((recommended,), (drift_cost, drift_shares)),
+    "docs/drift.md": ((recommended,), (drift_cost,)),
     "docs/float8.md": (
         (float8_steps,),
         (float8_choices,),
@@ -265,6 +261,7 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
         (float32_gradients, collectives, communication, "accumulation"),
         ("rounding",),
         ("first call",),
+        ("drift shares",),
     ),
     "docs/results/mistakes.md": ((mistakes,),),
     "docs/results/models.md": ((zoo.results, nnx, autocast),),

@@ -145,7 +145,8 @@ class Lower(Bound):
         if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
             return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
         if _wanted_full(eqn, outs) and not region.lower:
-            why = f"lower: {reason}; the result is float32, since only float32 operations use it"
+            stays = f", in {half} and not in float8" if region.recipe else ""
+            why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, reads_in(eqn, half), results_in(eqn, FLOAT32), why, how=How.LOWERED)
         rule, why = lowered_products.choose(eqn, ins, region) if region.recipe else (None, "")
         why = f"lower: {reason}{why}"

@@ -91,7 +91,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     gradients = state.gradients if isinstance(state.gradients, Mapping) else {}
     for group, of_group in gradients.items():
         values.update({f"grad_{name}/{group}": value for name, value in of_group.items()})
-    return values
+    # Outside of jit, copies: the state may be donated to the next step.
+    return {k: v if isinstance(v, jax.core.Tracer) else jnp.array(v) for k, v in values.items()}
 
 
 def _of_losses(scales: LossScales) -> dict[str, Any]:
@@ -217,7 +218,6 @@ class MetricsLogger:
           ValueError: for something that is not a scalar.
         """
         if step % self._every == 0:
-            # Copies: the state's own arrays may be donated to the next step.
             values = {k: _scalar(k, v) for k, v in {**metrics(opt_state), **scalars}.items()}
             for value in values.values():
                 value.copy_to_host_async()

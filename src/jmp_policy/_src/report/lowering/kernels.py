@@ -99,12 +99,15 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         flops = sum(shown["flops"] for _, shown in made)
         op_name, shown = max(made, key=lambda product: product[1]["flops"], default=("", {}))
         path, backward = module_path(op_name or instruction.op_name)
+        named = instruction
+        if shown and not path:
+            path, backward, named = _path_of_operands(instruction, scope)
         kernel = Kernel(
             name=instruction.name,
             kind="collective" if collective else _kind(instruction),
             path=path,
             backward=backward,
-            line=sources.line(instruction),
+            line=sources.line(named),
             times=runs.times,
             counted=runs.counted,
             bytes_read=traffic.read(instruction, scope),
@@ -120,6 +123,14 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
         launched = [i for i in computations[name] if i.opcode not in hlo.NO_KERNEL | hlo.CONTAINERS]
         found += [kernel_of(instruction, scope, runs) for instruction in launched]
     return tuple(found)
+
+
+def _path_of_operands(product: hlo.Instruction, scope: hlo.Scope) -> tuple[str, bool, hlo.Instruction]:
+    """Path, pass and source of a product that XLA gave no name, as of scaled ones: those of an operand."""
+    operands = [scope[name] for name in product.operands if name in scope]
+    made = [one for one in operands if one.opcode not in hlo.NO_KERNEL]
+    found = [(*module_path(operand.op_name), operand) for operand in made]
+    return max(found, key=lambda of: (bool(of[0]), of[1]), default=("", False, product))
 
 
 def partitions(text: str) -> int:
