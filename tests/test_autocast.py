@@ -682,6 +682,8 @@ def test_cudnn_attention_asks_for_half_operands(monkeypatch):
         autocast(attention, "bfloat16")(q)
     half = jax.make_jaxpr(autocast(lambda q: attention(q.astype("bfloat16")), "bfloat16"))(q)
     assert half.out_avals[0].dtype == jnp.bfloat16
+    with pytest.raises(NotImplementedError, match="head dim must be"):  # Of half operands: nothing to add.
+        autocast(lambda q: attention(q.astype("bfloat16")), "bfloat16")(jnp.ones((1, 16, 2, 132)))
 
 
 def test_explicit_precision_stays_and_says_so():
