@@ -11,6 +11,7 @@ import optax
 import pytest
 from helpers import equations, products
 from jax import lax
+from jax.scipy.optimize import minimize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -653,7 +654,8 @@ def test_what_jaxs_algorithms_multiply_draws_no_warning_and_is_float32():
         jnp.linalg.pinv, jax.scipy.linalg.expm, lambda a: jax.image.resize(a, (24, 24), "linear"),
         lambda a: jnp.polyfit(jnp.arange(12.0), a[0], 9), jax.grad(lambda a: jnp.linalg.solve(a, a[0]).sum()),
         jax.grad(lambda a: jnp.linalg.cholesky(a).sum()), jax.grad(jnp.linalg.det),
-        lambda a: jax.random.multivariate_normal(KEY, a[0], a),
+        lambda a: jax.random.multivariate_normal(KEY, a[0], a), lambda a: jax.scipy.signal.detrend(a[0]),
+        lambda a: minimize(lambda v: ((v - a[0]) ** 2).sum(), a[1], method="BFGS", options={"maxiter": 2}).x,
     ]  # fmt: skip
     for function in functions:
         np.testing.assert_array_equal(autocast(function, "bfloat16")(a), function(a))
@@ -682,6 +684,8 @@ def test_cudnn_attention_asks_for_half_operands(monkeypatch):
         autocast(attention, "bfloat16")(q)
     half = jax.make_jaxpr(autocast(lambda q: attention(q.astype("bfloat16")), "bfloat16"))(q)
     assert half.out_avals[0].dtype == jnp.bfloat16
+    with pytest.raises(NotImplementedError, match="head dim must be"):  # Of half operands: nothing to add.
+        autocast(lambda q: attention(q.astype("bfloat16")), "bfloat16")(jnp.ones((1, 16, 2, 132)))
 
 
 def test_explicit_precision_stays_and_says_so():

@@ -234,3 +234,15 @@ def test_three_line_step():
     assert losses[-1] < losses[0]
     assert jnp.isfinite(net.norm.mean[...]).all()
     assert net.head.kernel[...].dtype == np.float32
+
+
+def test_no_tracer_leaks():
+    net = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+
+    def loss(net, x):
+        return net(x).sum()
+
+    half, x = jmpp.nnx.autocast(loss, "bfloat16"), jnp.ones((2, 3))
+    with jax.checking_leaks():
+        nnx.jit(nnx.value_and_grad(half))(net, x)
+        jmpp.nnx.explain(loss, "bfloat16")(net, x)

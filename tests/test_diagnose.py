@@ -1180,3 +1180,8 @@ def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
 
     found = diagnose(loss, jnp.float32(300.0), jnp.ones(4))
     assert (found.kind, found.operation, found.largest_before) == ("overflow", "square", 300.0)
+
+
+def test_no_tracer_leaks():
+    with jax.checking_leaks():
+        assert diagnose(lambda w: (w @ w).sum(), jnp.eye(2)).finite

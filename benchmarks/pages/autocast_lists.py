@@ -23,22 +23,30 @@ TORCH = {
         chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
         rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
     "float32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
-        layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
-        poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-        smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+        layer_norm native_layer_norm group_norm norm frobenius_norm nuclear_norm
+        cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
         logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
         _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
         upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
         _upsample_bicubic2d_aa prod softmax log_softmax cumprod cumsum linalg_vector_norm
         linalg_matrix_norm sum""",
+    "refused": "binary_cross_entropy",
     "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     "none": """cat stack where maximum add sub mul div square embedding sqrt sin cos atan erfc lgamma digamma
         argmax sort topk fft""",
 }
 
 #: What the lists do, in words of the table; those on none are computed in the dtype that they are given.
-WORDS = {"half": "half", "float32": "float32", "widest": "widest operand's", "none": "as given"}
+WORDS = {
+    "half": "half",
+    "float32": "float32",
+    "refused": "an error",
+    "widest": "widest operand's",
+    "none": "as given",
+}
 
 
 class Group(NamedTuple):
@@ -121,7 +129,7 @@ GROUPS = (
     Group("softplus logsumexp", lambda x, y, p: jax.nn.softplus(x), _PARTS),
     Group("layer_norm native_layer_norm group_norm renorm", _normalized, _PARTS),
     Group(
-        """frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm dist pdist cdist
+        """norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm dist pdist cdist
         cosine_similarity""",
         lambda x, y, p: y * jnp.linalg.norm(x - y),
         _PARTS,
@@ -147,6 +155,11 @@ GROUPS = (
     ),
     Group("prod cumprod cumsum sum", lambda x, y, p: x * jnp.cumsum(x.sum(-1)), _SUMS),
     Group("softmax log_softmax", lambda x, y, p: jax.nn.softmax(x), _PARTS),
+    Group(
+        "binary_cross_entropy",
+        lambda x, y, p: -y * jnp.log(jax.nn.sigmoid(x)) - (1 - y) * jnp.log1p(-jax.nn.sigmoid(x)),
+        "logarithms are float32; of logits it keeps more digits",
+    ),
     Group("addcdiv", lambda x, y, p: x + p / y, _ARGUMENT),
     Group("addcmul", lambda x, y, p: x + p * y, _ARGUMENT),
     Group("atan2", lambda x, y, p: jnp.arctan2(x, y), "range"),

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,12 +23,19 @@ def is_of_algorithm(eqn: Any) -> bool:
     algebra, scipy = jax.lax.linalg, jax.scipy
     algorithms = (algebra.cholesky, algebra.qdwh, jax.numpy.linalg.pinv, jax.lax.custom_linear_solve)
     algorithms += (scipy.linalg.expm, scipy.sparse.linalg.gmres, jax.image.resize)
-    return _is_jaxs(eqn, files_of(*algorithms))
+    return _is_jaxs(eqn, files_of(*algorithms)) or any(
+        frame.file_name.startswith(_ALGORITHMS) or frame.function_name in _ALGORITHMS_BESIDE_OTHERS
+        for frame in _frames_of_jax(eqn)
+    )
 
 
 def _is_jaxs(eqn: Any, files: tuple[str, ...]) -> bool:
-    inside = itertools.takewhile(lambda f: f.file_name.startswith(directory_of("jax")), compat.frames(eqn))
-    return any(frame.file_name in files for frame in inside)
+    return any(frame.file_name in files for frame in _frames_of_jax(eqn))
+
+
+def _frames_of_jax(eqn: Any) -> Iterator[Any]:
+    """The innermost frames, as long as they are JAX's."""
+    return itertools.takewhile(lambda f: f.file_name.startswith(directory_of("jax")), compat.frames(eqn))
 
 
 @functools.cache
@@ -44,3 +52,17 @@ def directory_of(name: str) -> str:
     except (ImportError, ValueError):
         found = None
     return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep
+
+
+#: Algorithms that are not imported with JAX, by where they are.
+_ALGORITHMS = tuple(
+    os.path.join(directory_of("jax"), *path)
+    for path in (
+        ("_src", "scipy", "optimize", ""),
+        ("experimental", "ode.py"),
+        ("experimental", "sparse", "linalg.py"),
+    )
+)
+
+#: Those in files with functions that hand on the user's `precision=`.
+_ALGORITHMS_BESIDE_OTHERS = frozenset({"detrend"})

@@ -172,14 +172,15 @@ def _of_modules(
 
 def returns_scalar(function: Function) -> bool:
     """Whether a function's result is one number, as a loss is."""
-    result: list[Any] = []
+    answers: list[bool] = []
 
     def run(arrays: Sequence[Any]) -> None:
-        result.append(function.result(arrays))
+        # Here: the result itself would outlive its trace.
+        result = function.result(arrays)
+        answers.append(jax.tree.structure(result) == jax.tree.structure(0) and jnp.shape(result) == ())
 
     jax.eval_shape(run, function.arrays)
-    is_one = jax.tree.structure(result[0]) == jax.tree.structure(0)
-    return is_one and jnp.shape(result[0]) == ()
+    return answers[0]
 
 
 def trained_arguments(function: Function, use: str) -> list[int]:

@@ -106,10 +106,10 @@ class Pure:
         out = self._fn(*args, **kwargs)
         out_structure, others, out_nodes = _taken_apart(out)
         values, changed = [graph_nodes.read(variable) for variable in _variables(nodes)], None
-        if out_nodes or nnx.graphdef(nodes) != before:
-            values = []
-            with nnx.split_context(self) as context:
-                changed = context.split((nodes, out_nodes))
+        # Also where nothing is split: until then the context keeps the nodes, and so the tracers.
+        with nnx.split_context(self) as context:
+            if out_nodes or nnx.graphdef(nodes) != before:
+                values, changed = [], context.split((nodes, out_nodes))
         return values, changed, others, out_structure
 
 
