@@ -262,14 +262,20 @@ def _is_cast_of(x: Any, scales: set[int]) -> bool:
 
 def _is_clipping(eqn: Any) -> bool:
     """Whether an equation is of an optax transformation whose result depends on the size of gradients."""
-    names = (frame.function_name for frame in compat.frames(eqn) if _OPTAX in frame.file_name)
-    update = next((name for name in names if ".update_fn" in name), "")
-    return bool(update) and update.split(".")[0] not in _ANY_SIZE
+    for frame in compat.frames(eqn):
+        if _JAX in frame.file_name:
+            continue
+        if _OPTAX not in frame.file_name:
+            return False  # Somebody else's transformation, which an optax.chain calls.
+        if ".update_fn" in frame.function_name:
+            return frame.function_name.split(".")[0] not in _ANY_SIZE
+    return False
 
 
 #: Which operand divides; "unscale" is that of loss scales.
 _DIVISOR = {"div": 1, "unscale": 0}
 
+_JAX = f"{os.sep}jax{os.sep}"
 _OPTAX = f"{os.sep}optax{os.sep}"
 
 #: Transformations of optax that give k times their result for gradients that are k times as large.

@@ -14,13 +14,13 @@ from jmp_policy._src.core.suggest import check_keys, did_you_mean
 #: What torch, DeepSpeed, apex, Keras, TensorFlow, Flax and jmp call arguments.
 SPELLINGS = {
     **dict.fromkeys(("init_scale", "initial_scale", "initial_loss_scale", "scale"), "loss_scale"),
-    "initial_scale_power": "loss_scale",
+    **dict.fromkeys(("initial_scale_power", "init_loss_scale", "initial"), "loss_scale"),
     **dict.fromkeys(("period", "scale_window", "loss_scale_window", "growth_steps"), "growth_interval"),
     **dict.fromkeys(("dynamic_growth_steps", "increment_period", "scale_seq_len"), "growth_interval"),
     **dict.fromkeys(("factor", "scale_factor", "multiplier", "growth"), "growth_factor"),
     "backoff": "backoff_factor",
-    **dict.fromkeys(("min_scale", "minimum_scale", "min_loss_scale_value"), "min_loss_scale"),
-    **dict.fromkeys(("max_scale", "maximum_scale"), "max_loss_scale"),
+    **dict.fromkeys(("min", "min_scale", "minimum_scale", "min_loss_scale_value"), "min_loss_scale"),
+    **dict.fromkeys(("max", "max_scale", "maximum_scale"), "max_loss_scale"),
     "delayed_shift": "hysteresis",
 }
 
