@@ -377,6 +377,8 @@ def test_metrics_outlive_a_state_that_is_donated():
     jax.jit(tx.update, donate_argnums=1)({"w": jnp.full(4, 65536.0)}, state, params)
     assert float(found["loss_scale"]) == 65536.0
     assert not any(value.is_deleted() for value in found.values())
+    shapes = jmpp.metrics(jax.eval_shape(tx.init, params))
+    assert shapes["loss_scale"] == jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def test_logger_never_waits_and_keeps_the_order(slow):

@@ -333,6 +333,8 @@ def test_other_spellings_are_answered_with_the_right_one():
     for settings, word in (
         ({"mixed_precision": "fp16"}, "policy"),
         ({"policy": "fp16", "loss_scale": {"init_scale": 8.0}}, "loss_scale"),
+        ({"policy": "fp16", "loss_scale": {"init_loss_scale": 8.0}}, "loss_scale"),
+        ({"policy": "fp16", "loss_scale": {"min": 8.0}}, "min_loss_scale"),
         ({"policy": "fp16", "loss_scale": {"scale_window": 8}}, "growth_interval"),
     ):
         with pytest.raises(ValueError, match=f"Did you mean '{word}'"):

@@ -64,8 +64,7 @@ class Report:
 
     A report defines its tables (`_tables`), those that fit a screen if they are others (`_short_tables`), and
     the lines below them (`_lines`). Where the rows of one field make a table for `to_pandas`, `_rows` is the
-    name of that field. `_computed` are the properties that
-    `to_dict` has beside the fields.
+    name of that field. `_computed` are the properties that `to_dict` has beside the fields.
 
     `repr` is short, so that a line of a REPL stays one; `str` is the whole report.
     """

@@ -14,7 +14,6 @@ somebody has divided already, or clipped to a norm of 1 before. There are two wa
 
 import collections
 import enum
-import os
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ import numpy as np
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
+from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.loss_scaling import forgotten_scale_texts as texts
 
 
@@ -246,8 +246,7 @@ def _changed_while_scaled(division: Division) -> str | None:
             multiplies |= any(_is_cast_of(x, scales) for x in operands)
     if scales.isdisjoint(near.nodes):
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
-        clips = any(map(_is_clipping, since))
-        return texts.CLIPPED if clips else None
+        return texts.CLIPPED if any(map(_depends_on_size, since)) else None
     return texts.DIVIDED if divides and not multiplies else None
 
 
@@ -260,23 +259,22 @@ def _is_cast_of(x: Any, scales: set[int]) -> bool:
     return traced is not None
 
 
-def _is_clipping(eqn: Any) -> bool:
+def _depends_on_size(eqn: Any) -> bool:
     """Whether an equation is of an optax transformation whose result depends on the size of gradients."""
     for frame in compat.frames(eqn):
-        if _JAX in frame.file_name:
+        if frame.file_name.startswith(_JAX):
             continue
-        if _OPTAX not in frame.file_name:
+        if not frame.file_name.startswith(_OPTAX):
             return False  # Somebody else's transformation, which an optax.chain calls.
         if ".update_fn" in frame.function_name:
-            return frame.function_name.split(".")[0] not in _ANY_SIZE
+            return frame.function_name.split(".")[0] not in _LINEAR
     return False
 
 
 #: Which operand divides; "unscale" is that of loss scales.
 _DIVISOR = {"div": 1, "unscale": 0}
 
-_JAX = f"{os.sep}jax{os.sep}"
-_OPTAX = f"{os.sep}optax{os.sep}"
+_JAX, _OPTAX = directory_of("jax"), directory_of("optax")
 
 #: Transformations of optax that give k times their result for gradients that are k times as large.
-_ANY_SIZE = {"scale", "scale_by_schedule", "centralize"}
+_LINEAR = {"scale", "scale_by_schedule", "centralize"}

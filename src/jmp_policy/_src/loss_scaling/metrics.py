@@ -91,8 +91,13 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     gradients = state.gradients if isinstance(state.gradients, Mapping) else {}
     for group, of_group in gradients.items():
         values.update({f"grad_{name}/{group}": value for name, value in of_group.items()})
-    # Outside of jit, copies: the state may be donated to the next step.
-    return {k: v if isinstance(v, jax.core.Tracer) else jnp.array(v) for k, v in values.items()}
+    return {key: _outliving(value) for key, value in values.items()}
+
+
+def _outliving(value: Any) -> Any:
+    """A copy of an array, since the state may be donated to the next step; what is traced as it is."""
+    has_buffer = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return jnp.copy(value) if has_buffer else value
 
 
 def _of_losses(scales: LossScales) -> dict[str, Any]:
