@@ -47,11 +47,12 @@ ON_GPU = {
     "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_profit"),
     "times.peers": ("zoo_peers",),
 }
-#: Only when they are named: one takes hours, one wants PyTorch, and one rejax.
+#: Only when they are named: one takes hours, others want PyTorch, its wheel, or rejax.
 BY_NAME = {
     "accuracy.fp8_training": ("fp8_training",),
     "times.zoo_torch": ("zoo_torch",),
     "reliability.rejax_training": ("rejax",),
+    "pages.torch_lists": ("torch_lists",),
 }
 #: Table -> its module.
 MODULES = {

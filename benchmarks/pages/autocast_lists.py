@@ -1,7 +1,7 @@
 """autocast's choices beside PyTorch's, by operation on its lists: what docs/results/autocast_lists.md shows.
 
-PyTorch's lists are those of `ATen/autocast_mode.h` in the wheel of version 2.9.1. Ours is what `explain` says
-of the same computation in JAX, between two products, so that what it is given and what reads it is half.
+PyTorch's lists are those of its wheel (torch_lists.py). Ours is what `explain` says of the same computation
+in JAX, between two products, so that what it is given and what reads it is half.
 """
 
 import textwrap
@@ -14,27 +14,11 @@ from jax import lax
 
 import jmp_policy as jmpp
 from benchmarks.pages.markdown import folded
+from benchmarks.table import load
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
-#: PyTorch's list -> names of its operations.
-TORCH = {
-    "half": """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-        convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
-        chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
-        rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
-    "float32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
-        layer_norm native_layer_norm group_norm norm frobenius_norm nuclear_norm
-        cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-        multilabel_margin_loss soft_margin_loss
-        triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
-        logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
-        _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-        upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-        _upsample_bicubic2d_aa prod softmax log_softmax cumprod cumsum linalg_vector_norm
-        linalg_matrix_norm sum""",
-    "refused": "binary_cross_entropy",
-    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+#: PyTorch's list -> names of its operations; the last are examples of those on none.
+TORCH = {row["list"]: row["operations"] for row in load("torch_lists")["rows"]} | {
     "none": """cat stack where maximum add sub mul div square embedding sqrt sin cos atan erfc lgamma digamma
         argmax sort topk fft""",
 }
@@ -234,7 +218,8 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 def table() -> str:
     """The whole comparison, as Markdown."""
-    words = "Dtypes between two products, by PyTorch 2.9.1's CUDA autocast and by "
+    torch = load("torch_lists")["torch"]
+    words = f"Dtypes between two products, by PyTorch {torch}'s CUDA autocast and by "
     words += "[`autocast`](../autocast.md#how-it-decides). Operations on no list of PyTorch's run as given. "
     words += "Of the reasons, range is that of float16, and digits are those that half precision lacks."
     lines = ["| PyTorch's operations | PyTorch | here | reason |", "|---|---|---|---|"]

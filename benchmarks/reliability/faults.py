@@ -136,6 +136,59 @@ def sharded(shards: Iterable[int] = range(DEVICES)) -> list[Row]:
     return [row, mapped]
 
 
+def microbatches(n: int = 4) -> list[Row]:
+    """A fault in the inputs of one micro-batch of n, under both rules for such a batch."""
+    tx = jmpp.loss_scaled(optax.adamw(0.1), jmpp.DynamicLossScale(steps.START, **steps.CONFIG))
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def step(state: Any, x: Any, dropping: bool) -> Any:
+        on_nonfinite = "drop_microbatch" if dropping else "drop_window"
+        found = jmpp.accumulate_gradients(loss_fn, n, on_nonfinite=on_nonfinite)(state[1], state[0], x)
+        (_, grads), dropped = found if dropping else (found, jnp.int32(0))
+        updates, opt_state = tx.update(grads, state[1], state[0], overflowed=dropped > 0)
+        return (optax.apply_updates(state[0], updates), opt_state), dropped
+
+    w = jnp.ones((steps.WIDTHS[0], 4))
+    start, xs = (w, tx.init(w)), [batch["x"] for batch in steps.batches()[:6]]
+    window = Row("one micro-batch of 4, `drop_window`", "the step is skipped")
+    single = Row(
+        "one micro-batch of 4, `drop_microbatch`", "a step on the rest of the batch, the scale falls"
+    )
+    for part, (kind, value), row in itertools.product(range(n), VALUES.items(), (window, single)):
+        state, expected, held = start, start, {}
+        for i, x in enumerate(xs):
+            bad = x.copy()
+            bad[part::n] += np.float32(value if i == 2 else 0)
+            before = state
+            state, dropped = step(state, bad, row is single)
+            if i != 2:
+                expected, _ = step(expected, x, False)
+            elif row is single:
+                rest = np.stack([x[j::n] for j in range(n) if j != part], 1).reshape(-1, x.shape[1])
+                _, grads = jmpp.accumulate_gradients(loss_fn, n - 1)(before[1], before[0], rest)
+                updates, opt_state = tx.update(grads, before[1], before[0])
+                expected = optax.apply_updates(before[0], updates), opt_state
+                held["one was dropped"] = int(dropped) == 1
+                held["the step was taken"] = not steps.same(before[0], state[0])
+            else:
+                held["nothing lost"] = steps.same(
+                    (before[0], before[1].inner_state), (state[0], state[1].inner_state)
+                )
+        trained, want = [(params, opt.inner_state) for params, opt in (state, expected)]
+        close = zip(jax.tree.leaves(trained), jax.tree.leaves(want), strict=True)
+        held["training goes on"] = all(np.allclose(a, b, rtol=1e-2, atol=1e-4) for a, b in close)
+        if row is window:
+            held["same bits"] = steps.same(trained, want)
+        skipped = int(state[1].skipped)
+        held["only this step skipped"] = skipped == (row is window)
+        held["scale by the rule"] = float(state[1].loss_scale.loss_scale) == steps.START / 2
+        row.count(f"{kind}, micro-batch {part}", held, len(xs), skipped)
+    return [window, single]
+
+
 @functools.cache
 def _mapped_step(mesh: Any) -> tuple[Any, Any]:
     tx = jmpp.loss_scaled(optax.adamw(0.1), jmpp.DynamicLossScale(steps.START), axis_name="d")
@@ -385,6 +438,7 @@ PARTS: dict[str, tuple[Callable[[], list[Row]], Callable[[], list[Row]]]] = {
     "steps": (transient, lambda: transient(["Linen"], [3])),
     "bounds": (at_the_bounds, lambda: at_the_bounds(["Linen"])),
     "devices": (sharded, lambda: sharded([5])),
+    "micro-batches": (microbatches, microbatches),
     "statistics": (statistics, lambda: statistics(["Linen"])),
     "for ever": (hopeless, lambda: hopeless(["Linen"], ["NaN"])),
     "integers": (integers, integers),
