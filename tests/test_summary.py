@@ -596,3 +596,9 @@ def test_as_html_is_escaped():
         ).any()
         == 0
     )
+
+
+def test_a_summary_leaks_no_tracers():
+    with jax.checking_leaks():
+        again = summary(Three(inner=BF16), PolicyMap("mixed_float16", {"id": "float32"}), X)
+    assert [row.path for row in again.modules] == [row.path for row in FOUND.modules]

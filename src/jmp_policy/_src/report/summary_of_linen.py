@@ -46,7 +46,8 @@ def described(
         path = scope.relative(location.path)
         is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
         recipe = precision.recipe_note(path, module.features) if is_dense else ""
-        return precision, location, ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
+        said = ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
+        return bare_class(module), precision, location, said
 
     calls = tapping.Calls(note)
 
@@ -57,6 +58,7 @@ def described(
                 variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
             )
         check_used(model, rules, scope, check_all=True, variables=variables)
+        calls.done()
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
@@ -76,7 +78,7 @@ def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) 
 def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
     by_path: dict[tuple[str, ...], list[Any]] = {}
     for call, note in calls:
-        by_path.setdefault(note[1].path, []).append((call, note))
+        by_path.setdefault(note[2].path, []).append((call, note))
     # A module returns after those inside it; it is to stand before them.
     first: dict[tuple[str, ...], int] = {}
     for i, path in enumerate(by_path):
@@ -84,10 +86,9 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
             first.setdefault(path[:depth], i)
     rows, own = [], _own_parameters(variables.get("params", {}), by_path)
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
-        (call, (precision, location, note)), *_ = by_path[path]
+        (_, (cls, precision, location, note)), *_ = by_path[path]
         made = [c for c, _ in by_path[path]]
-        params, cls = own.get(path, ()), bare_class(call.module)
-        rows.append(("/".join(path), cls, rules, location.rule, precision, params, made, note))
+        rows.append(("/".join(path), cls, rules, location.rule, precision, own.get(path, ()), made, note))
     return rows
 
 

@@ -13,7 +13,7 @@ a tap returns the very value it was given.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -50,14 +50,15 @@ class Taps(Watcher):
         return self.tapped(out, name)
 
     def tapped(self, x: T, name: str) -> T:
-        """Taps the floating arrays of a value; where there are several, the path of each is in its name."""
-
-        def watch(path: Sequence[Any], leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array) or not is_floating(leaf.dtype):
-                return leaf
-            return self._array(leaf, name + jax.tree_util.keystr(tuple(path)))
-
-        return jax.tree_util.tree_map_with_path(watch, x)
+        """Taps the floating arrays of a value; where there are several, the path of each follows its name."""
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(x)
+        floating = [isinstance(leaf, jax.Array) and is_floating(leaf.dtype) for _, leaf in leaves]
+        several = sum(floating) > 1
+        watched = [
+            self._array(leaf, name + jax.tree_util.keystr(path) if several else name) if taken else leaf
+            for taken, (path, leaf) in zip(floating, leaves, strict=True)
+        ]
+        return treedef.unflatten(watched)
 
     def _array(self, x: Any, name: str) -> Any:
         self.met.setdefault(name, jax.typeof(x))
@@ -115,6 +116,10 @@ class Calls(Watcher):
         call = Call(name, module, _dtypes((args, kwargs)), _dtypes(out))
         self.calls.append((call, self._note(module)))
         return out
+
+    def done(self) -> None:
+        """Forgets the modules of a trace: they hold its tracers."""
+        self.calls = [(call._replace(module=None), note) for call, note in self.calls]
 
 
 def _dtypes(tree: Any) -> tuple[str, ...]:
