@@ -648,7 +648,7 @@ def test_results_keep_their_weak_types():
         assert [x.weak_type for x in got[:3]] == [True, True, False]
 
 
-def test_what_jaxs_algorithms_multiply_draws_no_warning_and_is_float32():
+def test_what_algorithms_of_jax_and_optax_multiply_draws_no_warning_and_is_float32():
     a = jnp.eye(12) + 0.1
     functions = [
         jnp.linalg.pinv, jax.scipy.linalg.expm, lambda a: jax.image.resize(a, (24, 24), "linear"),
@@ -656,6 +656,7 @@ def test_what_jaxs_algorithms_multiply_draws_no_warning_and_is_float32():
         jax.grad(lambda a: jnp.linalg.cholesky(a).sum()), jax.grad(jnp.linalg.det),
         lambda a: jax.random.multivariate_normal(KEY, a[0], a), lambda a: jax.scipy.signal.detrend(a[0]),
         lambda a: minimize(lambda v: ((v - a[0]) ** 2).sum(), a[1], method="BFGS", options={"maxiter": 2}).x,
+        lambda a: optax.tree.vdot({"a": a}, {"a": a}),
     ]  # fmt: skip
     for function in functions:
         np.testing.assert_array_equal(autocast(function, "bfloat16")(a), function(a))

@@ -19,23 +19,23 @@ def is_drawn(eqn: Any) -> bool:
 
 
 def is_of_algorithm(eqn: Any) -> bool:
-    """Returns whether JAX's linear algebra or resizing made an operation, and not a call of the user's."""
+    """Returns whether optax, JAX's linear algebra or its resizing made an operation, and not the user."""
     algebra, scipy = jax.lax.linalg, jax.scipy
     algorithms = (algebra.cholesky, algebra.qdwh, jax.numpy.linalg.pinv, jax.lax.custom_linear_solve)
     algorithms += (scipy.linalg.expm, scipy.sparse.linalg.gmres, jax.image.resize)
     return _is_jaxs(eqn, files_of(*algorithms)) or any(
         frame.file_name.startswith(_ALGORITHMS) or frame.function_name in _ALGORITHMS_BESIDE_OTHERS
-        for frame in _frames_of_jax(eqn)
+        for frame in _library_frames(eqn)
     )
 
 
 def _is_jaxs(eqn: Any, files: tuple[str, ...]) -> bool:
-    return any(frame.file_name in files for frame in _frames_of_jax(eqn))
+    return any(frame.file_name in files for frame in _library_frames(eqn))
 
 
-def _frames_of_jax(eqn: Any) -> Iterator[Any]:
-    """The innermost frames, as long as they are JAX's."""
-    return itertools.takewhile(lambda f: f.file_name.startswith(directory_of("jax")), compat.frames(eqn))
+def _library_frames(eqn: Any) -> Iterator[Any]:
+    """The innermost frames, as long as they are JAX's or optax's."""
+    return itertools.takewhile(lambda f: f.file_name.startswith(_LIBRARIES), compat.frames(eqn))
 
 
 @functools.cache
@@ -54,14 +54,15 @@ def directory_of(name: str) -> str:
     return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep
 
 
+_JAX, _OPTAX = directory_of("jax"), directory_of("optax")
+_LIBRARIES = (_JAX, _OPTAX)
+
 #: Algorithms that are not imported with JAX, by where they are.
-_ALGORITHMS = tuple(
-    os.path.join(directory_of("jax"), *path)
-    for path in (
-        ("_src", "scipy", "optimize", ""),
-        ("experimental", "ode.py"),
-        ("experimental", "sparse", "linalg.py"),
-    )
+_ALGORITHMS = (
+    os.path.join(_JAX, "_src", "scipy", "optimize", ""),
+    os.path.join(_JAX, "experimental", "ode.py"),
+    os.path.join(_JAX, "experimental", "sparse", "linalg.py"),
+    _OPTAX,
 )
 
 #: Those in files with functions that hand on the user's `precision=`.
