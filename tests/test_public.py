@@ -348,7 +348,7 @@ def test_names_that_have_moved_warn_at_the_line_that_uses_them(name):
     assert found[0].filename == __file__
     assert value is getattr(jmpp.optim if name == "LossScaledState" else report, name)
     assert name not in dir(jmpp)
-    assert len([n for n in dir(jmpp) if not n.startswith("_")]) < 50
+    assert len([n for n in dir(jmpp) if not n.startswith("__")]) < 50
 
 
 def test_the_first_help_that_is_asked_for_is_short():

@@ -62,7 +62,7 @@ def publish_later(
     def listed() -> list[str]:
         for source in sources:
             load(source)
-        return sorted(names)
+        return sorted(name for name in names if name.startswith("__") or not name.startswith("_"))
 
     def get(name: str) -> Any:
         if name == "__all__":  # from module import *
