@@ -26,6 +26,7 @@ from jmp_policy._src.report.function import (
     as_loss_scale,
     named_results,
     returns_scalar,
+    run_program,
     trained_arguments,
     value_and_gradients,
 )
@@ -93,10 +94,14 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     """Diagnoses a loss and its gradients."""
     trained = trained_arguments(function, "diagnose")
     jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
-    replay = EagerReplay(jaxpr, function.arrays)
-    loss = float(np.asarray(replay.values[replay.results[0]]).astype(np.float64))
-    names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
+    results = _finite_results(jaxpr, function.arrays)
+    replay = EagerReplay(jaxpr, function.arrays) if results is None else None
+    loss = replay.values[replay.results[0]] if replay else results[0]
+    loss = float(np.asarray(loss).astype(np.float64))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
+    if replay is None:
+        return found
+    names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
     mending = Mending(function, loss_scale, has_aux)
     return _diagnosed(found, replay, function, names, replay.results[:2], mending)
 
@@ -105,13 +110,27 @@ def _of_program(function: Function, given: Any) -> Diagnosis:
     """Diagnoses a function whose result is no loss, such as a whole training step."""
     program, names = named_results(function)
     jaxpr = jax.make_jaxpr(program)(function.arrays)
-    replay = EagerReplay(jaxpr, function.arrays)
     try:
         loss_scale = float(find_loss_scale(given).loss_scale)
     except (TypeError, ValueError):  # None, or several.
         loss_scale = 1.0
     found = Diagnosis(function.name, True, math.nan, loss_scale, constants=_constants(jaxpr))
+    if _finite_results(jaxpr, function.arrays) is not None:
+        return found
+    replay = EagerReplay(jaxpr, function.arrays)
     return _diagnosed(found, replay, function, names, replay.results)
+
+
+def _finite_results(jaxpr: Any, arrays: Sequence[Any]) -> list[Any] | None:
+    """The results of a program if all are finite: then no operation need be looked at. Else None.
+
+    One compiled program is sooner done than each operation on its own. A program with side effects is left to
+    those, so that it runs once.
+    """
+    if jaxpr.effects:
+        return None
+    results = run_program(jaxpr, arrays, every_rounding=True)
+    return results if all(range_of(value).is_finite for value in results) else None
 
 
 def _is_one(scale: Any) -> bool:

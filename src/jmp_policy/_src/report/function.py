@@ -253,9 +253,12 @@ if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
     _QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
-def compiled_quickly(run: Callable[..., Any]) -> Any:
+def compiled_quickly(run: Callable[..., Any], every_rounding: bool = False) -> Any:
     """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
-    return jax.jit(run, compiler_options=_QUICK if jax.default_backend() == "cpu" else None)
+    options = dict(_QUICK) if jax.default_backend() == "cpu" else {}
+    if every_rounding:
+        options["xla_allow_excess_precision"] = False
+    return jax.jit(run, compiler_options=options or None)
 
 
 def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
@@ -270,15 +273,30 @@ def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """
     # A function of its own: JAX would look up the trace of an earlier call.
     closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run_program(closed, jax.tree.leaves(args)))
+
+
+def run_program(closed: Any, arrays: Sequence[Any], every_rounding: bool = False) -> list[Any]:
+    """Runs a traced program, compiled; it is kept for the next call with an equal one.
+
+    Args:
+      closed: a closed jaxpr.
+      arrays: its arguments.
+      every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
+
+    Returns:
+      Its results.
+    """
     jaxpr, constants = compat.open_jaxpr(closed), compat.constants(closed)
 
-    def evaluate(constants: Any, leaves: Any) -> Any:
-        return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
+    def evaluate(constants: Any, arrays: Any) -> Any:
+        return jax.core.eval_jaxpr(jaxpr, constants, *arrays)
 
-    given = constants, jax.tree.leaves(args)
-    lowered = compiled_quickly(evaluate).lower(*given)
-    compiled = lowered.compile() if _has_constants(jaxpr) else _compiled_once(_Lowered(lowered, given))
-    return jax.tree.unflatten(jax.tree.structure(shapes), compiled(*given))
+    given = constants, list(arrays)
+    lowered = compiled_quickly(evaluate, every_rounding).lower(*given)
+    keyed = _Lowered(lowered, given, every_rounding)
+    compiled = lowered.compile() if _has_constants(jaxpr) else _compiled_once(keyed)
+    return compiled(*given)
 
 
 def _has_constants(jaxpr: Any) -> bool:
@@ -291,11 +309,11 @@ def _has_constants(jaxpr: Any) -> bool:
 
 
 class _Lowered:
-    """A lowered program; equal to one of the same text, for arrays that lie in the same places."""
+    """A lowered program; equal to one of the same text, for arrays in the same places, compiled alike."""
 
-    def __init__(self, lowered: Any, given: Any):
+    def __init__(self, lowered: Any, given: Any, every_rounding: bool):
         places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
-        self.lowered, self.key = lowered, (lowered.as_text(), places)
+        self.lowered, self.key = lowered, (lowered.as_text(), places, every_rounding)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Lowered) and other.key == self.key
