@@ -94,10 +94,11 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     """Diagnoses a loss and its gradients."""
     trained = trained_arguments(function, "diagnose")
     jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
-    results = _finite_results(jaxpr, function.arrays)
-    replay = EagerReplay(jaxpr, function.arrays) if results is None else None
-    loss = replay.values[replay.results[0]] if replay else results[0]
-    loss = float(np.asarray(loss).astype(np.float64))
+    finite = _finite_results(jaxpr, function.arrays)
+    replay = EagerReplay(jaxpr, function.arrays) if finite is None else None
+    results = [replay.values[place] for place in replay.results] if replay else finite
+    assert results is not None
+    loss = float(np.asarray(results[0]).astype(np.float64))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
     if replay is None:
         return found
