@@ -1009,6 +1009,36 @@ def test_losses_of_the_healthy_models():
         assert found.loss == pytest.approx(100.0 if found.loss < 1000 else 80000.0)
 
 
+def test_a_finite_loss_is_compiled_whole(monkeypatch):
+    def no_replay(*_):
+        raise AssertionError("each operation ran on its own")
+
+    monkeypatch.setattr("jmp_policy._src.report.diagnose.EagerReplay", no_replay)
+    assert diagnose(lambda w: jnp.sin(w).sum(), jnp.ones(3)).finite
+    assert diagnose(lambda w: {"a": jnp.sin(w)}, jnp.ones(3)).finite
+    with pytest.raises(AssertionError, match="each operation ran on its own"):
+        diagnose(lambda w: jnp.log(-w).sum(), jnp.ones(3))
+
+
+def test_a_half_value_between_two_operations_in_float32_is_rounded():
+    """XLA leaves such casts out where it may: then 80000 is no infinity in float16."""
+    found = diagnose(lambda w: ((w * 2).astype(F16).astype(F32) / 4).sum(), jnp.full(3, 40000.0))
+    assert (found.kind, found.operation, found.dtype) == ("overflow", "convert_element_type", "float16")
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_a_side_effect_happens_once(is_loss):
+    seen = []
+
+    def fn(w):
+        jax.debug.callback(lambda x: seen.append(float(x)), w.sum())
+        return w.sum() if is_loss else (w, w)
+
+    assert diagnose(fn, jnp.ones(3)).finite
+    jax.effects_barrier()
+    assert seen == [3.0]
+
+
 def test_the_model_is_as_before():
     loss, model = of_nnx(NnxDeep(1))
     before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model)))

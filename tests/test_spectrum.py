@@ -107,6 +107,14 @@ def test_histogram_of_any_shape(shape, dtype):
     check_counts(np.asarray(2.0 ** rng.uniform(-30, 10, shape)).astype(dtype))
 
 
+@pytest.mark.parametrize("missing", [-1, 0, 1])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_histogram_of_whole_chunks_and_of_one_value_more_or_less(chunks, missing):
+    x = np.random.default_rng(0).normal(size=chunks * histogram._CHUNK - missing)
+    x[::7] = 0
+    check_counts(x.astype(np.float32))
+
+
 def test_histogram_of_every_power_of_two():
     powers = np.ldexp(np.float32(1), np.arange(histogram.LOWEST, histogram.HIGHEST + 1)).astype(np.float32)
     zeros, exponents, *_ = histogram.take_apart(count(powers))

@@ -53,9 +53,9 @@ def diagnose(
     training step, it is the first one that reaches the result: `diagnose(train_step, state, batch)`. None
     may reach that of a step that skips bad updates: diagnose its loss.
 
-    Runs operation by operation, which is slow, and holds every value: call it once training has failed, with
-    the parameters and the batch of that step. Infinities that end as zeros, such as those of masks, are no
-    fault.
+    Where a result is not finite it runs operation by operation, which is slow, and holds every value: call it
+    once training has failed, with the parameters and the batch of that step. Infinities that end as zeros,
+    such as those of masks, are no fault.
 
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`, of NNX modules `(model, *args) -> scalar`; or any
@@ -94,10 +94,7 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     """Diagnoses a loss and its gradients."""
     trained = trained_arguments(function, "diagnose")
     jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
-    finite = _finite_results(jaxpr, function.arrays)
-    replay = EagerReplay(jaxpr, function.arrays) if finite is None else None
-    results = [replay.values[place] for place in replay.results] if replay else finite
-    assert results is not None
+    results, replay = _run(jaxpr, function.arrays)
     loss = float(np.asarray(results[0]).astype(np.float64))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
     if replay is None:
@@ -116,22 +113,22 @@ def _of_program(function: Function, given: Any) -> Diagnosis:
     except (TypeError, ValueError):  # None, or several.
         loss_scale = 1.0
     found = Diagnosis(function.name, True, math.nan, loss_scale, constants=_constants(jaxpr))
-    if _finite_results(jaxpr, function.arrays) is not None:
-        return found
-    replay = EagerReplay(jaxpr, function.arrays)
-    return _diagnosed(found, replay, function, names, replay.results)
+    _, replay = _run(jaxpr, function.arrays)
+    return found if replay is None else _diagnosed(found, replay, function, names, replay.results)
 
 
-def _finite_results(jaxpr: Any, arrays: Sequence[Any]) -> list[Any] | None:
-    """The results of a program if all are finite: then no operation need be looked at. Else None.
+def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | None]:
+    """The results of a program and, unless all are known to be finite, what each operation made.
 
     One compiled program is sooner done than each operation on its own. A program with side effects is left to
     those, so that it runs once.
     """
-    if jaxpr.effects:
-        return None
-    results = run_program(jaxpr, arrays, every_rounding=True)
-    return results if all(range_of(value).is_finite for value in results) else None
+    if not jaxpr.effects:
+        results = run_program(jaxpr, arrays, every_rounding=True)
+        if all(range_of(value).is_finite for value in results):
+            return results, None
+    replay = EagerReplay(jaxpr, arrays)
+    return [replay.values[place] for place in replay.results], replay
 
 
 def _is_one(scale: Any) -> bool:
