@@ -76,6 +76,35 @@ def test_explicit_sharding_and_shard_map():
     assert jax.jit(own)(placed(tree("a"))).tolist() == [True] * 7 + [False]
 
 
+@pytest.mark.parametrize("bad", [None, 0, 3])
+def test_equal_layers_share_a_reduction_and_nothing_else_is_moved(bad):
+    """Matrices of one shape: those of equal layers lie alike, the two of a layer do not."""
+
+    def layer(value):
+        return {"query": {"kernel": np.full((64, 64), value)}, "out": {"kernel": np.ones((64, 64))}}
+
+    values = [layer(np.nan if bad == i else 1.0) for i in range(4)]
+    split = {"query": {"kernel": P("d")}, "out": {"kernel": P(None, "d")}}
+    on = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), split, is_leaf=lambda x: isinstance(x, P))
+    named = {f"layer_{i}": {"Attention_0": value} for i, value in enumerate(values)}
+    for layers, places in (
+        (named, {name: {"Attention_0": on} for name in named}),
+        ({"layers": values}, {"layers": [on] * 4}),
+    ):
+        layers = jax.device_put(layers, places)
+        compiled = jax.jit(jmpp.all_finite).lower(layers).compile()
+        assert bool(compiled(layers)) is (bad is None)
+        assert collectives(compiled) == {"all-reduce": 1}
+        # Fewer than one for each of the eight matrices.
+        assert compiled.as_text().count(" reduce(") < 8
+    # Modules of which only the last number differs may be placed in any way.
+    several = {f"Dense_{i}": value["query"] for i, value in enumerate(values)}
+    several = jax.device_put(
+        several, {name: on["query" if i % 2 else "out"] for i, name in enumerate(several)}
+    )
+    assert collectives(jax.jit(jmpp.all_finite).lower(several).compile()) == {"all-reduce": 1}
+
+
 def test_on_one_device_small_arrays_share_a_reduction():
     values = {f"b{i}": jnp.ones(32) for i in range(50)}
 

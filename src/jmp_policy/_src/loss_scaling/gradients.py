@@ -5,6 +5,7 @@ On one GPU with few reductions, and with few kernels for all the small ones.
 
 import collections
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,9 +40,21 @@ def all_finite(tree: PyTree, axis_name: Any = None) -> jax.Array:
       >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    numbers = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    finite = _all_finite(*numbers)[0] if numbers else jnp.ones((), jnp.bool_)
+    found = [(path, jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree) if is_inexact(x)]
+    if not found:
+        return jnp.ones((), jnp.bool_)
+    known: dict[str, int] = {}
+    layers = tuple(known.setdefault(_layer_of(path), len(known)) for path, _ in found)
+    (finite,) = _all_finite(*(x for _, x in found), layers=layers)
     return finite if axis_name is None else everywhere(finite, axis_name)
+
+
+def _layer_of(path: Sequence[Any]) -> str:
+    """A path without its numbers but those of the last module, so that equal layers of a model have one."""
+    # Flax keeps an array with the names of its axes in `.value`.
+    keys = [key for key in path if key != jax.tree_util.GetAttrKey("value")]
+    names = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+    return "/".join([*(re.sub(r"\d+", "#", name) for name in names[:-2]), *names[-2:]])
 
 
 def everywhere(flags: jax.Array, axis_name: Any) -> jax.Array:
@@ -63,12 +76,24 @@ def is_inexact(x: Any) -> bool:
     return isinstance(x, float | complex)
 
 
-def _separately(*arrays: jax.Array) -> list[jax.Array]:
-    """Reduces each array by itself, so that nothing moves between devices, whatever the shardings."""
-    return [jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))]
+def _by_layers(*arrays: jax.Array, layers: Sequence[int]) -> list[jax.Array]:
+    """Reduces arrays of equal layers together, and each other array by itself.
+
+    XLA makes a reduction, on a GPU a kernel, of each array that is reduced by itself. Equal layers are taken
+    to be placed alike: then one boolean is sent between devices. Where they are not, the booleans of one are
+    moved to where the other lies.
+    """
+    alike: dict[Any, jax.Array] = {}
+    for x, layer in zip(arrays, layers, strict=True):
+        finite = jnp.isfinite(x)
+        key = layer, jax.typeof(finite)
+        alike[key] = lax.bitwise_and(alike[key], finite) if key in alike else finite
+    return [jnp.all(jnp.stack([jnp.all(finite) for finite in alike.values()]))]
 
 
-def _jointly(rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+def _jointly(
+    rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array, layers: Sequence[int]
+) -> list[jax.Array]:
     """Joins arrays of one shape by "and", reduces each shape to rows, and all rows in one last reduction.
 
     Without this XLA makes a small reduction, on a GPU a kernel, of each array; without the barrier it turns
@@ -76,6 +101,7 @@ def _jointly(rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array) -> list
     `python -m benchmarks loss_scaling_cost` then has 437 kernels instead of 350. To measure it again, leave
     `one_device` and `one_gpu` out below. Remove when XLA fuses reductions of arrays of several shapes.
     """
+    del layers
     by_shape = collections.defaultdict(list)
     for x in arrays:
         by_shape[x.shape].append(jnp.isfinite(x))
@@ -94,10 +120,10 @@ def _rows(finite: jax.Array) -> jax.Array:
 
 _all_finite = by_devices(
     "all_finite",
-    _separately,
+    _by_layers,
     one_device=functools.partial(_jointly, _rows),
     one_gpu=functools.partial(_jointly, functools.partial(one_gpu.rows, _rows)),
-    types=lambda *_: [jax.ShapeDtypeStruct((), jnp.bool_)],
+    types=lambda *_, layers: [jax.ShapeDtypeStruct((), jnp.bool_)],
 )
 
 
