@@ -676,6 +676,36 @@ def test_devices_sum_in_float32_and_gather_in_half(fsdp):
     assert "f16" in collectives(step.lower(params, x).compile().as_text())["all-reduce"]
 
 
+class Embedded(nn.Module):
+    """Rows of a table, of which a norm takes squares."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(1024, 64)(tokens) * 8.0
+        return nn.Dense(64)(nn.RMSNorm()(x))
+
+
+@pytest.mark.slow
+def test_a_table_whose_rows_are_normalised_is_gathered_in_half():
+    def gathered(policy):
+        model, tokens = jmpp.wrap(Embedded(), policy), jnp.arange(4096).reshape(64, 64) % 1024
+        params = model.init(jax.random.key(0), tokens)
+        place = NamedSharding(MESH, P("d"))
+        loss = jax.grad(lambda p, t: (model.apply(p, t) ** 2).mean())
+        step = jax.jit(loss, in_shardings=(place, place), out_shardings=place)
+        text = step.lower(params, tokens).compile().as_text()
+        tables = re.findall(r"= (\w+)\[1024,64\]\S* all-gather", text)
+        grads = jax.jit(loss)(params, tokens)
+        assert grads["params"]["Embed_0"]["embedding"].dtype == F32
+        return tables, grads
+
+    tables, grads = gathered(WIDE)
+    assert (tables, gathered(HALF)[0]) == (["f16"], ["f16"])
+    expected = gathered("float32")[1]
+    error = optax.tree.norm(optax.tree.sub(grads, expected)) / optax.tree.norm(expected)
+    assert error < 0.005
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 @pytest.mark.parametrize("fsdp", [False, True])

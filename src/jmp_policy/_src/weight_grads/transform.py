@@ -212,7 +212,11 @@ def _value(value: Any) -> Any:
 
 
 def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> bool:
-    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers."""
+    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers.
+
+    Of rows only where its derivative needs none of them: else they would be needed in float32 as well, and
+    the table gathered from its devices in both types.
+    """
     if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
         return False
     if any(isinstance(value, Activation) for value in operands):
@@ -220,8 +224,11 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     if all(weight.kind in _WHOLE for weight in weights):
         return True
     # Rows that meet others are activations: their gradients are as large.
-    others = (atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not weights[0])
-    return all(ir.shape_of(atom) == () for atom in others)
+    first, *others = weights
+    numbers = [atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not first]
+    is_multiple = eqn.primitive.name == "mul" or (eqn.primitive.name == "div" and operands[0] is first)
+    is_linear = eqn.primitive.name not in HAVING[Trait.NONLINEAR] or (is_multiple and len(numbers) == 1)
+    return is_linear and not others and all(ir.shape_of(atom) == () for atom in numbers)
 
 
 def _dual(eqn: Any, operands: Sequence[Any], kind: WeightKind) -> list[Any]:
