@@ -31,6 +31,7 @@ ON_CPU = {
     "reliability.mistakes": ("mistakes",),
     "reliability.long_run": ("long_run",),
     "accuracy.half_moments": ("half_moments",),
+    "accuracy.gradient_errors": ("gradient_errors",),
     "accuracy.tasks": ("accuracy",),
     "accuracy.statistic_scale": ("statistic_scale",),
     "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),
@@ -42,7 +43,7 @@ ON_DEVICE = {"times.device": ("zoo_device", "fp8_device")}
 ON_GPU = {
     **ON_DEVICE,
     **({"times.zoo_torch": ("zoo_torch",)} if importlib.util.find_spec("torch") else {}),
-    "counts.zoo_gpu": ("zoo_gpu", "loss_scaling_zoo", "autocast_zoo"),
+    "counts.zoo_gpu": ("zoo_gpu",),
     "counts.zoo_cards": ("zoo_cards", "zoo_tpu"),
     "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_profit"),
     "times.peers": ("zoo_peers",),

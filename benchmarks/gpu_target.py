@@ -18,11 +18,10 @@ from jmp_policy._src.core.targets import GPUS
 from jmp_policy._src.report.lowering.hlo import (
     CONTAINERS,
     NO_KERNEL,
+    Traffic,
     arrays,
     executed,
     parse,
-    result_bytes,
-    shape_bytes,
 )
 
 H100 = GPUS["H100"].config()
@@ -38,8 +37,8 @@ class PluginMissingError(RuntimeError):
 class Report:
     """What one step is after compilation.
 
-    Bytes are operands plus results, summed over kernels; scratch memory of cuBLAS and cuDNN is left out.
-    Launches are the kernels that one step starts: those in loops as often as the loop runs.
+    Bytes are what kernels read and write, of slices no more than these, without the scratch memory of cuBLAS
+    and cuDNN. Launches are the kernels that one step starts. What is in a loop counts as often as it runs.
     """
 
     kernels: int
@@ -111,15 +110,16 @@ def count(text: str, temp_bytes: int = 0) -> Report:
     computations, entry = parse(text)
     kinds: Counter[str] = Counter()
     dots: Counter[str] = Counter()
+    traffic = Traffic(computations, on_chip=True)
     moved = launches = 0
     for name, runs in executed(computations, entry).items():
-        shapes = {i.name: i.shape for i in computations[name]}
+        scope = {i.name: i for i in computations[name]}
         for i in computations[name]:
             if i.opcode in NO_KERNEL or i.opcode in CONTAINERS:
                 continue
             kinds[i.opcode] += 1
             launches += runs.times
-            moved += result_bytes(i) + sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
+            moved += runs.times * (traffic.read(i, scope) + traffic.written(i))
     for body in computations.values():
         shapes = {i.name: i.shape for i in body}
         for i in body:

@@ -7,13 +7,19 @@
 from benchmarks.models import (
     bert,
     conv_seq2seq,
+    convnext,
     deep_speech2,
+    dlrm,
+    gnn,
     gpt,
+    llama,
+    mamba,
     multiplicative_lstm,
     resnet,
     ssd_vgg,
     transformer_xl,
     unet_partial,
+    vit,
     wavenet,
 )
 from benchmarks.models._model import SIZES as SIZES
@@ -30,4 +36,17 @@ MODELS = {
     "Transformer-XL": transformer_xl.make,
     "U-Net, partial convolutions": unet_partial.make,
     "SSD300, VGG-16": ssd_vgg.make,
+}
+
+#: Models of today, which are counted for an H100 only.
+TODAY = {
+    "Llama": llama.make,
+    "Llama, scanned": llama.make_scanned,
+    "Llama, experts": llama.make_moe,
+    "ViT-B/16": vit.make,
+    "DiT-B/4": vit.make_dit,
+    "ConvNeXt-T": convnext.make,
+    "Mamba": mamba.make,
+    "DLRM": dlrm.make,
+    "Graph network": gnn.make,
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.counts.float8 import estimated
 from benchmarks.pages import autocast_lists, zoo
-from benchmarks.pages.markdown import folded_section, grouped, section
+from benchmarks.pages.markdown import folded_section, grouped, provenance, section, under
 from benchmarks.table import load
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,17 +53,31 @@ def autocast() -> str:
         for dtype in ("float16", "bfloat16")
     ]
     call = next(row["ratio"] for row in result["calls"] if row["call"] == "jit(autocast(f))(x)")
-    by_model = grouped(load("autocast_zoo")["rows"], "model", "variant")
+    counted = under("0.10", load("zoo_gpu"))
+    measured = load("gradient_errors")
+    errors = {row["model"]: row for row in measured["rows"]}
     steps = [
-        {"model": model, "hand": by["float16 by hand"], "auto": by["float16 autocast"]}
-        for model, by in by_model.items()
+        {
+            "model": model,
+            "hand": by["by hand, no scaling"],
+            "auto": by["autocast"],
+            "error": _percent(errors[model]),
+        }
+        for model, by in grouped(counted["rows"], "model", "variant").items()
+        if model in errors
     ]
     parts = [
         "## autocast",
         folded_section("Tracing and residuals", "autocast", cases, call=call),
-        folded_section("Bytes and memory", "models under autocast", steps),
+        folded_section(
+            "Bytes, memory and errors", "models under autocast", steps, counted, errors=provenance(measured)
+        ),
     ]
     return "\n\n".join(parts)
+
+
+def _percent(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: x if isinstance(x, str) else 100 * x for name, x in row.items()}
 
 
 def reports() -> str:

@@ -123,4 +123,11 @@ def grouped(rows: Iterable[Row], outer: str, inner: str | Callable[[Row], Any]) 
 
 def launched(row: Row) -> Row:
     """A row with the kernels that a step launches; where nothing loops, they are those of the program."""
-    return {"launches": row["kernels"], **row} if "kernels" in row else row
+    if "kernels" not in row:
+        return row
+    return {"launches": row["kernels"], "added_launches": row.get("added_kernels"), **row}
+
+
+def under(version: str, result: Row) -> dict[str, Any]:
+    """A result with the rows of one version of JAX."""
+    return {**result, "rows": [launched(row) for row in result["rows"] if row["jax"] == version]}

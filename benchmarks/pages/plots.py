@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.pages.markdown import grouped, provenance
+from benchmarks.pages.markdown import grouped, provenance, under
 from benchmarks.table import load
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
@@ -45,18 +45,14 @@ Values = Sequence[float | None]
 
 
 def steps(result: dict[str, Any]) -> Figure:
-    """Bytes that a step moves by hand and wrapped, and what loss scaling adds to each."""
-    # Rows of programs with loops count both kernels and launches.
-    rows = [
-        row | {"added_kernels": row.get("added_launches", row.get("added_kernels"))} for row in result["rows"]
-    ]
+    """What loss scaling adds to a step by hand and wrapped."""
+    result = under("0.10", result)
     panels = {
-        "GB moved by a step": ("gigabytes", "{:.1f}"),
-        "launches that scaling adds (%)": ("added_kernels", "{:+.1f}"),
+        "launches that scaling adds (%)": ("added_launches", "{:+.1f}"),
         "bytes that scaling adds (%)": ("added_bytes", "{:+.2f}"),
     }
     series = {"by hand": "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
-    figure, axes = _bar_panels(grouped(rows, "model", "variant"), series, (_GREY, _BLUE), panels)
+    figure, axes = _bar_panels(grouped(result["rows"], "model", "variant"), series, (_GREY, _BLUE), panels)
     card = result["target"].partition(",")[0]
     _around(
         figure,

@@ -3,6 +3,7 @@
 import textwrap
 from typing import Any
 
+from benchmarks.counts.zoo_gpu import JAX
 from benchmarks.models import MODELS
 from benchmarks.pages.markdown import (
     crossed,
@@ -13,6 +14,7 @@ from benchmarks.pages.markdown import (
     paragraph,
     provenance,
     section,
+    under,
 )
 from benchmarks.table import load
 from benchmarks.times.peers import COUNTED_BY_ZOO_GPU
@@ -24,7 +26,7 @@ def performance() -> str:
         "## On GPUs",
         *(speedups(), _figure("zoo_cards", "Estimated speed-ups of float16 on three cards")),
         "## Beside other libraries",
-        *(moved(), _figure("zoo_steps", "Bytes a step moves, and what loss scaling adds")),
+        *(moved(), _figure("zoo_steps", "What loss scaling adds to a step")),
         "## On a CPU",
         cpu(),
         "## Accuracy",
@@ -66,18 +68,14 @@ def speedups() -> str:
     return "\n".join([words, "", *crossed(shown, found, "{found:.2f}")])
 
 
-def loss_scaling(result: dict[str, Any] | None = None) -> str:
-    """What loss scaling adds on three cards; cells of what was not compiled are dashes."""
-    result, rows = result or load("loss_scaling_zoo"), []
-    for row in result["rows"]:
-        added = {"model": row["model"], "card": row["card"]}
-        for what in ("launches", "gigabytes"):
-            numbers = dict(zip(row["variants"], row[what], strict=True))
-            added[what] = numbers["loss_scaled"] / numbers["no scaling"] - 1
-        rows.append(added)
-    cards, found = {card: card for card in result["cards"]}, grouped(rows, "model", "card")
-    tables = {"Kernels added": "{launches:+.1%}", "Bytes added": "{gigabytes:+.1%}"}
-    shown = (folded(title, crossed(cards, found, template)) for title, template in tables.items())
+def loss_scaling() -> str:
+    """What loss scaling adds to a step, by hand and here, under both versions of JAX."""
+    result = load("zoo_gpu")
+    found = grouped(map(launched, result["rows"]), "model", lambda row: (row["jax"], row["variant"]))
+    variants = {"by hand": "by hand, scaling by hand", "here": "wrapped, loss_scaled"}
+    columns = {f"{how}, jax {jax}": (jax, variants[how]) for jax in JAX for how in variants}
+    tables = {"Launches added": "{added_launches}", "Bytes added": "{added_bytes}"}
+    shown = (folded(title, crossed(columns, found, template)) for title, template in tables.items())
     return "\n\n".join([section("loss scaling", result=result), *shown])
 
 
@@ -172,7 +170,7 @@ _TABLES = {
 
 def moved() -> str:
     """Bytes that a step moves, with each library."""
-    result, ours = load("zoo_peers"), load("zoo_gpu")
+    result, ours = load("zoo_peers"), under("0.10", load("zoo_gpu"))
     found = _counted(result, ours)
     card = result["target"].partition(",")[0]
     words = section("moved", result=result, card=card, our_provenance=provenance(ours))
@@ -186,7 +184,7 @@ def peers(result: dict[str, Any] | None = None, ours: dict[str, Any] | None = No
       result: of `zoo_peers`; loaded when it is not given.
       ours: of `zoo_gpu`, for the counts by hand and here.
     """
-    result, ours = result or load("zoo_peers"), ours or load("zoo_gpu")
+    result, ours = result or load("zoo_peers"), ours or under("0.10", load("zoo_gpu"))
     parts = [*_compiled(result, ours), *_timed(result), *_keras(result, ours)]
     return "\n\n".join(parts)
 
@@ -204,7 +202,7 @@ def _by_model(result: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
 
 def _counted(result: dict[str, Any], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Compiled steps by model and library; `zoo_gpu` has those by hand and with this library."""
-    found, counted = _by_model(result, "H100"), grouped(map(launched, ours["rows"]), "model", "variant")
+    found, counted = _by_model(result, "H100"), grouped(ours["rows"], "model", "variant")
     for model, by in found.items():
         for library, variant in COUNTED_BY_ZOO_GPU.items():
             by[library] = counted[model][variant] | by[library]

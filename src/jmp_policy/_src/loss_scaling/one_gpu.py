@@ -29,7 +29,7 @@ def flag_in_array(flag: jax.Array) -> list[jax.Array]:
 
     XLA merges operations of one shape that read the same array, and counts no scalar as one. Without this
     each counter, mean and variance is selected in a kernel of its own: 348 kernels instead of 328 in
-    `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
+    `python -m benchmarks zoo_gpu "Small BatchNorm net"`.
     Remove when XLA merges what reads the same scalar.
     """
     return [lax.optimization_barrier(lax.broadcast(flag, (2,)))[0]]
@@ -42,7 +42,7 @@ def jointly(
 
     Without this, and without the barrier, each kernel that reads a small array divides it again, that of the
     finite test and those of the optimizer: 334 kernels instead of 328 in
-    `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
+    `python -m benchmarks zoo_gpu "Small BatchNorm net"`.
     Remove when XLA divides each small array once.
     """
     by_dtype = collections.defaultdict(list)
@@ -62,11 +62,11 @@ def jointly(
 def transposed_once(x: jax.Array) -> jax.Array:
     """Puts a barrier before the half gradient of a kernel with three axes, which is made as a matrix.
 
-    Without this XLA transposes it in the kernel of each reader, and then cannot write the optimizer's results
-    in place: it copies them. That is 67.9 GB instead of 65.6 in
-    `python -m benchmarks loss_scaling_zoo BERT-Large H100`. The encoder of `loss_scaling_cost`
-    pays for the barrier with 0.3 % of bytes.
-    Remove when XLA transposes it once, or in place.
+    For some widths XLA makes it transposed, transposes it in the kernel of each reader, and then cannot write
+    the optimizer's results in place: it copies them. Without this BERT-Large moves 3.4 % more bytes and
+    DiT-B/4 3.0 %, as they do by hand. Where XLA makes it as it is read, the barrier costs a kernel for each
+    and up to 0.7 % of bytes (ViT-B/16): nothing known while tracing tells the widths apart.
+    `python -m benchmarks zoo_gpu BERT-Large DiT-B/4 ViT-B/16 Llama`. Remove when XLA writes in place.
     """
     return lax.optimization_barrier(x) if x.ndim == AXES and is_half(x.dtype) else x
 
@@ -75,7 +75,7 @@ def rows(plain_rows: Callable[[jax.Array], jax.Array], finite: jax.Array) -> jax
     """Reduces a boolean array to rows as `plain_rows`, but a convolution's kernel to one per output channel.
 
     cuDNN gives its gradient with the output channel as the slowest axis. Along any other axis XLA takes more
-    kernels: 335 instead of 328 in `python -m benchmarks loss_scaling_zoo "Small BatchNorm net" H100`.
+    kernels: 335 instead of 328 in `python -m benchmarks zoo_gpu "Small BatchNorm net"`.
     Remove when XLA reduces along any axis in as few.
     """
     if finite.size > SMALL and finite.ndim >= 4 and finite.shape[-1] >= LONG_ROW:
