@@ -73,6 +73,16 @@ def test_attention_softmax_weights_sum_to_one():
     np.testing.assert_allclose(hessian, jax.hessian(lambda x: jax.nn.softmax(x)[0])(jnp.ones(3)), atol=1e-6)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_without_a_mask_has_a_barrier_before_its_derivative(masked):
+    """Without it XLA for a GPU keeps the float32 exponentials of a ViT beside the half weights."""
+    model = jmpp.wrap(nn.MultiHeadDotProductAttention(2), "mixed_float16")
+    x, mask = jnp.ones((2, 8, 16)), nn.make_causal_mask(jnp.ones((2, 8))) if masked else None
+    variables = model.init(jax.random.key(0), x, mask=mask)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda v: model.apply(v, x, mask=mask).sum()))(variables)
+    assert str(jaxpr).count("optimization_barrier") == (0 if masked else 1)
+
+
 @pytest.mark.slow
 def test_attention_softmax_gradient_sums_in_float32():
     """As accurate as half precision can tell: the transposed tangent must not sum in half."""

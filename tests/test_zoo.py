@@ -167,6 +167,19 @@ def test_names():
     assert tuple(zoo()) == NAMES
 
 
+def test_bytes_of_loops_and_slices_are_those_that_are_moved():
+    count = importlib.import_module("benchmarks.gpu_target").count
+    rows = jnp.ones((64, 1024))
+
+    def moved(function):
+        return count(jax.jit(function).lower(rows).compile().as_text()).bytes
+
+    # A loop reads each row once, and not all rows in each of its 64 trips.
+    assert moved(lambda x: jax.lax.map(lambda row: jnp.sin(row) + 1, x)) < 4 * 2 * rows.nbytes
+    assert moved(lambda x: jax.lax.map(lambda row: jnp.sin(row) + 1, x)) > 2 * rows.nbytes
+    assert moved(lambda x: jnp.sin(jax.lax.slice(x, (0, 0), (1, 1024)))) < rows.nbytes / 16
+
+
 TODAY = (
     *("Llama", "Llama, scanned", "Llama, experts", "ViT-B/16", "DiT-B/4", "ConvNeXt-T", "Mamba"),
     *("DLRM", "Graph network"),

@@ -129,5 +129,10 @@ def launched(row: Row) -> Row:
 
 
 def under(version: str, result: Row) -> dict[str, Any]:
-    """A result with the rows of one version of JAX."""
-    return {**result, "rows": [launched(row) for row in result["rows"] if row["jax"] == version]}
+    """A result with the rows of one version of JAX; the file says which exactly."""
+    rows = [
+        {key: value for key, value in launched(row).items() if key != "jax"}
+        for row in result["rows"]
+        if row["jax"] == version
+    ]
+    return {**result, "rows": rows}
