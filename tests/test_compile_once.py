@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmpp
-from jmp_policy._src.report import function
-from jmp_policy._src.report.function import run_compiled
+from jmp_policy._src.report import pieces
+from jmp_policy._src.report.pieces import compiled_quickly
+
+
+def run_compiled(fn, *args):
+    return compiled_quickly(fn)(*args)
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
-    """Numbers of programs that were compiled, from an empty cache."""
-    function._compiled_once.cache_clear()
-    found, compile_one = [], jax.stages.Lowered.compile
-    monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda self, *a, **k: found.append(1) or compile_one(self, *a, **k)
-    )
-    return found
+def count():
+    """A function to the number of pieces that were compiled, from an empty cache."""
+    pieces.clear()
+    return lambda: pieces._compiled.cache_info().misses
 
 
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
 @pytest.mark.parametrize("n", [1, 300])
-def test_arrays_that_are_closed_over_are_those_of_this_call(kind, n, compiled):
+def test_arrays_that_are_closed_over_are_those_of_this_call(kind, n, count):
     x, held = jnp.ones(n), {}
 
     def fn(x):
@@ -32,11 +32,11 @@ def test_arrays_that_are_closed_over_are_those_of_this_call(kind, n, compiled):
     for factor in (1.0, 2.0, 3.0):
         held["w"] = kind(np.full(n, factor, np.float32))
         assert float(run_compiled(fn, x)["sum"]) == factor * n
-    assert len(compiled) == 1
+    assert count() == 1
     held["w"] = 2.0  # A number of the program: another one.
     assert float(run_compiled(fn, x)["sum"]) == 2 * n
     run_compiled(fn, jnp.ones(n + 1))
-    assert len(compiled) == 3
+    assert count() == 3
 
 
 def test_constants_inside_of_calls_and_loops_are_those_of_this_call():
@@ -56,16 +56,15 @@ def test_constants_inside_of_calls_and_loops_are_those_of_this_call():
         assert float(run_compiled(fn, jnp.ones(3))) == pytest.approx(2 * 6 * factor**2)
 
 
-def test_places_of_arrays_are_part_of_a_program(compiled):
+def test_a_program_runs_where_its_arrays_are():
     devices = jax.devices()
     fn = jnp.sin
     for device in (devices[0], devices[1], devices[0]):
         x = jax.device_put(jnp.ones(3), device)
         assert run_compiled(fn, x).devices() == {device}
-    assert len(compiled) == 2
 
 
-def test_a_spectrum_is_compiled_once_and_shows_what_has_changed(compiled):
+def test_a_spectrum_is_compiled_once_and_shows_what_has_changed(count):
     held = {"target": jnp.ones(4)}
 
     def loss_fn(w):
@@ -75,4 +74,59 @@ def test_a_spectrum_is_compiled_once_and_shows_what_has_changed(compiled):
     held["target"] = jnp.full(4, 8.0, jnp.float32)
     second = jmpp.gradient_spectrum(loss_fn, jnp.zeros(4))
     assert (first.largest.largest, second.largest.largest) == (2.0, 16.0)
-    assert len(compiled) == 1
+    assert count() == 1
+
+
+def layers(count):
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w) + jnp.exp(-jnp.square(x)) * jnp.sin(x)
+        return jnp.mean(x)
+
+    key = jax.random.key(0)
+    return jax.value_and_grad(loss), [jax.random.normal(key, (8, 8)) for _ in range(count)], jnp.ones((4, 8))
+
+
+def test_equal_layers_are_compiled_once(count):
+    found = {}
+    for depth in (20, 40):
+        pieces.clear()
+        gradient, *arguments = layers(depth)
+        for array, expected in zip(
+            jax.tree.leaves(run_compiled(gradient, *arguments)),
+            jax.tree.leaves(jax.jit(gradient)(*arguments)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-6)
+        found[depth] = count()
+    assert 1 < found[40] <= found[20] + 2 < 20
+
+
+def test_pieces_that_differ_in_a_number_or_its_sign_are_others():
+    for number in (0.0, -0.0, 1.0):
+        assert (
+            np.signbit(run_compiled(lambda x, n=number: x * n, jnp.ones(2))).tolist()
+            == [np.signbit(number)] * 2
+        )
+
+
+def test_programs_without_operations_and_with_results_that_are_arguments():
+    x, held = jnp.arange(3.0), jnp.ones(2)
+    assert run_compiled(lambda: (), *()) == ()
+    out = run_compiled(lambda x: {"same": x, "twice": [x, x], "number": 3, "held": held}, x)
+    assert (out["same"] == x).all()
+    assert (out["twice"][1] == x).all()
+    assert (int(out["number"]), out["held"].tolist()) == (3, [1.0, 1.0])
+
+
+def test_side_effects_stay_in_order(capfd):
+    def fn(x):
+        for i in range(100):
+            x = jnp.sin(x) + jnp.cos(x)
+            if i % 50 == 0:
+                jax.debug.print("{}", i, ordered=True)
+        return x
+
+    run_compiled(fn, jnp.ones(3))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["0", "50"]

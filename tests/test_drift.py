@@ -468,26 +468,6 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
-def test_what_is_computed_next_waits_for_what_was_measured():
-    def forward(x):
-        for name in ("one", "two"):
-            x = jax.named_call(lambda x: jnp.tanh(x.astype(HALF) + HALF(0.1)), name=name)(x)
-        return x
-
-    comparison = Comparison(jax.make_jaxpr(forward)(X), "module")
-    eqns = jax.make_jaxpr(lambda x: comparison([x]))(X).eqns
-    waiting, found = set(), []
-    for eqn in eqns:
-        waits = any(id(var) in waiting for var in eqn.invars)
-        if waits or eqn.primitive.name == "reduce_sum":
-            waiting |= set(map(id, eqn.outvars))
-        if eqn.primitive.name == "tanh":
-            found.append(waits)
-    # Of each module: the float32 run, the one as written, and what float32 gives for its operands. The
-    # function itself has no sum.
-    assert found == [False, False, False, True, True, False]
-
-
 def test_random_numbers_are_equal_in_both_runs():
     def loss_fn(w, x, key):
         kept = jax.random.bernoulli(key, 0.5, (64, 4))

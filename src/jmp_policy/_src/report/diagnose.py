@@ -26,7 +26,6 @@ from jmp_policy._src.report.function import (
     as_loss_scale,
     named_results,
     returns_scalar,
-    run_program,
     trained_arguments,
     value_and_gradients,
 )
@@ -36,6 +35,7 @@ from jmp_policy._src.report.lost_constants import (
     LostConstants,
     without_overflow_warnings,
 )
+from jmp_policy._src.report.pieces import run_program
 from jmp_policy._src.report.trials import Mending
 
 

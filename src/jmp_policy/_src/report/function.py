@@ -1,11 +1,5 @@
-"""Turns the function that a report is about, which may take NNX modules, into a function of arrays only.
+"""Turns the function that a report is about, which may take NNX modules, into a function of arrays only."""
 
-And runs programs that are made of it. A compiled function cannot be kept by the function that it was made of:
-a loss function may read values that have changed since. So each call traces and lowers anew, with every array
-an argument, those that the function closes over too. What is compared is the text of the lowered program.
-"""
-
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import is_floating, promote_dtype
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
 from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
 from jmp_policy._src.loss_scaling.float8_state import is_float8_state
@@ -244,84 +238,3 @@ def as_loss_scale(scale: Any) -> LossScale:
     """
     is_number = isinstance(scale, int | float | np.number) or getattr(scale, "ndim", None) == 0
     return StaticLossScale(scale) if is_number else find_loss_scale(scale)
-
-
-#: For a program that runs a few times. On a CPU it compiles in 0.4 times the time and runs in 1.3 times it
-#: (`drift` of GPT-2 and ResNet-50 at their tiny size, jax 0.10.2).
-_QUICK: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
-    _QUICK["xla_cpu_use_fusion_emitters"] = False
-
-
-def compiled_quickly(run: Callable[..., Any], every_rounding: bool = False) -> Any:
-    """A jitted function that is run a few times: on a CPU, less optimised and sooner compiled."""
-    options = dict(_QUICK) if jax.default_backend() == "cpu" else {}
-    if every_rounding:
-        options["xla_allow_excess_precision"] = False
-    return jax.jit(run, compiler_options=options or None)
-
-
-def run_compiled(fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in one compiled program, which is kept for the next call with an equal one.
-
-    Args:
-      fn: a function of pytrees of arrays.
-      args: its arguments.
-
-    Returns:
-      What the function returns.
-    """
-    # A function of its own: JAX would look up the trace of an earlier call.
-    closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), run_program(closed, jax.tree.leaves(args)))
-
-
-def run_program(closed: Any, arrays: Sequence[Any], every_rounding: bool = False) -> list[Any]:
-    """Runs a traced program, compiled; it is kept for the next call with an equal one.
-
-    Args:
-      closed: a closed jaxpr.
-      arrays: its arguments.
-      every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
-
-    Returns:
-      Its results.
-    """
-    jaxpr, constants = compat.open_jaxpr(closed), compat.constants(closed)
-
-    def evaluate(constants: Any, arrays: Any) -> Any:
-        return jax.core.eval_jaxpr(jaxpr, constants, *arrays)
-
-    given = constants, list(arrays)
-    lowered = compiled_quickly(evaluate, every_rounding).lower(*given)
-    keyed = _Lowered(lowered, given, every_rounding)
-    compiled = lowered.compile() if _has_constants(jaxpr) else _compiled_once(keyed)
-    return compiled(*given)
-
-
-def _has_constants(jaxpr: Any) -> bool:
-    """Whether a call or loop inside has arrays of its own, which need not be in the text."""
-    return any(
-        len(compat.constants(inner)) > 0 or _has_constants(compat.open_jaxpr(inner))
-        for eqn in jaxpr.eqns
-        for inner in ir.subjaxprs(eqn)
-    )
-
-
-class _Lowered:
-    """A lowered program; equal to one of the same text, for arrays in the same places, compiled alike."""
-
-    def __init__(self, lowered: Any, given: Any, every_rounding: bool):
-        places = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
-        self.lowered, self.key = lowered, (lowered.as_text(), places, every_rounding)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Lowered) and other.key == self.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled_once(program: _Lowered) -> Any:
-    return program.lowered.compile()

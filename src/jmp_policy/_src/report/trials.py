@@ -25,11 +25,11 @@ from jmp_policy._src.policy.watching import Watcher, looking
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import (
     Function,
-    compiled_quickly,
     trained_arguments,
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.pieces import compiled_quickly
 
 #: A gradient that is off by no more is mended, whatever else is known.
 _MENDED = 0.02

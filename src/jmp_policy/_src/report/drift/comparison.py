@@ -167,8 +167,6 @@ class TwinEvaluation(Interpreter):
             wide = replay_equation(eqn, entering)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
         lost = _lost(eqn, values, within)
-        if eqn.primitive.name in _ELEMENTWISE:
-            half[0], exact[0] = self.recorder.after_measuring(half[0], exact[0])
         made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
         return [self._result(eqn, where, values, within, i, made[i], one) for i, one in enumerate(rounds)]
 
@@ -283,9 +281,6 @@ _ADDITIONS = HAVING[Trait.ADDITION]
 
 #: Not done again for the sake of a region.
 _COSTLY = HAVING[Trait.COSTLY] | _PRODUCTS | HAVING[Trait.KERNEL] | _ACCUMULATES
-
-#: Done together with what comes before and after, so that one more elementwise operation takes no time.
-_ELEMENTWISE = HAVING[Trait.BROADCASTS]
 
 
 class Compared(NamedTuple):

@@ -21,11 +21,11 @@ from jmp_policy._src.report.function import (
     as_loss_scale,
     named_results,
     returns_scalar,
-    run_compiled,
     trained_arguments,
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.trials import Mending
 
 _DETAILS = ("module", "operation")
@@ -48,9 +48,9 @@ def drift(
 ) -> Drift:
     """Measures how far a half-precision function is from float32, and where the difference is introduced.
 
-    Computes the function, and the gradients of a loss, twice in one compiled program: as it is written, each
-    operation rounding its result, and with every half value replaced by a float32 one. Arguments and random
-    numbers are the same in both. Use it where half precision gives worse results, but no NaN.
+    Computes the function, and the gradients of a loss, twice: as it is written, each operation rounding its
+    result, and with every half value replaced by a float32 one. Arguments and random numbers are the same in
+    both. Use it where half precision gives worse results, but no NaN.
 
     Args:
       fn: a loss function `(params, *args) -> scalar`, of NNX modules `(model, *args) -> scalar`; or any
@@ -122,7 +122,7 @@ def _measured(
     for quick in (True, False):
         comparison = Comparison(jaxpr, detail, quick=quick)
         progress.step("compiling and running both precisions")
-        compared, measured, first, changes = jax.device_get(run_compiled(comparison, function.arrays))
+        compared, measured, first, changes = jax.device_get(compiled_quickly(comparison)(function.arrays))
         if quick and comparison.is_reliable(compared, measured):
             break
     if is_loss:

@@ -18,6 +18,7 @@ from jax import lax
 from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import to_float32
 from jmp_policy._src.jaxpr.walk import Site
+from jmp_policy._src.report.one_pass import totals
 
 #: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
 _BACKWARD_UNIT = 2.0**32
@@ -65,9 +66,11 @@ class Errors:
 
 def squares(x: Any) -> Any:
     """The sum of the squares of an array's magnitudes."""
-    square = jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
-    # The last axis last: compilers for CPUs vectorise no sum along it.
-    return jnp.sum(jnp.sum(square, range(square.ndim - 1)))
+    return totals([_square(x)])[0]
+
+
+def _square(x: Any) -> Any:
+    return jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
 
 
 def _numbers(x: Any) -> Any:
@@ -150,8 +153,6 @@ class Recorder:
         self.measured: dict[int, Measured] = {}
         self.counted_often: set[int] = set()
         self._wanted, self._errors = wanted, errors
-        # What was measured since the last `after_measuring`; None within a trace of its own.
-        self._sums: list[Any] | None = []
 
     def add(self, node: Node) -> int:
         """Adds a node, and returns its number."""
@@ -171,59 +172,44 @@ class Recorder:
         if number not in self._wanted:
             return
         fields, node = self._wanted[number], self.nodes[number]
-        unit = self._errors.unit(node.site.backward)
-        difference = functools.partial(self._errors.difference, unit=unit)
-        error = difference(half, exact)
-        introduced = inherited = total = largest = square = None
+        difference = functools.partial(self._errors.difference, unit=self._errors.unit(node.site.backward))
+        error, terms = difference(half, exact), dict[str, Any]()
         if "introduced" in fields and node.rounds:
-            introduced = squares(difference(half, wide))
+            terms["introduced"] = difference(half, wide)
         # What is computed from values that are equal in both runs has nothing to inherit.
         if "inherited" in fields and node.rounds and node.sources:
-            inherited = squares(difference(wide, exact))
-        if "total" in fields:
-            total = squares(error) if node.sources or not node.rounds else introduced
+            terms["inherited"] = difference(wide, exact)
+        if "total" in fields and (node.sources or not node.rounds):
+            terms["total"] = error
         if "exact" in fields:
-            square = squares(self._errors.finite(exact, unit))
-        if "largest" in fields:
-            largest = jnp.max(jnp.abs(error), initial=0.0)
-        self.measured[number] = Measured(introduced, inherited, total, square, lost, largest)
-        if self._sums is not None:
-            self._sums += [x for x in (introduced, inherited, total, square, largest) if x is not None]
-
-    def after_measuring(self, *arrays: Any) -> Sequence[Any]:
-        """Arrays that are computed after what was measured so far.
-
-        Compilers may do all sums at the end, and keep until then what they add up: the activations and errors
-        of many layers. XLA drops barriers on a CPU before it orders a program. So the arrays have to depend
-        on the sums, none of which is negative. An elementwise operation takes no more time for it.
-
-        Args:
-          arrays: results of an elementwise operation.
-        """
-        if not self._sums or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
-            return arrays
-        is_negative = functools.reduce(jnp.add, self._sums) < 0
-        self._sums = []
-        return [jnp.where(is_negative, np.asarray(np.nan, x.dtype), x) for x in arrays]
+            terms["exact"] = self._errors.finite(exact, self._errors.unit(node.site.backward))
+        names = [*terms, "largest"] if "largest" in fields else list(terms)
+        sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
+        found = dict(zip(names, sums, strict=True))
+        if "total" in fields:
+            found.setdefault("total", found.get("introduced"))
+        self.measured[number] = Measured(**{name: found.get(name) for name in Measured._fields})._replace(
+            lost=lost
+        )
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[dict[int, Measured]]:
         """Collects the measurements of a loop's body, whose arrays belong to a trace of their own."""
-        outer, self.measured, self._sums = (self.measured, self._sums), {}, None
+        outer, self.measured = self.measured, {}
         try:
             yield self.measured
         finally:
-            self.measured, self._sums = outer
+            self.measured = outer
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """Forgets the nodes of a with-block; measures none, since their numbers may be others in the end."""
-        count, kept = len(self.nodes), (self._wanted, self._sums)
-        self._wanted, self._sums = {}, None
+        count, kept = len(self.nodes), self._wanted
+        self._wanted = {}
         try:
             yield
         finally:
-            self._wanted, self._sums = kept
+            self._wanted = kept
             del self.nodes[count:]
 
 
@@ -244,11 +230,10 @@ class Stack:
 
     def measured(self) -> dict[int, Measured]:
         """What was put in, with the axes that the array has got in front."""
-        before, starts = self._array.shape[:-1], np.cumsum([0, *map(math.prod, self._shapes)])
-        leaves = [
-            self._array[..., start : start + math.prod(shape)].reshape(before + shape)
-            for start, shape in zip(starts[:-1], self._shapes, strict=True)
-        ]
+        sizes = list(map(math.prod, self._shapes))
+        parts = lax.split(self._array, sizes, self._array.ndim - 1) if sizes else []
+        before = self._array.shape[:-1]
+        leaves = [part.reshape(before + shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
 
     def tree_flatten(self) -> Any:
@@ -315,7 +300,7 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
     return found
 
 
-def totals(measured: Mapping[int, Measured]) -> dict[int, Measured]:
+def over_all_trips(measured: Mapping[int, Measured]) -> dict[int, Measured]:
     """Adds up what was measured over the trips of loops, on the host."""
     return {
         number: Measured(

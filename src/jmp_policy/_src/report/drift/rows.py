@@ -12,7 +12,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
 from jmp_policy._src.report.drift.findings import ACTIVATION_GRADIENTS, OUTPUTS, PARAMETER_GRADIENTS, DriftRow
-from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, totals
+from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips
 
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
 _LOST = 1e-9
@@ -172,7 +172,7 @@ class Rows:
         loss_weights: Mapping[int, float],
     ):
         self._nodes, self._raw = comparison.nodes, on_host(measured, comparison.unit_of)
-        self._measured = totals(self._raw)
+        self._measured = over_all_trips(self._raw)
         self._budget = ErrorBudget(self._nodes, self._measured)
         self.shares = self._budget.shares(weights)
         self._loss_shares = self._budget.shares(loss_weights)

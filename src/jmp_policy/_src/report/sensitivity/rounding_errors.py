@@ -30,14 +30,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.narrowing import rounded
+from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.function import compiled_quickly
+from jmp_policy._src.report.one_pass import totals
+from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> jax.Array:
     """What rounding `x * scale` adds to x; 0 for what is rounded to infinity, which is counted apart.
 
@@ -47,20 +49,35 @@ def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> 
       scale: a power of two.
     """
     x = x.astype(jnp.float32)
-    error = rounded(x * scale, dtype) / scale - x
+    error = narrowed(x * scale, dtype).astype(jnp.float32) / scale - x
     return jnp.where(jnp.isfinite(error), error, 0.0)
 
 
 def overflows(x: jax.Array, dtype: str) -> jax.Array:
     """How many finite values become infinite; float32 scalar."""
-    x = x.astype(jnp.float32)
+    return jnp.sum(_overflow(x, dtype), dtype=jnp.float32)
+
+
+def _overflow(x: Any, dtype: str) -> Any:
+    x, info = x.astype(jnp.float32), jnp.finfo(dtype)
+    # What is nearer to the largest number than to the next one, were there one, is rounded to it.
+    limit = float(info.max) + 2.0 ** (info.maxexp - info.nmant - 2)
     # A number that is infinite in float32 is not this dtype's fault.
-    return jnp.sum(jnp.isfinite(x) & jnp.isinf(rounded(x, dtype)), dtype=jnp.float32)
+    return jnp.isfinite(x) & (jnp.abs(x) >= np.float32(limit))
 
 
 def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
     """How many values other than zero become zero, for what rounding adds to them; float32 scalar."""
-    return jnp.sum((error == -x) & (x != 0), dtype=jnp.float32)
+    return jnp.sum(_underflow(x, error), dtype=jnp.float32)
+
+
+def _underflow(x: Any, error: Any) -> Any:
+    return (error == -x) & (x != 0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded_if(on: Any, dtype: str, x: Any, scale: Any = 1.0) -> Any:
+    return jnp.where(on, narrowed(x * scale, dtype).astype(jnp.float32) / scale, x)
 
 
 class Counter(NamedTuple):
@@ -99,17 +116,8 @@ class Counter(NamedTuple):
     def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
         """The cotangent as it is, and the statistics of both."""
         x, error, scale, seen = jax.lax.stop_gradient((*residuals, self.scale, g))
-        found: dict[str, Any] = {}
-        if which.value:
-            found["loss_variance"] = jnp.sum(jnp.square(seen * error))
-            found["overflow"], found["underflow"] = overflows(x, which.dtype), underflows(x, error)
-        if which.cotangent:
-            change = rounding_error(seen, which.dtype, scale)
-            g = _with_error(g, change, self)
-            found["gradient_overflow"] = overflows(seen * scale, which.dtype)
-            found["gradient_underflow"] = underflows(seen, change)
-            found["largest_gradient"] = jnp.max(jnp.abs(seen), initial=0.0)
-        return g, _statistics(x, **found)
+        change, numbers = _counted(which, x, error, scale, seen)
+        return (_with_error(g, change, self) if which.cotangent else g), Counter(numbers)
 
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum in float32, and statistics of its difference from that in half."""
@@ -122,6 +130,23 @@ class Counter(NamedTuple):
 STATISTICS = (
     "loss_variance", "overflow", "underflow", "gradient_overflow", "gradient_underflow", "largest_gradient",
 )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _counted(which: Which, x: Any, error: Any, scale: Any, seen: Any) -> Any:
+    """What rounding adds to a cotangent, and the statistics of a value and its cotangent."""
+    terms: dict[str, Any] = {}
+    change = None
+    if which.value:
+        terms["loss_variance"] = jnp.square(seen * error)
+        terms["overflow"], terms["underflow"] = _overflow(x, which.dtype), _underflow(x, error)
+    if which.cotangent:
+        change = rounding_error(seen, which.dtype, scale)
+        terms["gradient_overflow"] = _overflow(seen * scale, which.dtype)
+        terms["gradient_underflow"] = _underflow(seen, change)
+    names = [*terms, "largest_gradient"] if which.cotangent else terms
+    sums = totals([x.astype(jnp.float32) for x in terms.values()], jnp.abs(seen) if which.cotangent else None)
+    return change, _statistics(x, **dict(zip(names, sums, strict=True))).numbers
 
 
 def _statistics(like: Any, **found: Any) -> Counter:
@@ -164,13 +189,11 @@ class Switch(NamedTuple):
 
     def forward(self, which: Which, x: jax.Array) -> Any:
         """The value, rounded."""
-        return (jnp.where(self.on, rounded(x, which.dtype), x) if which.value else x), ()
+        return (_rounded_if(self.on, which.dtype, x) if which.value else x), ()
 
     def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
         """The cotangent, rounded."""
-        if not which.cotangent:
-            return g, None
-        return jnp.where(self.on, rounded(g * self.scale, which.dtype) / self.scale, g), None
+        return (_rounded_if(self.on, which.dtype, g, self.scale) if which.cotangent else g), None
 
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum in half."""
@@ -228,14 +251,14 @@ class Effects(NamedTuple):
 
 def effects(traced: TracedLoss, probes: int) -> Effects:
     """Measures to first order what rounding does to a loss and its gradient."""
-    run = compiled_quickly(functools.partial(_probe, traced))
+    run = compiled_quickly(functools.partial(_probe, traced), 1 + len(traced.batches) * probes)
     scale = 1.0  # bfloat16 has float32's range.
     if traced.dtype == "float16":
-        scale = _loss_scale(run(jax.random.key(0), 1.0, traced.batches[0]).first)
+        scale = _loss_scale(run(_keys(0, traced), 1.0, traced.batches[0]).first)
     runs: list[_Seen] = []
     for number, arrays in enumerate(progress.steps("backward passes", list(traced.batches) * probes)):
         try:
-            runs.append(jax.device_get(run(jax.random.key(number + 1), scale, arrays)))
+            runs.append(jax.device_get(run(_keys(number + 1, traced), scale, arrays)))
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -258,12 +281,17 @@ class _Seen(NamedTuple):
     square: Any
 
 
-def _probe(traced: TracedLoss, key: Any, scale: Any, arrays: Sequence[Any]) -> _Seen:
+def _keys(number: int, traced: TracedLoss) -> list[jax.Array]:
+    """A random key for each parameter."""
+    # Numbers of parameters in the program would be one piece of it for each.
+    return list(jax.random.split(jax.random.key(number), len(traced.trained)))
+
+
+def _probe(traced: TracedLoss, keys: Sequence[Any], scale: Any, arrays: Sequence[Any]) -> _Seen:
     """One backward pass, and one of the gradient's product with random signs."""
     params = traced.params(arrays)
     signs = [
-        jax.random.rademacher(jax.random.fold_in(key, i), param.shape, jnp.float32)
-        for i, param in enumerate(params)
+        jax.random.rademacher(key, param.shape, jnp.float32) for key, param in zip(keys, params, strict=True)
     ]
 
     def along(sinks: Any) -> Any:
@@ -308,13 +336,13 @@ class AppliedRounding:
 
     def __init__(self, traced: TracedLoss, scale: float):
         self._traced, self._scale = traced, scale
-        self._run = compiled_quickly(self._gradient)
-        off = np.zeros(len(traced.sinks), bool)
+        self._run = compiled_quickly(self._gradient, len(traced.batches) * len(traced.groups))
+        off = [False] * len(traced.sinks)
         self._exact = [self._run(off, scale, arrays) for arrays in traced.batches]
 
     def __call__(self, sinks: Iterable[Sink]) -> tuple[float, float]:
         """The squares of the relative errors of gradient and loss, as means over the batches."""
-        on = np.isin(np.arange(len(self._traced.sinks)), list(map(self._traced.sinks.index, sinks)))
+        on = list(map(set(sinks).__contains__, self._traced.sinks))
         squares = [
             jax.device_get(_squares(self._run(on, self._scale, arrays), exact))
             for arrays, exact in zip(self._traced.batches, self._exact, strict=True)

@@ -24,9 +24,9 @@ from jmp_policy._src.report.function import (
     as_function,
     as_loss_scale,
     replaced,
-    run_compiled,
     trained_arguments,
 )
+from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
 
@@ -44,10 +44,10 @@ def gradient_spectrum(
     """Runs one backward pass and counts the magnitudes of gradients and activations.
 
     Pass the loss of the float32 model to see what float16 would lose; the loss of a float16 model, and the
-    scale it is trained with, to see what it does lose. Runs on the device, under one jit.
+    scale it is trained with, to see what it does lose. Runs on the device, compiled.
 
-    Each call traces anew, since `loss_fn` may read values that have changed since the last one; an equal
-    program is compiled once. To count over many steps, use `spectrum_value_and_grad` in the training step.
+    Each call traces anew, since `loss_fn` may read values that have changed since the last one; what is equal
+    is compiled once. To count over many steps, use `spectrum_value_and_grad` in the training step.
 
     Args:
       loss_fn: a loss function `(params, *args) -> scalar`; of NNX modules `(model, *args) -> scalar`.
@@ -93,7 +93,7 @@ def gradient_spectrum(
     try:
         with progress.showing("gradient_spectrum"):
             progress.step("compiling and running")
-            state = run_compiled(run, loss_scale, state, params, function.arrays)
+            state = compiled_quickly(run)(loss_scale, state, params, function.arrays)
     except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
         if not names:
             raise

@@ -1,0 +1,343 @@
+"""Runs traced programs that are run a few times, in pieces of which equal ones are compiled once.
+
+Compiling is most of what a report takes. A model repeats its layers, forward and backward, and what a report
+adds to them repeats as well. So a program is cut, each piece is compiled as a function of the values that it
+reads, and equal pieces are one executable, in later calls too::
+
+    a b c d b c d b c d e    ->    a | b c d | b c d | b c d | e
+
+Cuts lie where a hash of two operations in a row is the least around, so that what repeats is cut alike
+wherever it stands. That is how tools for backups find the equal parts of files.
+
+Every array is an argument of a piece, also those that a function closes over: it may have changed since.
+
+References:
+  Muthitacharoen, Chen, Mazieres, "A Low-bandwidth Network File System", 2001, section 3.1.
+"""
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_policy._src.jaxpr import calls, compat, ir
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.compat import Literal
+from jmp_policy._src.jaxpr.walk import size
+
+#: For a CPU. A program compiles with these in a third of the time, and its loops take five times as long
+#: (`drift`, jax 0.10.2). Pieces are small: to compile their parts at once takes longer.
+_QUICK: Any = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+
+#: What another executable takes beside what its operations take, in operations.
+_FIXED_COST = 40
+
+#: A loop over so many numbers is better compiled well: what is saved at each, over what a step takes longer.
+_MANY = 200_000
+
+#: Cuts that are tried: how many operations around one may not have a smaller hash, and factors on hashes.
+_REACHES, _FACTORS = (8, 16, 32, 64), (1, 2654435761, 2246822519, 3266489917)
+
+
+def compiled_quickly(run: Callable[..., Any], runs: int = 1) -> Callable[..., Any]:
+    """A function that is traced once, and compiled for a few runs: less optimised and sooner done.
+
+    Args:
+      run: a function of pytrees of arrays, of the same types in every call.
+      runs: how often it will be called.
+    """
+    traced: list[Any] = []
+
+    def called(*args: Any) -> Any:
+        if not traced:
+            # A function of its own: JAX would look up the trace of an earlier call.
+            closed, shapes = jax.make_jaxpr(lambda *args: run(*args), return_shape=True)(*args)
+            traced.extend((Pieces(closed, runs), jax.tree.structure(shapes)))
+        pieces, structure = traced
+        return jax.tree.unflatten(structure, pieces(jax.tree.leaves(args)))
+
+    return called
+
+
+def run_program(closed: Any, arrays: Sequence[Any], every_rounding: bool = False) -> list[Any]:
+    """Runs a traced program.
+
+    Args:
+      closed: a closed jaxpr.
+      arrays: its arguments.
+      every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
+
+    Returns:
+      Its results.
+    """
+    return Pieces(closed, every_rounding=every_rounding)(arrays)
+
+
+class _Step(NamedTuple):
+    """An equation whose variables are numbers, those of the program's values."""
+
+    eqn: Any
+    operands: list[Any]
+    results: list[int]
+
+
+class _Piece:
+    """Some steps in a row; equal to others that do the same with their inputs.
+
+    Args:
+      steps: what is done.
+      needed: function from the number of a value to whether what comes later reads it.
+      options: for the compiler.
+    """
+
+    def __init__(
+        self, steps: Sequence[_Step], needed: Callable[[int], bool], options: tuple[tuple[str, Any], ...]
+    ):
+        made = {number for step in steps for number in step.results}
+        read = dict.fromkeys(n for step in steps for n in step.operands if not isinstance(n, Literal))
+        self.steps, self.options = steps, options
+        self.inputs = [number for number in read if number not in made]
+        self.outputs = [number for number in sorted(made) if needed(number)]
+        rows = ((step.eqn, step.operands, step.results) for step in steps)
+        self._form = (options, _form(self.inputs, rows, self.outputs))
+        self._hash = hash(self._form)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Piece) and self._form == other._form
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """The outputs for the inputs."""
+        known = dict(zip(self.inputs, arrays, strict=True))
+        for eqn, operands, results in self.steps:
+            values = [n.val if isinstance(n, Literal) else known[n] for n in operands]
+            with compat.eqn_context(eqn):
+                outs = compat.bind_primitive(eqn.primitive, values, eqn.params)
+            known.update(zip(results, outs, strict=True))
+        return [known[number] for number in self.outputs]
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(piece: _Piece) -> Any:
+    return jax.jit(piece.run, compiler_options=dict(piece.options) or None)
+
+
+def clear() -> None:
+    """Forgets what was compiled."""
+    _compiled.cache_clear()
+
+
+class Pieces:
+    """A program in pieces, as a function of its arrays; `runs` and `every_rounding` as above.
+
+    Attributes:
+      pieces: jitted functions, each with the numbers of the values that it reads and makes, and of those that
+        nobody reads after it.
+    """
+
+    def __init__(self, closed: Any, runs: int = 1, every_rounding: bool = False):
+        steps, self._known, self._count, self._outs = _numbered(closed)
+        work = [_work(step.eqn) * runs for step in steps]
+        cuts = _cuts(steps, work) if not closed.effects else [0, len(steps)]
+        last: dict[int, int] = {}
+        for place, step in enumerate(steps):
+            last.update((n, place) for n in step.operands if not isinstance(n, Literal))
+        last.update((n, len(steps)) for n in self._outs if not isinstance(n, Literal))
+        self.pieces = []
+        for start, stop in itertools.pairwise(dict.fromkeys(cuts)):
+            needed = lambda n, stop=stop: last.get(n, -1) >= stop  # noqa: E731
+            options = _options(sum(work[start:stop]) // (stop - start) > _MANY, every_rounding)
+            piece = _Piece(steps[start:stop], needed, options)
+            done = [n for n in piece.inputs if not needed(n)]
+            self.pieces.append((_compiled(piece), piece.inputs, piece.outputs, done))
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        known = {**self._known, **dict(zip(range(self._count), arrays, strict=True))}
+        del arrays
+        for run, inputs, outputs, done in self.pieces:
+            values = [known[number] for number in inputs]
+            for number in done:
+                del known[number]
+            known.update(zip(outputs, run(*values), strict=True))
+        return [n.val if isinstance(n, Literal) else known[n] for n in self._outs]
+
+
+def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]:
+    """The steps of a program, its constants, how many arguments it has, and its results; without calls."""
+    steps, constants, count = list[_Step](), dict[int, Any](), 0
+
+    def new(variables: Sequence[Any]) -> list[int]:
+        nonlocal count
+        count += len(variables)
+        return list(range(count - len(variables), count))
+
+    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+        opened = compat.open_jaxpr(jaxpr)
+        numbers = dict(zip(opened.invars, arguments, strict=True))
+        numbers.update(zip(opened.constvars, new(opened.constvars), strict=True))
+        constants.update(
+            (numbers[var], c) for var, c in zip(opened.constvars, compat.constants(jaxpr), strict=True)
+        )
+        read = lambda atom: atom if isinstance(atom, Literal) else numbers[atom]  # noqa: E731
+        for eqn in opened.eqns:
+            operands, called = list(map(read, eqn.invars)), _inlined(eqn)
+            if called is not None:
+                results = inline(called, operands)
+            else:
+                results = new(eqn.outvars)
+                steps.append(_Step(eqn, operands, results))
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, opened.outvars))
+
+    arguments = new(compat.open_jaxpr(closed).invars)
+    outs = inline(closed, arguments)
+    return _needed(steps, outs), constants, len(arguments), outs
+
+
+def _needed(steps: Sequence[_Step], outs: Sequence[Any]) -> list[_Step]:
+    """The steps that results depend on, or that have side effects."""
+    wanted = {n for n in outs if not isinstance(n, Literal)}
+    found = []
+    for step in reversed(steps):
+        if step.eqn.effects or not wanted.isdisjoint(step.results):
+            wanted.update(n for n in step.operands if not isinstance(n, Literal))
+            found.append(step)
+    return found[::-1]
+
+
+def _inlined(eqn: Any) -> Any:
+    """The jaxpr that takes the place of an operation; None if the operation stays."""
+    called = calls.called(eqn) if calls.kind_of(eqn) in _CALLS else None
+    return None if called is None or calls.is_bound(eqn) else called.jaxpr
+
+
+#: Nothing differentiates the program any more, so that own derivatives do not matter.
+_CALLS = (Kind.JIT, Kind.CALL, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
+
+
+def _form(inputs: Sequence[Any], rows: Any, outputs: Sequence[Any]) -> Hashable:
+    """What two pieces of a program have in common that do the same: all but the names of variables.
+
+    Args:
+      inputs: variables.
+      rows: equations, with the variables or literals that they read, and the variables that they make.
+      outputs: variables or literals.
+    """
+    places: dict[Any, Any] = {variable: place for place, variable in enumerate(inputs)}
+
+    def read(atom: Any) -> Hashable:
+        if isinstance(atom, Literal):
+            # By bytes: 0.0 equals -0.0.
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return places[atom]
+
+    found = []
+    for eqn, operands, results in rows:
+        found.append((
+            eqn.primitive,
+            compat.context_of(eqn),
+            tuple((read(atom), var.aval) for atom, var in zip(operands, eqn.invars, strict=True)),
+            tuple(var.aval for var in eqn.outvars),
+            _value_form(eqn.params if (called := _inlined(eqn)) is None else called),
+        ))  # fmt: skip
+        places.update((variable, len(places) + i) for i, variable in enumerate(results))
+    return tuple(found), tuple(map(read, outputs))
+
+
+def _value_form(value: Any) -> Hashable:
+    """A parameter as something to compare: by value where that is known, else by identity."""
+    if isinstance(value, dict):
+        return tuple((name, _value_form(value[name])) for name in sorted(value))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_value_form, value))
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return type(value), repr(value)
+    opened = compat.open_jaxpr(value)
+    if hasattr(opened, "eqns"):
+        rows = ((eqn, eqn.invars, eqn.outvars) for eqn in opened.eqns)
+        inputs = [*opened.constvars, *opened.invars]
+        types = tuple(var.aval for var in inputs)
+        return types, tuple(map(id, compat.constants(value))), _form(inputs, rows, opened.outvars)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _options(well: bool, every_rounding: bool) -> tuple[tuple[str, Any], ...]:
+    """For the compiler: whether a piece is compiled well, and keeps casts that XLA could leave out."""
+    options = dict(_QUICK) if jax.default_backend() == "cpu" else {}
+    if well and options:
+        options["xla_backend_optimization_level"] = 1
+    if every_rounding:
+        options["xla_allow_excess_precision"] = False
+    return tuple(options.items())
+
+
+def _work(eqn: Any) -> int:
+    """The numbers that the loop of an operation takes; products of matrices are calls of a library."""
+    numbers = max(map(size, eqn.outvars), default=0)
+    if eqn.primitive.name == _CONVOLUTION:
+        kernel = eqn.invars[1]
+        numbers *= size(kernel) // ir.shape_of(kernel)[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return numbers
+
+
+def _cuts(steps: Sequence[_Step], work: Sequence[int]) -> list[int]:
+    """Where to cut, the end included: where the least has to be compiled, of what is tried.
+
+    Convolutions that are long loops are pieces of their own, to be compiled well.
+    """
+    hashes = np.array([_hash(step.eqn) for step in steps], np.uint64)
+    pairs = hashes * np.uint64(31) + np.concatenate([hashes[:1], hashes[:-1]])
+    tried = [[0, len(steps)], *_tried(pairs)]
+    alone = [
+        place
+        for place, step in enumerate(steps)
+        if step.eqn.primitive.name == _CONVOLUTION and work[place] > _FIXED_COST * _MANY
+    ]
+    cuts = min(tried, key=lambda cuts: _cost(hashes, cuts))
+    return sorted({*cuts, *alone, *(place + 1 for place in alone)})
+
+
+_CONVOLUTION = "conv_general_dilated"
+
+
+def _tried(pairs: Any) -> Iterator[list[int]]:
+    for factor in _FACTORS:
+        mixed = (pairs * np.uint64(factor)) >> np.uint64(7) & np.uint64(0xFFFFFFFF)
+        for reach in _REACHES:
+            if len(pairs) <= 2 * reach:
+                continue
+            padded = np.pad(mixed, reach, constant_values=np.iinfo(np.uint64).max)
+            least = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(-1)
+            places = np.flatnonzero(mixed == least)
+            yield [0, *(place for place in places.tolist() if place), len(pairs)]
+
+
+def _cost(hashes: Any, cuts: Sequence[int]) -> int:
+    distinct = {hashes[start:stop].tobytes() for start, stop in itertools.pairwise(cuts)}
+    return sum(_FIXED_COST + len(piece) // hashes.itemsize for piece in distinct)
+
+
+def _hash(eqn: Any) -> int:
+    """The same for operations that may be the same, in every process."""
+    return _text_hash(eqn.primitive, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_hash(primitive: Any, avals: Any) -> int:
+    return zlib.crc32(f"{primitive} {avals}".encode())
