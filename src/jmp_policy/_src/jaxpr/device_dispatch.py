@@ -17,6 +17,9 @@ from jax.interpreters import ad, batching, mlir
 from jmp_policy._src.jaxpr import compat
 
 Arrays = Sequence[jax.Array]
+#: Primitives that stand for a whole function.
+FUNCTIONS: set[Primitive] = set()
+
 #: JAX's names of the platforms whose devices are GPUs.
 GPUS = ("cuda", "rocm")
 
@@ -45,6 +48,7 @@ def by_devices(
       derivative: "zero", or that of `anywhere`, which has one of every order.
     """
     primitive = Primitive(name)
+    FUNCTIONS.add(primitive)
     primitive.multiple_results = True
     primitive.def_impl(anywhere)
     primitive.def_abstract_eval(

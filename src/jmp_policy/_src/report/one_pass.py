@@ -21,12 +21,22 @@ def totals(arrays: Sequence[Any], magnitude: Any = None) -> list[Any]:
     terms = [*arrays] if magnitude is None else [*arrays, magnitude]
     if not terms:
         return []
+    if max(x.size for x in terms) > _LONG:
+        return [*map(_total, arrays), *([] if magnitude is None else [jnp.max(magnitude, initial=0)])]
     terms = list(jnp.broadcast_arrays(*(x.astype(jnp.result_type(*terms)) for x in terms)))
     join = _added if magnitude is None else _added_but_the_last
     # The last axis last: compilers for CPUs vectorise no sum along it.
     for axes in (tuple(range(terms[0].ndim - 1)), (0,)) if terms[0].ndim else ():
         terms = list(lax.reduce(tuple(terms), tuple(np.zeros((), x.dtype) for x in terms), join, axes))
     return terms
+
+
+#: XLA adds up one sum in parts, several one number after the other: 2**25 ones in float32 would be 2**24.
+_LONG = 2**16
+
+
+def _total(x: Any) -> Any:
+    return jnp.sum(jnp.sum(x, range(x.ndim - 1)))
 
 
 def _added(x: Sequence[Any], y: Sequence[Any]) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ import numpy as np
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import Literal
+from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS
 from jmp_policy._src.jaxpr.walk import size
 
 #: For a CPU. A program compiles with these in a third of the time, and its loops take five times as long
@@ -129,7 +130,7 @@ class _Piece:
         return [known[number] for number in self.outputs]
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _compiled(piece: _Piece) -> Any:
     return jax.jit(piece.run, compiler_options=dict(piece.options) or None)
 
@@ -150,7 +151,10 @@ class Pieces:
     def __init__(self, closed: Any, runs: int = 1, every_rounding: bool = False):
         steps, self._known, self._count, self._outs = _numbered(closed)
         work = [_work(step.eqn) * runs for step in steps]
-        cuts = _cuts(steps, work) if not closed.effects else [0, len(steps)]
+        # What leaves a piece is checked if NaNs are looked for.
+        looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
+        is_whole = closed.effects or looks
+        cuts = [0, len(steps)] if is_whole else _cuts(steps, work)
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
             last.update((n, place) for n in step.operands if not isinstance(n, Literal))
@@ -171,7 +175,7 @@ class Pieces:
             for number in done:
                 del known[number]
             known.update(zip(outputs, run(*values), strict=True))
-        return [n.val if isinstance(n, Literal) else known[n] for n in self._outs]
+        return [ir.as_array(n.val, n) if isinstance(n, Literal) else known[n] for n in self._outs]
 
 
 def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]:
@@ -252,7 +256,7 @@ def _form(inputs: Sequence[Any], rows: Any, outputs: Sequence[Any]) -> Hashable:
             tuple(var.aval for var in eqn.outvars),
             _value_form(eqn.params if (called := _inlined(eqn)) is None else called),
         ))  # fmt: skip
-        places.update((variable, len(places) + i) for i, variable in enumerate(results))
+        places.update(zip(results, range(len(places), len(places) + len(results)), strict=True))
     return tuple(found), tuple(map(read, outputs))
 
 
@@ -268,8 +272,9 @@ def _value_form(value: Any) -> Hashable:
     if hasattr(opened, "eqns"):
         rows = ((eqn, eqn.invars, eqn.outvars) for eqn in opened.eqns)
         inputs = [*opened.constvars, *opened.invars]
-        types = tuple(var.aval for var in inputs)
-        return types, tuple(map(id, compat.constants(value))), _form(inputs, rows, opened.outvars)
+        # Constants in there are part of the executable, and a NumPy array may have changed since.
+        own = object() if len(compat.constants(value)) else None
+        return own, tuple(var.aval for var in inputs), _form(inputs, rows, opened.outvars)
     try:
         hash(value)
     except TypeError:
@@ -299,18 +304,20 @@ def _work(eqn: Any) -> int:
 def _cuts(steps: Sequence[_Step], work: Sequence[int]) -> list[int]:
     """Where to cut, the end included: where the least has to be compiled, of what is tried.
 
-    Convolutions that are long loops are pieces of their own, to be compiled well.
+    What is a program of its own is a piece of its own, and so are convolutions that are long loops: those are
+    compiled well.
     """
     hashes = np.array([_hash(step.eqn) for step in steps], np.uint64)
     pairs = hashes * np.uint64(31) + np.concatenate([hashes[:1], hashes[:-1]])
-    tried = [[0, len(steps)], *_tried(pairs)]
-    alone = [
-        place
-        for place, step in enumerate(steps)
-        if step.eqn.primitive.name == _CONVOLUTION and work[place] > _FIXED_COST * _MANY
-    ]
-    cuts = min(tried, key=lambda cuts: _cost(hashes, cuts))
+    cuts = min([[0, len(steps)], *_tried(pairs)], key=lambda cuts: _cost(hashes, cuts))
+    alone = [place for place, step in enumerate(steps) if _is_alone(step.eqn, work[place])]
     return sorted({*cuts, *alone, *(place + 1 for place in alone)})
+
+
+def _is_alone(eqn: Any, work: int) -> bool:
+    if eqn.primitive.name == _CONVOLUTION:
+        return work > _FIXED_COST * _MANY
+    return eqn.primitive in FUNCTIONS or sum(len(inner.eqns) for inner in ir.subjaxprs(eqn)) > _FIXED_COST
 
 
 _CONVOLUTION = "conv_general_dilated"

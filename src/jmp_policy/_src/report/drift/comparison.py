@@ -433,7 +433,9 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
         if len(operands) < 2:
             continue
         for operand, is_inside in operands:
-            if is_inside and node.adds and number not in used and nodes[operand].operation not in _COSTLY:
+            if is_inside and not node.adds:
+                wanted[operand] |= {"inherited" if nodes[operand].rounds else "total", "exact"}
+            elif is_inside and number not in used and nodes[operand].operation not in _COSTLY:
                 wanted[operand] |= {"total"}
             for source in nodes[operand].sources if is_inside else (operand,):
                 is_mask = node.adds and not is_floating(nodes[source])

@@ -118,7 +118,11 @@ class ErrorBudget:
         if node.adds and len(inner) == 1 and number in self._measured:
             # What the others leave of the whole.
             errors[inner[0]] = max(self._inherited(number) - sum(errors), 0.0)
-        elif inner or not node.adds:
+        elif not node.adds:
+            errors = [
+                self._relative(o, self._inherited(o) if inside else self.error(o)) for o, inside in operands
+            ]
+        elif inner:
             outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
             errors = [sum(self._relative(s, self.error(s)) for s in sources) for sources in outside]
         if len(errors) == 1 or not any(errors):
