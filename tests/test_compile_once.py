@@ -185,3 +185,24 @@ def test_totals_of_many_numbers(shape):
     first, second, largest = jax.jit(lambda x: totals([x, 2 * x], -3 * x * -1))(x)
     assert (float(first), float(second)) == (0.5 * x.size, x.size)
     assert float(largest) == (1.5 if x.size else 0.0)
+
+
+def test_long_loops_are_compiled_well():
+    def levels(fn, x):
+        program = pieces.Pieces(jax.make_jaxpr(fn)(x))
+        return {
+            dict(run.__wrapped__.__self__.options)["xla_backend_optimization_level"]
+            for run, *_ in program.pieces
+        }
+
+    def looped(trips):
+        return lambda x: jax.lax.fori_loop(0, trips, lambda _, x: jnp.sin(x) + 1, x)
+
+    def convolved(x):
+        return jax.lax.conv(x, jnp.ones((8, 8, 3, 3)), (1, 1), "SAME")
+
+    assert levels(looped(10), jnp.ones(100)) == {0}
+    assert levels(looped(10_000), jnp.ones(100)) == {1}
+    assert levels(jnp.sin, jnp.ones(2**20)) == {1}
+    assert levels(convolved, jnp.ones((1, 8, 8, 8))) == {0}
+    assert levels(convolved, jnp.ones((8, 8, 64, 64))) == {0, 1}  # The convolution, and its kernel of ones.

@@ -293,7 +293,13 @@ def _options(well: bool, every_rounding: bool) -> tuple[tuple[str, Any], ...]:
 
 
 def _work(eqn: Any) -> int:
-    """The numbers that the loop of an operation takes; products of matrices are calls of a library."""
+    """The numbers that the loop of an operation takes; products of matrices are calls of a library.
+
+    In a jaxpr inside, that of an operation in the mean, times the trips of a scan.
+    """
+    inside = [_work(inner) for jaxpr in ir.subjaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns]
+    if inside:
+        return eqn.params.get("length", 1) * sum(inside) // len(inside)
     numbers = max(map(size, eqn.outvars), default=0)
     if eqn.primitive.name == _CONVOLUTION:
         kernel = eqn.invars[1]
