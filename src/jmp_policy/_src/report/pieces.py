@@ -30,8 +30,8 @@ from jmp_policy._src.jaxpr.compat import Literal
 from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS
 from jmp_policy._src.jaxpr.walk import size
 
-#: For a CPU. A program compiles with these in a third of the time, and its loops take five times as long
-#: (`drift`, jax 0.10.2). Pieces are small: to compile their parts at once takes longer.
+#: For a CPU. `drift`'s programs compile with these in a third of the time, and run two to five times as long
+#: (jax 0.10.2; `python -m benchmarks drift_cost`). Small pieces take longer if compiled in parallel.
 _QUICK: Any = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -151,16 +151,15 @@ class Pieces:
     def __init__(self, closed: Any, runs: int = 1, every_rounding: bool = False):
         steps, self._known, self._count, self._outs = _numbered(closed)
         work = [_work(step.eqn) * runs for step in steps]
-        # What leaves a piece is checked if NaNs are looked for.
-        looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
-        is_whole = closed.effects or looks
-        cuts = [0, len(steps)] if is_whole else _cuts(steps, work)
+        # If JAX looks for NaNs, it looks at all that leaves a piece.
+        is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
+        cuts = sorted({0, len(steps)}) if closed.effects or is_checked else _cuts(steps, work)
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
             last.update((n, place) for n in step.operands if not isinstance(n, Literal))
         last.update((n, len(steps)) for n in self._outs if not isinstance(n, Literal))
         self.pieces = []
-        for start, stop in itertools.pairwise(dict.fromkeys(cuts)):
+        for start, stop in itertools.pairwise(cuts):
             needed = lambda n, stop=stop: last.get(n, -1) >= stop  # noqa: E731
             options = _options(sum(work[start:stop]) // (stop - start) > _MANY, every_rounding)
             piece = _Piece(steps[start:stop], needed, options)
@@ -261,9 +260,9 @@ def _form(inputs: Sequence[Any], rows: Any, outputs: Sequence[Any]) -> Hashable:
 
 
 def _value_form(value: Any) -> Hashable:
-    """A parameter as something to compare: by value where that is known, else by identity."""
+    """A parameter as something to compare: by value where it cannot change, else equal to nothing."""
     if isinstance(value, dict):
-        return tuple((name, _value_form(value[name])) for name in sorted(value))
+        return tuple((name, _value_form(value[name])) for name in sorted(value, key=str))
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_value_form, value))
     if isinstance(value, bool | int | float | complex | np.generic):
@@ -278,7 +277,7 @@ def _value_form(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return id(value)
+        return object()
     return value
 
 

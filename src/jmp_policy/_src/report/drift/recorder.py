@@ -172,7 +172,8 @@ class Recorder:
         if number not in self._wanted:
             return
         fields, node = self._wanted[number], self.nodes[number]
-        difference = functools.partial(self._errors.difference, unit=self._errors.unit(node.site.backward))
+        unit = self._errors.unit(node.site.backward)
+        difference = functools.partial(self._errors.difference, unit=unit)
         error, terms = difference(half, exact), dict[str, Any]()
         if "introduced" in fields and node.rounds:
             terms["introduced"] = difference(half, wide)
@@ -182,15 +183,13 @@ class Recorder:
         if "total" in fields and (node.sources or not node.rounds):
             terms["total"] = error
         if "exact" in fields:
-            terms["exact"] = self._errors.finite(exact, self._errors.unit(node.site.backward))
+            terms["exact"] = self._errors.finite(exact, unit)
         names = [*terms, "largest"] if "largest" in fields else list(terms)
         sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
-        found = dict(zip(names, sums, strict=True))
+        found = {"lost": lost, **dict(zip(names, sums, strict=True))}
         if "total" in fields:
             found.setdefault("total", found.get("introduced"))
-        self.measured[number] = Measured(**{name: found.get(name) for name in Measured._fields})._replace(
-            lost=lost
-        )
+        self.measured[number] = Measured(*map(found.get, Measured._fields))
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[dict[int, Measured]]:

@@ -54,11 +54,7 @@ def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> 
 
 
 def overflows(x: jax.Array, dtype: str) -> jax.Array:
-    """How many finite values become infinite; float32 scalar."""
-    return jnp.sum(_overflow(x, dtype), dtype=jnp.float32)
-
-
-def _overflow(x: Any, dtype: str) -> Any:
+    """Which finite values become infinite; booleans of the shape of x."""
     x, info = x.astype(jnp.float32), jnp.finfo(dtype)
     # What is nearer to the largest number than to the next one, were there one, is rounded to it.
     limit = float(info.max) + 2.0 ** (info.maxexp - info.nmant - 2)
@@ -67,11 +63,7 @@ def _overflow(x: Any, dtype: str) -> Any:
 
 
 def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
-    """How many values other than zero become zero, for what rounding adds to them; float32 scalar."""
-    return jnp.sum(_underflow(x, error), dtype=jnp.float32)
-
-
-def _underflow(x: Any, error: Any) -> Any:
+    """Which values other than zero become zero, for what rounding adds to them; booleans."""
     return (error == -x) & (x != 0)
 
 
@@ -123,7 +115,9 @@ class Counter(NamedTuple):
         """The sum in float32, and statistics of its difference from that in half."""
         seen = jax.lax.stop_gradient(exact)
         error = jnp.where(jnp.isfinite(half - seen), half - seen, 0.0)
-        found = _statistics(exact, gradient_overflow=overflows(seen * self.scale, dtype))
+        found = _statistics(
+            exact, gradient_overflow=jnp.sum(overflows(seen * self.scale, dtype), dtype=jnp.float32)
+        )
         return _with_error(exact, error, self), found
 
 
@@ -139,11 +133,11 @@ def _counted(which: Which, x: Any, error: Any, scale: Any, seen: Any) -> Any:
     change = None
     if which.value:
         terms["loss_variance"] = jnp.square(seen * error)
-        terms["overflow"], terms["underflow"] = _overflow(x, which.dtype), _underflow(x, error)
+        terms["overflow"], terms["underflow"] = overflows(x, which.dtype), underflows(x, error)
     if which.cotangent:
         change = rounding_error(seen, which.dtype, scale)
-        terms["gradient_overflow"] = _overflow(seen * scale, which.dtype)
-        terms["gradient_underflow"] = _underflow(seen, change)
+        terms["gradient_overflow"] = overflows(seen * scale, which.dtype)
+        terms["gradient_underflow"] = underflows(seen, change)
     names = [*terms, "largest_gradient"] if which.cotangent else terms
     sums = totals([x.astype(jnp.float32) for x in terms.values()], jnp.abs(seen) if which.cotangent else None)
     return change, _statistics(x, **dict(zip(names, sums, strict=True))).numbers
