@@ -1,5 +1,7 @@
 """Moments of optimizers in half precision: dtypes, rounding, skipped steps, checkpoints."""
 
+import functools
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,9 @@ OPTIMIZERS = {
 }
 
 
+eight_bits = functools.partial(jmpp.half_moments, mu="fp8_block", nu="fp8_block")
+
+
 def bytes_of(state):
     return sum(x.nbytes for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim)
 
@@ -59,6 +64,15 @@ def test_state_halves_and_keeps_its_types_in_a_loop(name):
     out, _ = jax.eval_shape(lambda carry: jax.lax.scan(body, carry, length=3), (PARAMS, state))
     types = [(x.dtype, x.weak_type) for x in jax.tree.leaves(out)]
     assert types == [(x.dtype, False) for x in jax.tree.leaves((PARAMS, state))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "lion", "momentum", "masked", "rmsprop"])
+def test_eight_bits_take_an_eighth_more_than_a_byte(name):
+    inner, before, _ = OPTIMIZERS[name]
+    params = {"w": jnp.ones((3, 256)), "b": jnp.zeros(128)}
+    tx = eight_bits(inner)
+    assert bytes_of(tx.init(params)) / sum(p.size for p in params.values()) == before / 4 * (1 + 4 / 128)
 
 
 @pytest.mark.slow
@@ -107,24 +121,52 @@ def test_small_changes_of_the_second_moment_arrive_on_average():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["inside", "around"])
-def test_a_skipped_step_keeps_every_bit(place):
+@pytest.mark.parametrize("half", [jmpp.half_moments, eight_bits])
+def test_a_skipped_step_keeps_every_bit(half, place):
     scale = jmpp.StaticLossScale(8.0)
     tx = (
-        jmpp.loss_scaled(jmpp.half_moments(optax.adamw(1e-2)), scale)
+        jmpp.loss_scaled(half(optax.adamw(1e-2)), scale)
         if place == "inside"
-        else jmpp.half_moments(jmpp.loss_scaled(optax.adamw(1e-2), scale))
+        else half(jmpp.loss_scaled(optax.adamw(1e-2), scale))
     )
     update = jax.jit(tx.update)
     _, state = update(GRADS, tx.init(PARAMS), PARAMS)
     bad = {**GRADS, "b": GRADS["b"].at[2].set(jnp.nan)}
     updates, skipped = update(bad, state, PARAMS)
     assert same(optax.apply_updates(PARAMS, updates), PARAMS)
-    halves = [x for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16]
-    assert len(halves) == 4
-    assert same(halves, [x for x in jax.tree.leaves(skipped) if x.dtype == jnp.bfloat16])
+
+    def moments(state):
+        return [x for x in jax.tree.leaves(state) if x.ndim]
+
+    assert len(moments(state)) == (4 if half is jmpp.half_moments else 8)
+    assert same(moments(state), moments(skipped))
     assert not jmpp.grads_finite(skipped)
     if place == "inside":
         assert same(state.inner_state, skipped.inner_state)
+
+
+def test_eight_bits_keep_range_and_a_second_moment_that_is_not_zero():
+    # Squares as far apart as those of one layer are: of a gradient 1 and one 1e-5.
+    params = jnp.zeros(128)
+    grads = jnp.full(128, 1e-5).at[0].set(1).at[1].set(0)
+    tx = eight_bits(optax.scale_by_adam())
+    updates, state = tx.update(grads, tx.init(params), params)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params)
+    nu = state.inner_state.nu
+    assert nu.values.dtype == jnp.float8_e4m3fn
+    assert (np.asarray(nu.values[2:], np.float32) > 0).all()
+    assert float(nu.values[1]) == 0
+    # Adam's step is 1 for a steady gradient; divided by a square root of 0 it would be 1e3.
+    assert float(jnp.abs(updates).max()) < 4
+
+
+def test_eight_bits_of_what_is_not_finite():
+    tx = eight_bits(optax.trace(0.9))
+    state = tx.update(jnp.ones(256).at[3].set(jnp.inf), tx.init(jnp.zeros(256)))[1]
+    trace = np.asarray(state.inner_state.trace.values, np.float32)
+    assert np.isnan(trace[3])
+    assert (np.delete(trace, 3) * np.repeat(state.inner_state.trace.scales, 128)[0] == 1).all()
 
 
 @pytest.mark.slow
@@ -169,8 +211,9 @@ def test_parameters_in_half_and_mu_dtype_of_optax():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["msgpack", "orbax"])
-def test_checkpoints_keep_the_halves(how, tmp_path):
-    tx = jmpp.half_moments(optax.adamw(1e-2))
+@pytest.mark.parametrize("half", [jmpp.half_moments, eight_bits])
+def test_checkpoints_keep_the_halves(half, how, tmp_path):
+    tx = half(optax.adamw(1e-2))
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     if how == "msgpack":
         data = flax.serialization.to_bytes(state)
@@ -196,9 +239,9 @@ def test_empty_trees_and_structures_of_other_names():
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"mu": "float8_e4m3fn"}, "keeps mu in bfloat16 or float16 or float32, got 'float8_e4m3fn'"),
+        ({"mu": "float8_e4m3fn"}, "mu in bfloat16, float16, float32 or fp8_block, got 'float8_e4m3fn'"),
         ({"nu": "float16"}, "got 'float16'. It holds squares of gradients"),
-        ({"nu": "half a number"}, "keeps nu in bfloat16 or float32"),
+        ({"nu": "half a number"}, "keeps nu in bfloat16, float32 or fp8_block"),
         ({"seed": 1.5}, "seed"),
         ({"stochastic_rounding": 1}, "must be True or False"),
     ],

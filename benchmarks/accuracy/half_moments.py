@@ -26,6 +26,10 @@ VARIANTS = {
     "bfloat16": jmpp.half_moments,
     "bfloat16, to nearest": functools.partial(jmpp.half_moments, stochastic_rounding=False),
     "bfloat16 mu, float32 nu": functools.partial(jmpp.half_moments, nu="float32"),
+    "fp8_block": functools.partial(jmpp.half_moments, mu="fp8_block", nu="fp8_block"),
+    "fp8_block, to nearest": functools.partial(
+        jmpp.half_moments, mu="fp8_block", nu="fp8_block", stochastic_rounding=False
+    ),
 }
 
 
@@ -83,7 +87,7 @@ def compiled() -> list[dict[str, Any]]:
         name: steps.types(
             steps.plain(encoder.wrapped())._replace(tx=VARIANTS[name](steps.ADAMW)), encoder.TOKENS
         )
-        for name in ("float32", "bfloat16", "bfloat16, to nearest")
+        for name in ("float32", "bfloat16", "bfloat16, to nearest", "fp8_block")
     }
     reports = {name: compile_for_gpu(*parts) for name, parts in made.items()}
     rows = table_rows(reports, {name: "float32" for name in reports if name != "float32"})

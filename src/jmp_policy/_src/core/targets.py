@@ -29,7 +29,7 @@ class Target:
       memory: size in bytes.
       rates: operations per second by arithmetic: "float64", "float32", "tf32", "float16", "bfloat16",
         "bfloat16_x3", "float8", "int8", where it has them. "float32" is exact: of a GPU's ordinary units, or
-        of six bfloat16 products each in a TPU.
+        of six bfloat16 products each in a TPU. "float4" is that of values with scales, NVFP4.
       on_tensor_cores: kinds of arithmetic that its matrix units do; "mxfp8" where they take the scales of
         blocks of float8 values, which others multiply in bfloat16.
 
@@ -157,14 +157,14 @@ B200 132644864 1.965     233472          232448           2048             128
 
 #: Tera-operations per second. A star is for those that Tensor Cores do not do.
 _CARD_RATES = """
-name float64 float32 tf32  float16 bfloat16 float8 mxfp8 int8
-V100 7.8*    15.7*   -     125     -        -      -     62.8*
-T4   0.25*   8.1*    -     65      -        -      -     130
-A100 19.5    19.5*   156   312     312      -      -     624
-L4   0.47*   30.3*   60    121     121      242    -     242
-H100 66.9    66.9*   494.7 989.4   989.4    1978.9 -     1978.9
-H200 66.9    66.9*   494.7 989.4   989.4    1978.9 -     1978.9
-B200 37      75*     1100  2250    2250     4500   4500  4500
+name float64 float32 tf32  float16 bfloat16 float8 mxfp8 float4 int8
+V100 7.8*    15.7*   -     125     -        -      -     -      62.8*
+T4   0.25*   8.1*    -     65      -        -      -     -      130
+A100 19.5    19.5*   156   312     312      -      -     -      624
+L4   0.47*   30.3*   60    121     121      242    -     -      242
+H100 66.9    66.9*   494.7 989.4   989.4    1978.9 -     -      1978.9
+H200 66.9    66.9*   494.7 989.4   989.4    1978.9 -     -      1978.9
+B200 37      75*     1100  2250    2250     4500   4500  9000   4500
 """
 
 

@@ -1,4 +1,4 @@
-"""Keeps the moments of an optimizer in half precision: AdamW's 8 bytes of state per parameter become 4.
+"""Keeps the moments of an optimizer in 16 or 8 bits: AdamW's 8 bytes of state per parameter become 4 or 2.1.
 
 The wrapped transformation computes in float32, on moments that are widened for it; what it returns is rounded
 again. Peers round to nearest, or only the first moment (`mu_dtype` of optax): a second moment changes by
@@ -17,6 +17,12 @@ import optax
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.half_params.block_scaled import (
+    FP8_BLOCK,
+    is_block_scaled,
+    narrowed_by_blocks,
+    widened,
+)
 from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner
 
@@ -30,7 +36,8 @@ class HalfMomentsState(NamedTuple):
     """State of `half_moments`.
 
     Attributes:
-      inner_state: state of the wrapped transformation, its moments in half precision.
+      inner_state: state of the wrapped transformation, its moments in half precision, or each a pair
+        `(values, scales)` of 8 bits and a scale per 128 of them.
       count: updates seen so far, int32 scalar, saturating; the random bits depend on it.
 
     Example:
@@ -47,12 +54,12 @@ class HalfMomentsState(NamedTuple):
 def half_moments(
     inner: Any, mu: Any = "bfloat16", nu: Any = "bfloat16", *, stochastic_rounding: bool = True, seed: Any = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moments of an optax optimizer in half precision; it still computes in float32.
+    """Keeps the moments of an optax optimizer in 16 or 8 bits; it still computes in float32.
 
     Use it where the optimizer's state is what fills the memory: AdamW's takes 4 bytes per parameter instead
-    of 8, SGD's momentum and Lion's 2 instead of 4. Works inside and around `loss_scaled`: on a skipped step
-    every moment keeps its bits. Prefer the inside, `loss_scaled(half_moments(tx), scale)`, where the count
-    stays too.
+    of 8, or 2.1 with "fp8_block" for both, SGD's momentum and Lion's half of that. Works inside and around
+    `loss_scaled`: on a skipped step every moment keeps its bits. Prefer the inside,
+    `loss_scaled(half_moments(tx), scale)`, where the count stays too.
 
     Moments are the fields `mu`, `nu`, `nu_max`, `trace`, `m` and `n` of optax's states: Adam family, Lion,
     SGD's momentum, RMSProp, also inside `chain`, `masked`, `multi_transform` and the like. What else a state
@@ -61,8 +68,10 @@ def half_moments(
 
     Args:
       inner: any optax transformation, or object with `init` and `update`.
-      mu: dtype of first moments: "bfloat16", "float16", or "float32" to leave them.
-      nu: dtype of second moments: "bfloat16" or "float32". float16 would lose squares below 6e-8.
+      mu: dtype of first moments: "bfloat16", "float16", or "float32" to leave them; or "fp8_block", 8 bits
+        (float8_e4m3fn) and a float32 scale per 128 numbers of the last axis.
+      nu: dtype of second moments: "bfloat16", "float32" or "fp8_block", where square roots are kept. float16
+        would lose squares below 6e-8.
       stochastic_rounding: round at random, so that small changes arrive on average; False rounds to nearest,
         where a second moment stops to follow when its gradients shrink.
       seed: an integer, for the random bits.
@@ -96,18 +105,18 @@ def half_moments(
 
     def init(params: PyTree) -> HalfMomentsState:
         state = init_inner(transformation, params, params)
-        state = _map_moments(lambda x, kind: _narrow(x, dtypes[kind], None), state)
+        state = _map_moments(lambda x, kind: _narrow(x, kind, dtypes, None), state)
         return HalfMomentsState(state, jnp.int32(0))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, HalfMomentsState]:
         check_state(state, HalfMomentsState, "half_moments")
-        wide = _map_moments(lambda x, kind: _widen(x), state.inner_state)
+        wide = _map_moments(_widen, state.inner_state)
         new_updates, new = run_inner(transformation, updates, wide, params, extra_args)
         bits = iter(_bits(new, dtypes, state.count, seed) if stochastic_rounding else ())
         new = _map_moments(
-            lambda x, kind: _narrow(x, dtypes[kind], next(bits) if stochastic_rounding else None), new
+            lambda x, kind: _narrow(x, kind, dtypes, next(bits) if stochastic_rounding else None), new
         )
         return new_updates, HalfMomentsState(new, optax.safe_increment(state.count))
 
@@ -115,6 +124,9 @@ def half_moments(
 
 
 def _dtype(name: str, given: Any) -> Any:
+    """The dtype in which moments are kept, or `FP8_BLOCK`."""
+    if isinstance(given, str) and given == FP8_BLOCK:
+        return given
     try:
         dtype = parse_dtype(given, f"of {name}")
     except ValueError:
@@ -126,7 +138,9 @@ def _dtype(name: str, given: Any) -> Any:
             if name == "nu" and dtype == jnp.float16
             else ""
         )
-        raise ValueError(f"half_moments keeps {name} in {' or '.join(known)}, got {given!r}.{why}")
+        raise ValueError(
+            f"half_moments keeps {name} in {', '.join(known)} or {FP8_BLOCK}, got {given!r}.{why}"
+        )
     return dtype
 
 
@@ -136,7 +150,11 @@ def _map_moments(change: Callable[[Any, str], Any], state: Any) -> Any:
     if names is not None and isinstance(state, tuple):
         fields = {
             name: (
-                jax.tree.map(lambda x, kind=_FIELDS[name]: change(x, kind) if _is_moment(x) else x, part)
+                jax.tree.map(
+                    lambda x, kind=_FIELDS[name]: change(x, kind) if _is_moment(x) else x,
+                    part,
+                    is_leaf=is_block_scaled,
+                )
                 if name in _FIELDS and _is_of_optax(state)
                 else _map_moments(change, part)
             )
@@ -157,15 +175,20 @@ def _is_of_optax(state: Any) -> bool:
 
 
 def _is_moment(x: Any) -> bool:
-    return is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4)
+    return is_block_scaled(x) or (is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4))
 
 
-def _widen(x: Any) -> Any:
+def _widen(x: Any, kind: str) -> Any:
+    if is_block_scaled(x):
+        return widened(x, is_square=kind == "nu")
     return x.astype(jnp.float32) if is_half_array(x) else x
 
 
-def _narrow(x: Any, dtype: Any, bits: Any) -> Any:
+def _narrow(x: Any, kind: str, dtypes: dict[str, Any], bits: Any) -> Any:
     """Rounds a moment to its dtype."""
+    dtype = dtypes[kind]
+    if dtype == FP8_BLOCK:
+        return narrowed_by_blocks(x.astype(jnp.float32), bits, is_square=kind == "nu")
     if dtype == jnp.float32 or x.dtype == dtype:
         return x.astype(dtype)
     return rounded(x.astype(jnp.float32), dtype, bits).astype(dtype)
@@ -176,7 +199,9 @@ def _bits(state: Any, dtypes: dict[str, Any], count: Any, seed: Any) -> list[Any
     halves: list[Any] = []
 
     def note(x: Any, kind: str) -> Any:
-        halves.append(jax.ShapeDtypeStruct(x.shape, dtypes[kind]))
+        halves.append(
+            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if dtypes[kind] == FP8_BLOCK else dtypes[kind])
+        )
         return x
 
     _map_moments(note, state)

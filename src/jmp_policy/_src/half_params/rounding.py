@@ -1,4 +1,4 @@
-"""Rounds float32 numbers to the values of float16 and bfloat16, to nearest or at random.
+"""Rounds float32 numbers to the values of narrower dtypes, to nearest or at random.
 
 An update smaller than half the distance to a parameter's neighbour vanishes when it is added, step after
 step. Master weights, stochastic rounding and Kahan summation prevent that, and all three round here: by
@@ -33,19 +33,19 @@ def is_half_array(x: Any) -> bool:
 
 
 def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
-    """Rounds float32 numbers to the values of a half dtype, and returns them as float32.
+    """Rounds float32 numbers to the values of a half or float8 dtype, and returns them as float32.
 
     Args:
       x: float32 array.
-      dtype: float16 or bfloat16.
+      dtype: float16, bfloat16 or float8_e4m3fn.
       bits: uint32 of the shape of `x`, uniformly random: each number then goes to one of its two neighbours,
         with the probability that makes the expectation the number itself. None rounds to nearest, ties
         to even.
 
     Returns:
-      float32 array. Numbers of the half dtype, infinities and NaN included, are unchanged. Beyond the largest
+      float32 array. Numbers of the dtype, infinities and NaN included, are unchanged. Beyond the largest
       finite number it is always rounded to nearest: none becomes infinite by chance. The subnormal numbers
-      of float32 count as 0 for float16.
+      of float32 count as 0 for the other two.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,18 +56,21 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
     """
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
-    largest = _pattern(jnp.finfo(dtype).max)
-    spare = 23 - jnp.finfo(dtype).nmant
+    info = jnp.finfo(dtype)
+    largest, spare = _pattern(info.max), 23 - info.nmant
+    reaches_as_low = info.minexp == jnp.finfo(jnp.float32).minexp
     # Numbers below the smallest normal one have fewer bits: one less per halving, down to the leading one.
     drop = np.uint32(spare)
-    if dtype == jnp.float16:
-        drop = jnp.clip(np.uint32(spare + 127 - 14) - (magnitude >> 23), drop, np.uint32(23))
-        drop = jnp.where(magnitude >= _pattern(2.0**-14), np.uint32(spare), drop)
+    if not reaches_as_low:
+        drop = jnp.clip(np.uint32(spare + 127 + info.minexp) - (magnitude >> 23), drop, np.uint32(23))
+        drop = jnp.where(magnitude >= _pattern(info.smallest_normal), np.uint32(spare), drop)
     mask = (np.uint32(1) << drop) - np.uint32(1)
     carry = (mask >> 1) + ((magnitude >> drop) & np.uint32(1)) if bits is None else bits & mask
     new = (magnitude + carry) & ~mask
-    if dtype == jnp.float16:
-        new = jnp.where(magnitude < _pattern(2.0**-24), _between_zero_and_smallest(magnitude, bits), new)
+    if not reaches_as_low:
+        smallest = info.smallest_subnormal
+        between = _between_zero_and_smallest(magnitude, smallest, bits)
+        new = jnp.where(magnitude < _pattern(smallest), between, new)
     midpoint = largest + (np.uint32(1) << np.uint32(spare - 1))
     new = jnp.where(new > largest, jnp.where(magnitude >= midpoint, _INFINITY, largest), new)
     new = jnp.where(magnitude >= _INFINITY, magnitude, new)
@@ -99,11 +102,11 @@ def random_bits(seed: Any, count: Any, params: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, found)
 
 
-def _between_zero_and_smallest(magnitude: jax.Array, bits: Any) -> jax.Array:
-    """Rounds numbers between 0 and 2**-24, the smallest float16, to one of the two; as bit patterns."""
-    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**48)  # Of 2**24.
+def _between_zero_and_smallest(magnitude: jax.Array, smallest: Any, bits: Any) -> jax.Array:
+    """Rounds numbers between 0 and the smallest of a dtype to one of the two; as bit patterns."""
+    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**24 / float(smallest))
     threshold = np.float32(2.0**23) if bits is None else (~bits >> np.uint32(8)).astype(jnp.float32)
-    return jnp.where(threshold < share, _pattern(2.0**-24), np.uint32(0))
+    return jnp.where(threshold < share, _pattern(smallest), np.uint32(0))
 
 
 def _pattern(x: Any) -> np.uint32:

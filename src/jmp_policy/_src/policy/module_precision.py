@@ -48,7 +48,7 @@ from jmp_policy._src.core.dtypes import (
     promote_dtype,
 )
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.recipes import role_by_name
+from jmp_policy._src.policy.recipes import arithmetic_of, role_by_name, role_in_stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +90,26 @@ class ModulePrecision:
         """The same policy, computed in float32."""
         return dataclasses.replace(self, island=True)
 
-    def recipe_at(self, path: str, outputs: Any) -> str | None:
-        """The float8 recipe of a layer; None where its path and outputs (`role_by_name`) leave it out."""
+    def recipe_at(self, path: str, outputs: Any, last: frozenset[str]) -> str | None:
+        """The recipe of a layer; None where what it is leaves it out.
+
+        Args:
+          path, outputs: as for `role_by_name`.
+          last: as for `role_in_stack`.
+        """
         if self.policy.recipe is None or self.island:
             return None
-        is_left_out = not self.recipe_is_asked_for and role_by_name(path, outputs)
+        is_left_out = not self.recipe_is_asked_for and self._role(path, outputs, last)
         return None if is_left_out else self.policy.recipe
 
-    def recipe_note(self, path: str, outputs: Any) -> str:
-        """What to say of the recipe of a layer with products; "" without one."""
-        role = role_by_name(path, outputs)
-        left_out = f"not in float8: {role}" if role else ""
-        return "" if self.policy.recipe is None else self.recipe_at(path, outputs) or left_out
+    def recipe_note(self, path: str, outputs: Any, last: frozenset[str]) -> str:
+        """What to say of the recipe of a layer with products, "" without one; arguments as of `recipe_at`."""
+        role = self._role(path, outputs, last)
+        left_out = f"not in {arithmetic_of(self.policy.recipe)}: {role}" if role else ""
+        return "" if self.policy.recipe is None else self.recipe_at(path, outputs, last) or left_out
+
+    def _role(self, path: str, outputs: Any, last: frozenset[str]) -> str:
+        return role_by_name(path, outputs) or role_in_stack(self.policy.recipe, path, last)
 
 
 #: The least number of terms of a product that gains from half precision: Tensor Cores multiply 8 by 8.

@@ -1,7 +1,7 @@
-"""Defines the float8 recipes that a policy can name, and which layers they leave out by their names.
+"""Defines the recipes of 8 and 4 bits that a policy can name, and which layers they leave out by their names.
 
 Names are TransformerEngine's. A recipe says how the operands of a product are scaled before they are rounded
-to 8 bits; everything else about the policy stays: parameters, inputs and results have its other dtypes.
+to 8 or 4 bits; everything else about the policy stays: parameters, inputs and results have its other dtypes.
 
 A recipe is one word, so that policies, rules and scopes can name it: "fp8_current" for all products,
 "fwd:fp8_current" for those of the forward pass, "bwd:fp8_current" for those of gradients, and
@@ -10,6 +10,7 @@ A recipe is one word, so that policies, rules and scopes can name it: "fp8_curre
 
 import functools
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,12 @@ RECIPES = {
     "fp8_block": "one scale per 128 terms of a sum, and per 128 x 128 values of a weight",
     "mxfp8": "one scale per 32 terms of a sum",
     "fp8_delayed": "one scale per tensor, from the largest values of the steps before",
+    "nvfp4": "4 bits, one scale per 16 terms of a sum and one per tensor",
 }
+
+#: The recipe of 4 bits, and its parts. "nvfp4-sr" is it without stochastic rounding of gradients, "nvfp4-rht"
+#: without the random Hadamard transform, "nvfp4-2d" without square blocks of weights.
+NVFP4, _PARTS = "nvfp4", ("2d", "sr", "rht")
 
 #: The recipe that keeps state: scales and largest values, in variables of Flax Linen.
 DELAYED = "fp8_delayed"
@@ -44,6 +50,28 @@ _KEPT = (
 _NOT_KEPT = re.compile(r"(multi|single|num|n)_heads?", re.IGNORECASE)
 
 
+def parts_of_nvfp4(recipe: str | None) -> frozenset[str] | None:
+    """The parts of `NVFP4` that a recipe has, of "2d", "sr" and "rht"; None for another recipe."""
+    name, *without = (recipe or "").split("-")
+    if name != NVFP4 or not set(without) <= set(_PARTS):
+        return None
+    return frozenset(_PARTS) - frozenset(without)
+
+
+def needs_key(recipe: str | None) -> bool:
+    """Whether gradients are rounded at random by a recipe of both passes or one."""
+    return "sr" in (parts_of_nvfp4(passes_of((recipe or "").partition("@")[0]).bwd) or ())
+
+
+def _is_known(name: str) -> bool:
+    return name in RECIPES or parts_of_nvfp4(name) is not None
+
+
+def _shortest(name: str) -> str:
+    parts = parts_of_nvfp4(name)
+    return name if parts is None else "-".join([NVFP4, *(part for part in _PARTS if part not in parts)])
+
+
 class Passes(NamedTuple):
     """Recipes of the products of the forward pass and of those of gradients; None for compute dtype."""
 
@@ -60,10 +88,10 @@ def passes_of(recipe: str) -> Passes:
         device on which it must gain may follow: "fp8_current@H100".
     """
     recipe = recipe.partition("@")[0]
-    if recipe in RECIPES:
+    if _is_known(recipe):
         return Passes(recipe, recipe)
     parts = [part.partition(":") for part in recipe.split("+")]
-    given = {key: name for key, _, name in parts if key in Passes._fields and name in RECIPES}
+    given = {key: name for key, _, name in parts if key in Passes._fields and _is_known(name)}
     is_whole = len(given) == len(parts)
     return Passes(given.get("fwd"), given.get("bwd")) if is_whole else Passes(None, None)
 
@@ -87,16 +115,17 @@ def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
     """
     if not isinstance(recipe, str) or not is_recipe(recipe):
         names = re.split(r"[:+]", recipe) if isinstance(recipe, str) else []
-        wrong = [name for name in names if name not in (*RECIPES, *Passes._fields)]
+        wrong = [name for name in names if not _is_known(name) and name not in Passes._fields]
         hint = did_you_mean(wrong[0], RECIPES) if wrong else ""
         known = ", ".join(f"{name!r} ({why})" for name, why in RECIPES.items())
         raise ValueError(
             f"Unknown recipe {recipe!r} in policy {policy!r}.{hint} Known: {known}; for one pass alone "
-            "'fwd:fp8_current' or 'bwd:fp8_current', for two 'fwd:fp8_rowwise+bwd:fp8_current'."
+            "'fwd:fp8_current' or 'bwd:fp8_current', for two 'fwd:fp8_rowwise+bwd:fp8_current'; nvfp4 "
+            "without some of its parts as 'nvfp4-2d-sr-rht'."
         )
     if compute_dtype.name not in ("bfloat16", "float16"):
         raise ValueError(
-            f"The policy {policy!r} has recipe={recipe}: a float8 recipe is for products in 16 bits, and "
+            f"The policy {policy!r} has recipe={recipe}: a recipe is for products in 16 bits, and "
             "what it leaves out stays in the compute dtype. Ask for compute=bfloat16 or float16, as "
             f"'mixed_bfloat16,recipe={recipe}' does."
         )
@@ -106,9 +135,10 @@ def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
             f"The policy {policy!r} has recipe={recipe}: {DELAYED} keeps one state for both passes, and "
             f"cannot be the recipe of one of them. Write recipe={DELAYED}."
         )
-    if passes.fwd == passes.bwd:
-        return str(passes.fwd)
-    return "+".join(f"{key}:{name}" for key, name in passes._asdict().items() if name)
+    names = {key: _shortest(name) for key, name in passes._asdict().items() if name}
+    if len(names) == 2 and names["fwd"] == names["bwd"]:
+        return names["fwd"]
+    return "+".join(f"{key}:{name}" for key, name in names.items())
 
 
 def check_has_no_state(recipe: str | None, what: str) -> None:
@@ -123,6 +153,50 @@ def check_has_no_state(recipe: str | None, what: str) -> None:
             f"The recipe {DELAYED} keeps scales in variables of Flax Linen modules, which {what} has not. "
             "Ask for fp8_current, whose scales need no state, or wrap a Linen module."
         )
+
+
+def last_blocks(paths: Iterable[Sequence[str]]) -> frozenset[str]:
+    """Paths of the last 15 % of a model's numbered blocks, which recipes of 4 bits leave in compute dtype.
+
+    Blocks are what the outermost number on a path counts ("layers_3", "blocks/3"), layers themselves aside.
+
+    Args:
+      paths: of the parameters of a model, names of layer and parameter last.
+    """
+    found: dict[tuple[str, ...], dict[int, str]] = {}
+    for path in paths:
+        for depth, name in enumerate(path[:-2]):
+            if match := _NUMBERED.fullmatch(name):
+                blocks = found.setdefault((*path[:depth], match[1]), {})
+                blocks[int(match[2])] = "/".join(path[: depth + 1])
+                break
+    return frozenset(
+        blocks[number]
+        for blocks in found.values()
+        for number in sorted(blocks)[len(blocks) - round(_LAST * len(blocks)) :]
+    )
+
+
+#: A name with a number, and the share of blocks that stays in compute dtype, as of NVIDIA's models in NVFP4.
+_NUMBERED, _LAST = re.compile(r"(.*?)_?(\d+)"), 0.15
+
+
+def role_in_stack(recipe: str | None, path: str, last: frozenset[str]) -> str:
+    """What a layer is by its place in a model, if its recipe leaves it out; else "".
+
+    Args:
+      recipe: of its policy.
+      path: the layer's.
+      last: what `last_blocks` gives of the model.
+    """
+    is_last = any(path == block or path.startswith(f"{block}/") for block in last)
+    return "one of the last blocks" if is_last and arithmetic_of(recipe) == "float4" else ""
+
+
+def arithmetic_of(recipe: str | None) -> str:
+    """What operands become by a recipe: "float4" where those of a pass do, else "float8"."""
+    few = any(parts_of_nvfp4(name) is not None for name in passes_of(recipe or ""))
+    return "float4" if few else "float8"
 
 
 def role_by_name(path: str, outputs: Any = None) -> str:

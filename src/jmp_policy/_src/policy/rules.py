@@ -22,6 +22,7 @@ from jmp_policy._src.policy.patterns import (
     show_pattern,
 )
 from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy, wants_fp32_weight_grads
+from jmp_policy._src.policy.recipes import arithmetic_of
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -265,6 +266,12 @@ def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
 def path_text(path: str | Sequence[Any]) -> str:
     """The text of a path: names joined by slashes, "" for the root."""
     return path if isinstance(path, str) else "/".join(map(str, path))
+
+
+def any_is_nvfp4(rules: PolicyMap) -> bool:
+    """Returns whether a policy among rules has a recipe of 4 bits."""
+    recipes = (policy.recipe for policy in (rules.default, *(own for _, own in rules.overrides)))
+    return any(recipe is not None and arithmetic_of(recipe) == "float4" for recipe in recipes)
 
 
 def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:

@@ -44,6 +44,7 @@ class Scope:
       model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
       half_modules: for each module that has run since the outermost one was called, by its path, its class if
         it uses its parameters in half precision, else None; None as a whole outside of such a call.
+      last: the last blocks of the outermost module (`recipes.last_blocks`), where a recipe asks for them.
       seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
         entry, to find rules that matched nothing.
       key: stands for rules, `mark_only` and caller, and is all that scopes are compared and hashed by: jit
@@ -58,6 +59,7 @@ class Scope:
     cloned: Any = dataclasses.field(default=None, compare=False)
     model: Any = dataclasses.field(default=None, compare=False)
     half_modules: Any = dataclasses.field(default=None, compare=False)
+    last: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
     key: object = None
 

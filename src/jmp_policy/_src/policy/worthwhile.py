@@ -15,7 +15,7 @@ from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.targets import TARGETS, Target, find_target
 from jmp_policy._src.policy.recipes import RECIPES, is_recipe
 
-_MARKER = re.compile(r"stays\[([\dx]+)~([\w:+@]+)\]")
+_MARKER = re.compile(r"stays\[([\dx]+)~([\w:+@-]+)\]")
 
 
 def worthwhile(recipe: str, target: str) -> str:

@@ -14,7 +14,7 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import show_pattern
-from jmp_policy._src.policy.recipes import is_recipe
+from jmp_policy._src.policy.recipes import arithmetic_of, is_recipe
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.fp8.eligibility import stays_in_half
 
@@ -197,7 +197,7 @@ class _Staying(Visitor):
         reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
         if not all(reasons):
             return row
-        words = [f"not in float8: {reasons[0]}" if is_recipe(word) else word for word in words]
+        words = [f"not in {arithmetic_of(word)}: {reasons[0]}" if is_recipe(word) else word for word in words]
         return dataclasses.replace(row, note=", ".join(words))
 
 

@@ -45,7 +45,7 @@ def described(
         precision, location = governed(scope, module)
         path = scope.relative(location.path)
         is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
-        recipe = precision.recipe_note(path, module.features) if is_dense else ""
+        recipe = precision.recipe_note(path, module.features, scope.last) if is_dense else ""
         said = ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
         return bare_class(module), precision, location, said
 

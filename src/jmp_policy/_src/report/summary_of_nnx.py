@@ -37,7 +37,7 @@ def described(
         by_path.setdefault(made.name.partition("/")[2], []).append(made)
     modules = {place.path: place.module for place in plan.modules.values()}
     rows = [
-        _row(rules, place, modules, by_path.get(path_text(place.path), ()))
+        _row(rules, place, modules, by_path.get(path_text(place.path), ()), plan.last_blocks)
         for place in plan.modules.values()
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
@@ -45,7 +45,11 @@ def described(
 
 
 def _row(
-    rules: PolicyMap, place: precision_plan.PlannedModule, modules: dict[Any, Any], calls: Sequence[Any]
+    rules: PolicyMap,
+    place: precision_plan.PlannedModule,
+    modules: dict[Any, Any],
+    calls: Sequence[Any],
+    last: frozenset[str],
 ) -> Any:
     module = place.module
     above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
@@ -53,7 +57,8 @@ def _row(
     index = next((i for i in matches if i is not None), None)
     holder = modules[above[1]] if len(above) > 1 else None
     has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
-    recipe = place.precision.recipe_note(path_text(place.path), module.out_features) if has_recipe else ""
+    about = path_text(place.path), getattr(module, "out_features", None), last
+    recipe = place.precision.recipe_note(*about) if has_recipe else ""
     notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
     return path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note

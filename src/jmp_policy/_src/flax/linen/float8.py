@@ -1,19 +1,29 @@
 """Products of Linen layers under a float8 recipe; one of them has state."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 
-from jmp_policy._src.policy.recipes import DELAYED, passes_of
+from jmp_policy._src.policy.recipes import DELAYED, needs_key, passes_of
 from jmp_policy._src.products.fp8.delayed import STATE, delayed_product
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+from jmp_policy._src.products.fp8.random_rounding import STREAM, as_key, data_of
 
 
-def float8_product(recipe: str, is_asked_for: bool, instead_of: Any) -> Float8DotGeneral:
-    """What a layer calls in place of `lax.dot_general`; arguments as of `Float8DotGeneral`."""
+def float8_product(module: nn.Module, recipe: str, is_asked_for: bool, instead_of: Any) -> Float8DotGeneral:
+    """What a layer calls in place of `lax.dot_general`; other arguments as of `Float8DotGeneral`."""
+    if needs_key(recipe):
+        key = functools.partial(_key_of, module)
+        return Float8DotGeneral(recipe, is_asked_for, instead_of, key)
     kind = DelayedDotGeneral if DELAYED in passes_of(recipe) else Float8DotGeneral
     return kind(recipe, is_asked_for, instead_of)
+
+
+def _key_of(module: nn.Module) -> Any:
+    """Data of a key for a product of a layer; None where its program gives it none."""
+    return data_of(as_key(module.make_rng(STREAM))) if module.has_rng(STREAM) else None
 
 
 class DelayedDotGeneral(Float8DotGeneral):

@@ -54,7 +54,8 @@ from jmp_policy._src.policy.module_precision import (
     policy_changes,
     small_inputs,
 )
-from jmp_policy._src.policy.rules import any_wants_fp32_weight_grads
+from jmp_policy._src.policy.recipes import last_blocks
+from jmp_policy._src.policy.rules import any_is_nvfp4, any_wants_fp32_weight_grads
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import param_casts
 
@@ -159,7 +160,8 @@ def _call_shadowed(
     Inputs are cast, if it is said how.
     """
     if scope.half_modules is None and not module.is_initializing():
-        scope = dataclasses.replace(scope, half_modules={})
+        last = _last_blocks(scope, module, location) if any_is_nvfp4(scope.rules) else frozenset()
+        scope = dataclasses.replace(scope, half_modules={}, last=last)
         stored = functools.partial(stored_variables.in_half, scope, module)
         with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
             return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
@@ -178,6 +180,12 @@ def _call_shadowed(
             return call(*args, **kwargs)
         finally:
             restore()
+
+
+def _last_blocks(scope: Scope, module: nn.Module, location: Location) -> frozenset[str]:
+    paths = (names for names, _ in jax.tree.leaves_with_path(all_params(module)))
+    blocks = last_blocks([str(getattr(name, "key", name)) for name in names] for names in paths)
+    return frozenset(scope.relative((*location.path, *block.split("/"))) for block in blocks)
 
 
 def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:

@@ -20,7 +20,7 @@ from jmp_policy._src.core.dtypes import (
 )
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, OwnParams
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.scope import Scope
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
@@ -138,18 +138,18 @@ def _field_names(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def overridden_fields(
-    module: nn.Module, precision: ModulePrecision, rules: PolicyMap, path: str, inputs: Any
+    module: nn.Module, precision: ModulePrecision, scope: Scope, path: str, inputs: Any
 ) -> dict[str, Any]:
     """The fields that make a layer follow its policy, for those that it has.
 
     Args:
       module: a module that is called.
       precision: what the rules mean for it.
-      rules: the active ones.
+      scope: the active one.
       path: where it is, as rules count paths; "" will do where its policy has no recipe.
       inputs: what it is called with.
     """
-    fields, new = _field_names(type(module)), {}
+    fields, new, rules = _field_names(type(module)), {}, scope.rules
     if "dtype" in fields:
         own = module.dtype  # type: ignore[attr-defined]
         is_real = not (_has_uncast_params(module) or has_complex(inputs))
@@ -162,7 +162,7 @@ def overridden_fields(
         if is_real and rules.float32_islands and is_half(precision.compute_dtype):
             new.update(_attention_field(module))
     for field in fields & _PRODUCTS.keys():
-        new.update(_product_field(module, field, precision, path))
+        new.update(_product_field(module, field, precision, path, scope.last))
     return new
 
 
@@ -190,7 +190,9 @@ def _attention_field(module: nn.Module) -> dict[str, Any]:
     return {"attention_fn": attention} if is_flax_own else {}
 
 
-def _product_field(module: nn.Module, field: str, precision: ModulePrecision, path: str) -> dict[str, Any]:
+def _product_field(
+    module: nn.Module, field: str, precision: ModulePrecision, path: str, last: frozenset[str]
+) -> dict[str, Any]:
     """A product of a layer, where it differs from JAX's; one that the layer was given stays."""
     function, given = _PRODUCTS[field], getattr(module, field)
     # What the layer had before it was given a recipe: the module above hands its own on.
@@ -199,9 +201,9 @@ def _product_field(module: nn.Module, field: str, precision: ModulePrecision, pa
     if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
         return {}
     ours = stand_in(function, precision.compute_dtype)
-    recipe = precision.recipe_at(path, getattr(module, "features", None))
+    recipe = precision.recipe_at(path, getattr(module, "features", None), last)
     if recipe and function is lax.dot_general and is_jaxs_own(function):
         from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.
 
-        ours = float8_product(recipe, precision.recipe_is_asked_for, now)
+        ours = float8_product(module, recipe, precision.recipe_is_asked_for, now)
     return {field: ours} if ours is not function or given is not now else {}

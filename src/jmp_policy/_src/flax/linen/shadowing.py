@@ -65,7 +65,7 @@ def shadow(
     """
     state = module.__dict__
     path = scope.relative(location.path) if precision.policy.recipe else ""
-    new = overridden_fields(module, precision, scope.rules, path, inputs)
+    new = overridden_fields(module, precision, scope, path, inputs)
     if "nnx_class" in state and is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = class_under_rules(scope, module, scope.relative(location.path), precision)
     # What an enclosing call of the same instance has put there already comes back afterwards.

@@ -163,6 +163,7 @@ def settings(
     precision: ModulePrecision,
     *,
     path: str,
+    last: frozenset[str],
     float32_islands: bool,
     keeps_dtype: bool,
 ) -> dict[str, Any]:
@@ -172,6 +173,7 @@ def settings(
       module: the layer.
       precision: what the rules mean for it.
       path: where it is, as rules have it.
+      last: the last blocks of the model, where a recipe asks for them.
       float32_islands: whether the softmax of attention is to be float32.
       keeps_dtype: whether the layer's own `dtype` wins over the policy.
     """
@@ -191,7 +193,7 @@ def settings(
     half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
     if half and "attention_fn" in attributes:
         new["attention_fn"] = with_float32_softmax(attributes["attention_fn"])
-    recipe = precision.recipe_at(path, attributes.get("out_features"))
+    recipe = precision.recipe_at(path, attributes.get("out_features"), last)
     given = attributes.get("dot_general", False)
     is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
     has_cls = attributes.get("dot_general_cls") is not None

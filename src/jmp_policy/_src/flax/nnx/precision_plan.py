@@ -37,7 +37,8 @@ from jmp_policy._src.flax.nnx.graph_nodes import Path, bare_class, governed_meth
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.patterns import singles_out, unused_error
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map, path_text
+from jmp_policy._src.policy.recipes import last_blocks
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, any_is_nvfp4, as_policy_map, path_text
 
 #: A model whose modules are met at more paths than this shares them in a way no rules can be resolved for.
 _MOST_PATHS = 100_000
@@ -76,6 +77,13 @@ class Plan:
     methods: tuple[str, ...]
     modules: dict[int, PlannedModule]
     met: list[tuple[Path, Any]]
+
+    @functools.cached_property
+    def last_blocks(self) -> frozenset[str]:
+        """The last of its numbered blocks, where a recipe asks for them."""
+        if not any_is_nvfp4(self.rules):
+            return frozenset()
+        return last_blocks([*map(str, path)] for path, *_ in self.params())
 
     def check_used(self) -> None:
         """Raises for rules that match nothing."""

@@ -146,7 +146,7 @@ def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
 def _carried_out(plan: Plan) -> Any:
     """Makes every module of the copied model follow its policy; gives the model."""
     for planned in plan.modules.values():
-        _set(planned, plan.rules)
+        _set(planned, plan)
         if _needs_class(planned, plan):
             spec = Specification(planned.precision, planned.policy_changes, plan.methods)
             cls = governed_class(type(planned.module), spec)
@@ -174,13 +174,14 @@ def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
     return casts_output or (planned.policy_changes and "dtype" not in vars(module))
 
 
-def _set(planned: PlannedModule, rules: PolicyMap) -> None:
+def _set(planned: PlannedModule, plan: Plan) -> None:
     """Sets what settings of a module of the copied model can say."""
-    module, precision = planned.module, planned.precision
+    module, precision, rules = planned.module, planned.precision, plan.rules
     new = layers.settings(
         module,
         precision,
         path=path_text(planned.path),
+        last=plan.last_blocks,
         float32_islands=rules.float32_islands,
         keeps_dtype=planned.keeps_dtype,
     )

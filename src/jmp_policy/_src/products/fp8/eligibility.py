@@ -11,9 +11,9 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.matrix_products import Size, size_of
-from jmp_policy._src.policy.recipes import passes_of, role_by_name
+from jmp_policy._src.policy.recipes import DELAYED, parts_of_nvfp4, passes_of, role_by_name
 from jmp_policy._src.policy.worthwhile import loses_by, target_of
-from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS
+from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS, has_blocks
 
 #: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.
 MULTIPLE, BLOCK_MULTIPLE = 16, TERMS
@@ -52,7 +52,7 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
         return f"it asks for precision={eqn.params['precision']}"
     # A size that is known only when an exported program is called is that of a batch.
     sizes = {name: n for name in "mnk" if isinstance(n := getattr(size, name), int)}
-    multiple = BLOCK_MULTIPLE if any(name in BLOCKS for name in passes_of(recipe)) else MULTIPLE
+    multiple = BLOCK_MULTIPLE if any(map(has_blocks, passes_of(recipe))) else MULTIPLE
     refused = [f"{name}={n}" for name, n in sizes.items() if n % multiple or not n]
     if refused:
         return f"{', '.join(refused)} is no multiple of {multiple}"
@@ -117,7 +117,14 @@ _PER_TENSOR = _Rounding(3, 4, 6)
 _PER_BLOCK = _Rounding(8, 15, 12)
 
 
-_ROUNDING = {"fp8_current": _PER_TENSOR, "fp8_delayed": _PER_TENSOR}
+#: With the transform, as compiled for a B200 with JAX 0.12.0: what it writes has 32 bits.
+_TRANSFORMED = _Rounding(31, 15, 22)
+
+
+def _rounding_of(recipe: str) -> _Rounding:
+    if "rht" in (parts_of_nvfp4(recipe) or ()):
+        return _TRANSFORMED
+    return _PER_TENSOR if recipe in ("fp8_current", DELAYED) else _PER_BLOCK
 
 
 class Profit(NamedTuple):
@@ -158,21 +165,34 @@ def profit_of(size: Size, recipe: str, target: Target) -> Profit:
         parts = [(fwd, forward + gradients, m * (k + n))]
     half = saved = added = 0.0
     for name, products, activations in parts:
-        before = sum(_seconds(product, 2, target) for product in products)
+        before = sum(_seconds(product, "bfloat16", target) for product in products)
         half += batch * before
         if name is not None:
-            width = 2 if name in BLOCKS and "mxfp8" not in target.on_tensor_cores else 1
-            saved += batch * (before - sum(_seconds(product, width, target) for product in products))
-            rounding = _ROUNDING.get(name, _PER_BLOCK)
+            arithmetic = _arithmetic(name, target)
+            saved += batch * (before - sum(_seconds(product, arithmetic, target) for product in products))
+            rounding = _rounding_of(name)
             traffic = batch * (rounding.activations * activations + rounding.weights * k * n)
             added += traffic / target.bandwidth + rounding.kernels * target.launch_seconds
     return Profit(half, saved, added)
 
 
-def _seconds(size: tuple[int, int, int], width: int, target: Target) -> float:
-    m, n, k = size
-    rate = target.rate("bfloat16" if width == 2 else "float8")
-    return max(2 * m * n * k / rate, (width * (m * k + k * n) + 2 * m * n) / target.bandwidth)
+def _arithmetic(recipe: str, target: Target) -> str:
+    """The arithmetic of a recipe's products on a device."""
+    if recipe in BLOCKS:
+        return "float8" if "mxfp8" in target.on_tensor_cores else "bfloat16"
+    if parts_of_nvfp4(recipe) is not None:
+        return "float4" if "float4" in target.on_tensor_cores else "bfloat16"
+    return "float8"
+
+
+_WIDTH = {"bfloat16": 2.0, "float8": 1.0, "float4": 0.5625}  # With a byte of scale for 16 numbers.
+
+
+def _seconds(size: tuple[int, int, int], arithmetic: str, target: Target) -> float:
+    (m, n, k), width = size, _WIDTH[arithmetic]
+    return max(
+        2 * m * n * k / target.rate(arithmetic), (width * (m * k + k * n) + 2 * m * n) / target.bandwidth
+    )
 
 
 def loses(size: Size, recipe: str) -> str:

@@ -1,7 +1,7 @@
 """Defines what layers call in place of `lax.dot_general` under a float8 recipe."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,13 @@ class Float8DotGeneral:
       recipe: name of a recipe, and of the device on which it must gain.
       is_asked_for: whether a rule names the layer, so that only what the hardware refuses stays.
       instead_of: what the layer had: a function, or None for the default.
+      key: gives the data of a key for rounding gradients at random, or None; None for `rounding_key`'s.
     """
 
     recipe: str
     is_asked_for: bool = False
     instead_of: Any = dataclasses.field(default=None, compare=False, repr=False)
+    key: Callable[[], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the product of two arrays; the arguments are those of `lax.dot_general`."""
@@ -55,4 +57,5 @@ class Float8DotGeneral:
 
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product; the arguments are those of `bind_float8`."""
-        return bind_float8(operands, without_target(self.recipe), params, unmarked=unmarked)
+        scales = (None, None, self.key and self.key())
+        return bind_float8(operands, without_target(self.recipe), params, scales=scales, unmarked=unmarked)

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_policy._src.policy.recipes import DELAYED
+from jmp_policy._src.products.fp8 import nvfp4
 from jmp_policy._src.products.fp8.eligibility import recipe_of
-from jmp_policy._src.products.fp8.scales import BLOCKS, quantised, with_scales
+from jmp_policy._src.products.fp8.primitive import rounder
+from jmp_policy._src.products.fp8.scales import as_matrices, has_blocks, quantised
 
 
 def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
@@ -16,7 +18,7 @@ def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
 
     Args:
       eqn: the product.
-      operands: its operands and their scales.
+      operands: all of its operands.
 
     Returns:
       float32 of shape (2, 3): for each operand how many elements it has, how many that are not zero become
@@ -24,14 +26,20 @@ def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
     """
     recipe = recipe_of(eqn)
     contracted, batch = eqn.params["dimension_numbers"]
+    transforms = nvfp4.is_transformed(recipe, eqn.params["weight"], eqn.params["gradient"])
     found = []
     for place, format in enumerate(eqn.params["formats"]):
         x, scale = operands[place], operands[2 + place]
-        if recipe in BLOCKS:
-            block = BLOCKS[recipe][place == eqn.params["weight"]]
-            x, scale = with_scales(x, format, block, contracted[place], batch[place])
-        divided, largest = x.astype(jnp.float32) / scale, float(jnp.finfo(format).max)
-        is_zero = quantised(x, scale, format, saturates=recipe == DELAYED) == 0
+        largest = float(jnp.finfo(format).max)
+        if has_blocks(recipe):
+            x = as_matrices(x, contracted[place], batch[place])
+            scaled = rounder(eqn.params, operands[4])(place, x)
+            scale = scaled.scale_of_each if scaled.whole is None else scaled.scale_of_each * scaled.whole
+            x = nvfp4.transformed(x) if transforms else x
+            is_zero = scaled.values == 0
+        else:
+            is_zero = quantised(x, scale, format, saturates=recipe == DELAYED) == 0
+        divided = x.astype(jnp.float32) / scale
         counted = is_zero & (divided != 0), jnp.isfinite(x) & (jnp.abs(divided) > largest)
         found.append([jnp.float32(x.size), *(jnp.sum(each, dtype=jnp.float32) for each in counted)])
     return jnp.array(found)

@@ -1,10 +1,11 @@
 """The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
 
 It has three more operands, the scales: of both, and of the cotangent where that is known beforehand. Those
-of blocks it computes itself. As it is bilinear in the first two, its derivatives are products of the same
-kind, of a cotangent in e5m2 with the other operand, in any order of differentiation, and `vmap` makes one
-product of many. A `custom_vjp`, as Flax's and TransformerEngine's products are, would make of a `vmap` over
-examples one weight gradient per example, and could not be differentiated twice.
+of blocks it computes itself; where gradients are rounded at random, the third is the data of a key. As it is
+bilinear in the first two, its derivatives are products of the same kind, of a cotangent in e5m2 with the
+other operand, in any order of differentiation, and `vmap` makes one product of many. A `custom_vjp`, as
+Flax's and TransformerEngine's products are, would make of a `vmap` over examples one weight gradient per
+example, and could not be differentiated twice.
 
 A recipe may be for one pass only. Forward, the product of the other pass is one of half operands that knows
 how its gradients are computed; backward, it is JAX's own.
@@ -24,35 +25,53 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
-from jmp_policy._src.policy.recipes import DELAYED, passes_of
-from jmp_policy._src.products.fp8.scales import BLOCKS, GRADIENT, VALUE, block_product, quantised, scale_of
+from jmp_policy._src.policy.recipes import DELAYED, needs_key, parts_of_nvfp4, passes_of
+from jmp_policy._src.products.fp8 import nvfp4, random_rounding
+from jmp_policy._src.products.fp8.scales import (
+    BLOCKS,
+    FLOAT4,
+    GRADIENT,
+    VALUE,
+    Scaled,
+    has_blocks,
+    quantised,
+    rounded_by_blocks,
+    scale_of,
+    scaled_product,
+)
 from jmp_policy._src.products.primitives import checkpointed, primitive_for, run_alone, transposed_jaxpr
 
 _JAXS = primitives.dot_general_p
 
-#: Has JAX's name and parameters, and three of its own: `recipe`, of this product and its gradients;
-#: `formats`, the float8 dtype of each operand, None for a tangent; `weight`, which of them is a weight.
+#: Has JAX's name and parameters, and four of its own: `recipe`, of this product and its gradients;
+#: `formats`, the dtype of each operand, None for a tangent; `weight` and `gradient`, which of them is one.
 FLOAT8_DOT_GENERAL = Primitive("dot_general")
 
 #: Recipes with one scale per tensor, which forward and gradients share.
 _PER_TENSOR = ("fp8_current", DELAYED)
 
-_OWN = ("recipe", "formats", "weight")
+_OWN = ("recipe", "formats", "weight", "gradient")
+
+
+def _value_format(recipe: str | None) -> str:
+    return VALUE if parts_of_nvfp4(recipe) is None else FLOAT4
 
 
 def bind_float8(
     operands: Sequence[Any],
     recipe: str,
     params: dict[str, Any],
-    formats: Sequence[str] = (VALUE, VALUE),
+    formats: Sequence[str] | None = None,
     scales: Sequence[Any] = (None, None, None),
     unmarked: Sequence[Any] | None = None,
     weight: int | None = 1,
+    gradient: int | None = None,
 ) -> Any:
     """Binds the product of two half operands.
 
@@ -60,16 +79,21 @@ def bind_float8(
       operands: two float16 or bfloat16 arrays.
       recipe: of this product and of its gradients, as a policy has it.
       params: those of JAX's primitive.
-      formats: float8 dtype of each operand.
-      scales: of each operand, and of the result's cotangent; None for the one that the recipe gives it.
+      formats: dtype of each operand; None for that of values.
+      scales: of each operand, and of the result's cotangent (or the data of a key for rounding it at random);
+        None for the one that the recipe gives it.
       unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
         is the same everywhere nobody communicates the largest value.
       weight: the operand whose blocks are those of weights, if any.
+      gradient: the operand that is a gradient, if any.
     """
     this = passes_of(recipe).fwd
     none = np.float32(1)
-    if this is None or this in BLOCKS:
-        scales = [none] * 3
+    formats = formats or [_value_format(this)] * 2
+    if this is None or has_blocks(this):
+        scales = [none, none, scales[2]]
+    if scales[2] is None and needs_key(recipe):
+        scales = [*scales[:2], random_rounding.next_key()]
     contracted = params["dimension_numbers"][0] if this == "fp8_rowwise" else (None, None)
     *own_scales, of_cotangent = scales
     scales = [
@@ -77,7 +101,7 @@ def bind_float8(
         for x, format, axes, scale in zip(unmarked or operands, formats, contracted, own_scales, strict=True)
     ]
     scales.append(none if of_cotangent is None else of_cotangent)
-    own = {"recipe": recipe, "formats": tuple(formats), "weight": weight}
+    own = {"recipe": recipe, "formats": tuple(formats), "weight": weight, "gradient": gradient}
     return FLOAT8_DOT_GENERAL.bind(*operands, *scales, **own, **params)
 
 
@@ -90,7 +114,7 @@ def _compute(
     rhs: Any,
     lhs_scale: Any,
     rhs_scale: Any,
-    _: Any,
+    third: Any,
     *,
     on_cpu: bool = False,
     scaled: bool = False,
@@ -100,7 +124,7 @@ def _compute(
 
     Args:
       lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
-      lhs_scale, rhs_scale: their scales.
+      lhs_scale, rhs_scale, third: their scales, and that of the cotangent or data of a key.
       on_cpu: XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
       scaled: whether the compiler has products with scales for blocks.
       params: of the primitive.
@@ -109,9 +133,16 @@ def _compute(
     result = jaxs["preferred_element_type"] or lhs.dtype
     if recipe is None or None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
         return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
-    if recipe in BLOCKS:
-        blocks = [BLOCKS[recipe][place == params["weight"]] for place in range(2)]
-        return block_product((lhs, rhs), given, blocks, jaxs, result=result, scaled=scaled)
+    if has_blocks(recipe):
+        of_scales = nvfp4.SCALE if FLOAT4 in given else jnp.float8_e8m0fnu
+
+        def product(lhs: Any, rhs: Any, third: Any) -> Any:
+            both, of_types = (lhs, rhs), (given, of_scales)
+            return scaled_product(both, rounder(params, third), of_types, jaxs, result=result, scaled=scaled)
+
+        return _on_any_mesh(product, _JAXS.abstract_eval(*map(jax.typeof, (lhs, rhs)), **jaxs)[0])(
+            lhs, rhs, third
+        )
     # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
     # value before as after. It is half as large.
     sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
@@ -129,6 +160,29 @@ def _compute(
     for place, scale in enumerate(scales):
         out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
     return (out if order is None else lax.transpose(out, order)).astype(result)
+
+
+def _on_any_mesh(product: Callable[..., Any], result: Any) -> Callable[..., Any]:
+    """A product whose blocks may cross devices, where layouts are part of types."""
+    mesh = result.sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return product
+    return jax.sharding.auto_axes(product, out_sharding=result.sharding)
+
+
+def rounder(params: dict[str, Any], key: Any) -> Callable[[int, Any], Scaled]:
+    """Returns what rounds an operand of a product with blocks, given which it is and its matrices.
+
+    Args:
+      params: of the primitive.
+      key: the product's last operand.
+    """
+    recipe, weight = passes_of(params["recipe"]).fwd or "", params["weight"]
+    if recipe in BLOCKS:
+        return lambda place, x: rounded_by_blocks(
+            x, params["formats"][place], BLOCKS[recipe][place == weight]
+        )
+    return nvfp4.rounder(recipe, weight, params["gradient"], key)
 
 
 def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
@@ -197,19 +251,23 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     jaxpr = transposed_jaxpr(_JAXS, place, types, jaxs, jax.sharding.get_abstract_mesh())
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
-    format = VALUE if known == GRADIENT or recipe in BLOCKS else GRADIENT
+    value = _value_format(recipe)
+    format = value if known == GRADIENT or has_blocks(recipe) else GRADIENT
     keeps_scale = known is not None and forward == recipe and recipe in _PER_TENSOR
     is_known = recipe == DELAYED and format == GRADIENT
+    if needs_key(recipe):
+        random_rounding.check_key(operands[4])
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
-        formats = [(known or VALUE) if value is other else format for value in values]
-        weights = [i for i, value in enumerate(values) if value is other and params["weight"] == 1 - place]
+        formats = [(known if known and value == VALUE else value) if x is other else format for x in values]
+        weights = [i for i, x in enumerate(values) if x is other and params["weight"] == 1 - place]
+        gradients = [i for i, x in enumerate(values) if x is not other]
         kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
-        scales = [*(kept if value is other else new for value in values), operands[4]]
-        weight = next(iter(weights), None)
-        return bind_float8(values, recipe, eqn.params, formats, scales, weight=weight)
+        scales = [*(kept if x is other else new for x in values), operands[4]]
+        weight, gradient = next(iter(weights), None), next(iter(gradients), None)
+        return bind_float8(values, recipe, eqn.params, formats, scales, weight=weight, gradient=gradient)
 
     found[place] = _evaluated(jaxpr, (cotangent, other), product)
     return found
@@ -245,7 +303,9 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
             return FLOAT8_DOT_GENERAL.bind(*values, *scales, **own, **eqn.params)
-        return bind_float8(values, params=eqn.params, **own)
+        # Of a key for each of the batch one will do: the bits are drawn for the whole.
+        third = scales[2] if not is_batched[2] else jnp.moveaxis(scales[2], dims[4], 0)[0]
+        return bind_float8(values, params=eqn.params, scales=(None, None, third), **own)
 
     return _evaluated(jaxpr, arrays, product), out_dim
 

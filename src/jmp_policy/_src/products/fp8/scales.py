@@ -14,7 +14,7 @@ kernel of it on a GPU. It does not compile where a program runs on several devic
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +25,20 @@ from jax.extend.core import primitives
 
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.device_dispatch import by_devices
+from jmp_policy._src.policy.recipes import parts_of_nvfp4
 from jmp_policy._src.products.primitives import primitive_for
 
 #: Types of values, with three binary digits after the point and a range of 2**17, and of gradients, with two
 #: and 2**32.
 VALUE, GRADIENT = "float8_e4m3fn", "float8_e5m2"
+
+
+#: Type of 4-bit values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+FLOAT4 = "float4_e2m1fn"
+
+#: The largest number of a tensor that is divided by its scale, by format. Those of 4 bits have scales of
+#: blocks as well, up to 448.
+_MAX = {VALUE: 448.0, GRADIENT: 57344.0, FLOAT4: 6 * 448.0}
 
 
 def scale_of(x: Any, format: str, axes: Sequence[int] | None = None) -> jax.Array:
@@ -77,7 +86,7 @@ def float8_scale(x: Any, format: str, axes: tuple[int, ...] | None, over: tuple[
 def _power_for(largest: jax.Array, format: str) -> jax.Array:
     """Returns the least powers of two by which largest values can be divided to fit a format."""
     # Half as much more, a little less for exact powers, rounds to the next power of two.
-    more = largest.astype(jnp.float32) * np.float32(1.499 / float(jnp.finfo(format).max))
+    more = largest.astype(jnp.float32) * np.float32(1.499 / _MAX[format])
     power = lax.reduce_precision(more, exponent_bits=8, mantissa_bits=0)
     return lax.max(power, np.finfo(np.float32).tiny)
 
@@ -113,7 +122,7 @@ _OF_TENSOR = {
         one_gpu=functools.partial(_in_two_kernels, format),
         types=lambda _: [jax.ShapeDtypeStruct((), jnp.float32)],
     )
-    for format in (VALUE, GRADIENT)
+    for format in _MAX
 }
 
 
@@ -168,62 +177,101 @@ BLOCKS = {
 }
 
 
-def block_product(
+def has_blocks(recipe: str | None) -> bool:
+    """Whether the scales of a recipe of one pass are for blocks, so that the product itself computes them."""
+    return recipe in BLOCKS or parts_of_nvfp4(recipe) is not None
+
+
+class Scaled(NamedTuple):
+    """An operand in few bits, as (batch, rows, terms).
+
+    Args:
+      values: its numbers, divided by their scales and rounded.
+      scales: of `values`, but one for a number of terms in a row.
+      terms: that number.
+      whole: scale of the whole operand, a power of two; None for one without.
+    """
+
+    values: Any
+    scales: Any
+    terms: int
+    whole: Any = None
+
+    @property
+    def scale_of_each(self) -> Any:
+        """The scale of each value, without that of the whole."""
+        return repeated(self.scales, self.terms, self.values.shape[2])
+
+    @property
+    def in_bfloat16(self) -> Any:
+        """The values times their scales, which bfloat16 holds exactly."""
+        return self.values.astype(jnp.bfloat16) * self.scale_of_each.astype(jnp.bfloat16)
+
+
+def scaled_product(
     operands: Sequence[Any],
-    formats: Sequence[str],
-    blocks: Sequence[Block],
+    rounded: Callable[[int, Any], Scaled],
+    dtypes: tuple[Sequence[Any], Any],
     params: dict[str, Any],
     *,
     result: Any,
     scaled: bool,
 ) -> Any:
-    """Computes a product, summed in float32.
+    """Computes a product of operands with scales for blocks, summed in float32.
 
     Args:
       operands: two half arrays.
-      formats: float8 dtype of each.
-      blocks: of each.
+      rounded: rounds an operand, given which one it is and its values as (batch, rows, terms).
+      dtypes: of the two operands' values, and of scales, as the hardware takes them.
       params: of JAX's primitive.
       result: dtype of the result.
       scaled: whether to leave the scales to the compiler, where the sizes suit it.
     """
     contracted, batch = params["dimension_numbers"]
-    matrices = [
-        _as_matrices(x, *axes) for x, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)
-    ]
+    axes = zip(contracted, batch, strict=True)
+    matrices = [as_matrices(x, *own) for x, own in zip(operands, axes, strict=True)]
     numbers = (((2,), (2,)), ((0,), (0,)))
-    each = list(zip(matrices, map(block_scales, matrices, formats, blocks), formats, strict=True))
+    lhs, rhs = each = [rounded(place, x) for place, x in enumerate(matrices)]
     terms = matrices[0].shape[2]
     # In bfloat16 at once, so that several devices add up 16 bits, as they do without a recipe.
     sums = result if result == jnp.bfloat16 else jnp.float32
+    formats, format_of_scales = dtypes
     # XLA takes a single scale per row for one of the whole row.
     if scaled and terms % TERMS == 0 and terms > TERMS:
-        (lhs, rhs), scales = zip(*((quantised(x, _repeated(s, x), f), s) for x, s, f in each), strict=True)
-        lhs_scale, rhs_scale = (scale.astype(jnp.float8_e8m0fnu) for scale in scales)
         out = lax.scaled_dot(
-            lhs,
-            rhs,
-            lhs_scale=lhs_scale,
-            rhs_scale=rhs_scale,
+            *(x.values.astype(format) for x, format in zip(each, formats, strict=True)),
+            lhs_scale=lhs.scales.astype(format_of_scales),
+            rhs_scale=rhs.scales.astype(format_of_scales),
             dimension_numbers=numbers,
             preferred_element_type=sums,
         )
     else:
-        rounded = [_rounded(x, _repeated(scale, x), format) for x, scale, format in each]
+        values = [x.in_bfloat16 for x in each]
         new = params | {"dimension_numbers": numbers, "preferred_element_type": jnp.dtype(sums)}
-        out = primitive_for(primitives.dot_general_p, rounded, new).bind(*rounded, **new)
+        out = primitive_for(primitives.dot_general_p, values, new).bind(*values, **new)
+    for x in each:
+        out = out if x.whole is None else out * x.whole.astype(out.dtype)
     return out.reshape(_result_shape(operands, contracted, batch)).astype(result)
+
+
+def rounded_by_blocks(x: Any, format: str, block: Block) -> Scaled:
+    """Rounds (batch, rows, terms) to float8."""
+    scales = block_scales(x, format, block)
+    return Scaled(quantised(x, repeated(scales, TERMS, x.shape[2]), format), scales, TERMS)
 
 
 def block_scales(x: Any, format: str, block: Block) -> Any:
     """Returns the scales of (batch, rows, terms), one for each row and 32 terms."""
-    size = -(-x.shape[2] // TERMS)
-    parts = _padded(x, 2, TERMS).reshape(*x.shape[:2], size, TERMS)
-    scales = float8_scale(parts, format, (3,), ())[..., 0]
-    return _shared(_shared(scales, 2, block.terms // TERMS), 1, block.rows)
+    scales = float8_scale(in_parts(x, TERMS), format, (3,), ())[..., 0]
+    return shared(shared(scales, 2, block.terms // TERMS), 1, block.rows)
 
 
-def _shared(scales: Any, axis: int, count: int) -> Any:
+def in_parts(x: Any, terms: int) -> Any:
+    """Returns (batch, rows, terms) as (batch, rows, parts, so many terms), padded with zeros."""
+    return _padded(x, 2, terms).reshape(*x.shape[:2], -(-x.shape[2] // terms), terms)
+
+
+def shared(scales: Any, axis: int, count: int) -> Any:
     """Returns scales of which `count` in a row are equal: their maximum."""
     if count == 1:
         return scales
@@ -239,15 +287,12 @@ def _padded(x: Any, axis: int, multiple: int) -> Any:
     return jnp.pad(x, widths)
 
 
-def _repeated(scales: Any, x: Any) -> Any:
-    return lax.slice_in_dim(jnp.repeat(scales, TERMS, 2), 0, x.shape[2], axis=2)
+def repeated(scales: Any, terms: int, size: int) -> Any:
+    """Returns the scale of each element of (batch, rows, size), given one for so many terms."""
+    return lax.slice_in_dim(jnp.repeat(scales, terms, 2), 0, size, axis=2)
 
 
-def _rounded(x: Any, scale: Any, format: str) -> Any:
-    return quantised(x, scale, format).astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
-
-
-def _as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
+def as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
     """Returns an operand as (batch, rows, terms)."""
     groups = (batch, _free(x, contracted, batch), contracted)
     sizes = [math.prod(x.shape[axis] for axis in axes) for axes in groups]
@@ -263,9 +308,3 @@ def _result_shape(operands: Sequence[Any], contracted: Any, batch: Any) -> list[
     for x, *axes in zip(operands, contracted, batch, strict=True):
         shape += [x.shape[axis] for axis in _free(x, *axes)]
     return shape
-
-
-def with_scales(x: Any, format: str, block: Block, contracted: Sequence[int], batch: Sequence[int]) -> Any:
-    """Returns an operand as (batch, rows, terms), and the scale of each element."""
-    matrices = _as_matrices(x, contracted, batch)
-    return matrices, _repeated(block_scales(matrices, format, block), matrices)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_policy._src.core.dtypes import FEW_BITS
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering import roofline
@@ -294,8 +295,9 @@ def _estimated(found: Sequence[Estimate], known: Sequence[str]) -> list[str]:
     given = [estimate for estimate in halves if estimate.program == "as given"]
     given = given or [estimate for estimate in halves if estimate.precision in known]
     plain = next((estimate for estimate in halves if estimate.program == WITHOUT_RECIPE), None)
-    if plain is not None and "float8" in by_precision:
-        gain = plain.seconds / by_precision["float8"].seconds
+    few = next((by_precision[kind] for kind in FEW_BITS if kind in by_precision), None)
+    if plain is not None and few is not None:
+        gain = plain.seconds / few.seconds
         return [f"estimated {gain:.2f}x the speed of the same in {plain.precision}, {WITHOUT_RECIPE}"]
     if not given or "float32" not in by_precision:
         return []

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
+from jmp_policy._src.core.dtypes import FEW_BITS, few_bits
 from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import ir
@@ -109,7 +110,7 @@ def lowering_report(
             notes.append(f"Not estimated in {precision}: {made.error.splitlines()[-1]:.200}")
         else:
             known[precision] = program, kernels_of(made.text, card)
-    known = {p: known[p] for p in ("float32", *HALVES, "float8") if p in known}
+    known = {p: known[p] for p in ("float32", *HALVES, *FEW_BITS) if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
     gains = recipe_profits(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
@@ -162,9 +163,9 @@ def _variants(function: Function, jaxpr: Any) -> tuple[list[str], Variants]:
     """The precisions that a program has, and what to compile beside it for the others."""
     products = [eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS]
     dtypes = {dtype for eqn in products for dtype in operand_dtypes(eqn)}
-    is_float8 = any(dtype.startswith("float8") for dtype in dtypes)
+    few = [kind for kind in FEW_BITS if any(few_bits(dtype) == kind for dtype in dtypes)]
     halves = [half for half in HALVES if half in dtypes]
-    precisions = ["float8"] if is_float8 else halves or ["float32"]
+    precisions = few[-1:] or halves or ["float32"]
     float32 = function.call if precisions == ["float32"] else replay_in_float32(function.call)
     variants: Variants = {"float32": ("in float32", float32)}
     # What operands of float8 products by recipes had before they were rounded.
@@ -265,7 +266,7 @@ class _Paths(Visitor):
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         if eqn.primitive.name in _PRODUCTS and ir.dtype_of(eqn.outvars[0]) is not None:
-            if all(dtype.startswith("float8") for dtype in operand_dtypes(eqn)):
+            if all(map(few_bits, operand_dtypes(eqn))):
                 self.float8.setdefault(site.path, recipe_of(eqn))
             else:
                 self.others[site.path] = None
@@ -295,11 +296,11 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
             "('mixed_bfloat16, r=fp8_current'); jmp_policy.audit says why products stay in 16 bits."
         )
     products = [kernel for kernel in kernels if kernel.flops]
-    in_float8 = {kernel.path for kernel in products if kernel.arithmetic == "float8"}
+    in_float8 = {kernel.path for kernel in products if kernel.arithmetic in FEW_BITS}
     fell_back = [
         kernel
         for kernel in products
-        if kernel.path in paths.float8 and kernel.arithmetic != "float8"
+        if kernel.path in paths.float8 and kernel.arithmetic not in FEW_BITS
         if kernel.path not in paths.others or kernel.path not in in_float8
     ]
     if fell_back or not in_float8:

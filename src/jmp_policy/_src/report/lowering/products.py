@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_policy._src.core.dtypes import few_bits
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering import hlo
 from jmp_policy._src.report.lowering.hlo import Instruction, Scope, arrays, inside
@@ -23,7 +24,7 @@ _DTYPES = {
 }  # fmt: skip
 
 #: Kinds of arithmetic, slower ones first; those not listed are slower still.
-_FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8")
+_FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8", "float4")
 
 #: Columns of a TPU's registers, and of the matrix units of most.
 _LANES = 128
@@ -39,7 +40,8 @@ Product = tuple[str, dict[str, Any]]
 
 def dtype_name(name: str) -> str:
     """The name that JAX has for a dtype of HLO text: "float16" for "f16"."""
-    return _DTYPES.get(name, name.replace("f8", "float8_", 1) if name.startswith("f8") else name)
+    known = _DTYPES.get(name, name)
+    return f"float{known[1]}_{known[2:]}" if known.startswith(("f8", "f4")) else known
 
 
 def backend_config(instruction: Instruction) -> Mapping[str, Any]:
@@ -182,7 +184,8 @@ class Products:
         else:
             exact = any(word.strip() not in ("", "default") for word in precision.split(","))
             arithmetic = _arithmetic(first, second, algorithm, exact, target)
-            if instruction.opcode == "scaled-dot" and "mxfp8" not in target.on_tensor_cores:
+            with_scales = {"float8": "mxfp8"}.get(arithmetic, arithmetic)
+            if instruction.opcode == "scaled-dot" and with_scales not in target.on_tensor_cores:
                 arithmetic = "bfloat16"
             aligned = _is_aligned(first, rows or sizes[1:])
         shown = {
@@ -243,7 +246,7 @@ def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Ta
     for word in ("tf32", "bf16_bf16", "f32_f32"):
         if word in algorithm:
             return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
-    kinds = ["float8" if dtype.startswith("float8") else dtype for dtype in (first, second)]
+    kinds = [few_bits(dtype) or dtype for dtype in (first, second)]
     slowest = min(kinds, key=lambda kind: _FASTER.index(kind) if kind in _FASTER else 0)
     if slowest == "float32" and not exact and "tf32" in target.on_tensor_cores:
         # JAX's default precision means TF32 on such cards.
@@ -273,8 +276,8 @@ def _accumulation(arithmetic: str, algorithm: str) -> str:
 
 
 def _is_aligned(dtype: str, sizes: Sequence[int]) -> bool:
-    bits = {"float16": 16, "bfloat16": 16, "float64": 64, "complex64": 64, "complex128": 128}
-    size = 8 if dtype.startswith(("float8", "int8", "uint8")) else bits.get(dtype, 32)
+    bits = {"float16": 16, "bfloat16": 16, "float64": 64, "complex64": 64, "complex128": 128, "float4": 4}
+    size = 8 if dtype.startswith(("float8", "int8", "uint8")) else bits.get(few_bits(dtype) or dtype, 32)
     return all(count * size % 128 == 0 for count in sizes)
 
 

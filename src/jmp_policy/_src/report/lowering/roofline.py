@@ -27,7 +27,7 @@ _SENT = {
 #: Colours that the colour-blind tell apart (M. Okabe, K. Ito, 2008).
 _COLOURS = {
     "float32": "#000000", "tf32": "#E69F00", "float16": "#0072B2", "bfloat16": "#009E73", "float8": "#CC79A7",
-    "int8": "#56B4E9", "float64": "#999999", "bfloat16_x3": "#D55E00",
+    "float4": "#F0E442", "int8": "#56B4E9", "float64": "#999999", "bfloat16_x3": "#D55E00",
 }  # fmt: skip
 
 

@@ -1,0 +1,108 @@
+"""Rounds operands to 4 bits as NVIDIA and TransformerEngine train with them: the recipe "nvfp4".
+
+Each 16 consecutive terms of a sum share a scale in e4m3, and the tensor has one in float32: here a power of
+two, so that multiplying the result with it is exact. Three things keep training stable (NVIDIA, "Pretraining
+Large Language Models with NVFP4", 2025), and each can be left out: "nvfp4-2d-sr-rht" has none of them.
+
+- `2d`: a weight has one scale per 16 x 16 values, so that forward and backward pass see the same weight.
+- `sr`: gradients are rounded at random, to be right on average. Rounded to nearest, they are biased.
+- `rht`: before the product that is a weight gradient, both operands are multiplied by a random Hadamard
+  matrix over each 16 terms, which spreads outliers. It is orthogonal, so that their product stays the same.
+  Its signs are drawn once and for all, as there.
+
+A value of e2m1 times a scale of e4m3 is a number of bfloat16. So wherever the hardware has no such product,
+one in bfloat16 is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.core.narrowing import rounded as to_nearest
+from jmp_policy._src.policy.recipes import parts_of_nvfp4
+from jmp_policy._src.products.fp8.scales import FLOAT4, Scaled, in_parts, repeated, scale_of, shared
+from jmp_policy._src.products.functions import dot_general
+
+#: Terms of a sum that share a scale, and rows of a weight; type of scales.
+TERMS, SCALE = 16, "float8_e4m3fn"
+
+_LARGEST, _LARGEST_SCALE = np.float32(6), np.float32(448)
+
+#: Signs of the rows of the Hadamard matrix, drawn once.
+_SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1], np.float32)
+
+
+def rounder(recipe: str, weight: int | None, gradient: int | None, key: Any) -> Callable[[int, Any], Scaled]:
+    """Returns what rounds an operand of a product, given which one it is and its (batch, rows, terms).
+
+    Args:
+      recipe: "nvfp4", with or without some of its parts.
+      weight: the operand that is a weight, if one is.
+      gradient: the operand that is a gradient, if one is. Without a weight the product is that of a weight.
+      key: uint32 array of shape (2,), from which the bits for rounding gradients are drawn.
+    """
+    parts, transforms = parts_of_nvfp4(recipe) or (), is_transformed(recipe, weight, gradient)
+
+    def rounded(place: int, x: Any) -> Scaled:
+        x = transformed(x) if transforms else x
+        rows = TERMS if place == weight and "2d" in parts else 1
+        bits = None
+        if place == gradient and "sr" in parts:
+            # The gradient is rounded twice, in rows and in columns.
+            at = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), weight is None)
+            bits = jax.random.bits(at, x.shape, jnp.uint16)
+        return _rounded(x, rows, bits)
+
+    return rounded
+
+
+def is_transformed(recipe: str, weight: int | None, gradient: int | None) -> bool:
+    """Whether the operands of a product, described as for `rounder`, are transformed before that."""
+    return gradient is not None and weight is None and "rht" in (parts_of_nvfp4(recipe) or ())
+
+
+def transformed(x: Any) -> Any:
+    """Multiplies each 16 terms of (batch, rows, terms) by an orthogonal matrix; padded with zeros before."""
+    matrix = _SIGNS[:, None] * _hadamard(TERMS) / 4
+    numbers = (((3,), (0,)), ((), ()))
+    parts = dot_general(
+        in_parts(x, TERMS), matrix.astype(x.dtype), numbers, preferred_element_type=jnp.float32
+    )
+    return parts.reshape(*x.shape[:2], -1)
+
+
+def _hadamard(size: int) -> np.ndarray:
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def _rounded(x: Any, rows: int, bits: Any) -> Scaled:
+    """Rounds (batch, rows, terms), with a scale for 16 terms of so many rows: 0 where a value is not finite.
+
+    The scale of the whole is infinite then, which makes the result of the product NaN.
+    """
+    whole = scale_of(x, FLOAT4)
+    x = lax.stop_gradient(x).astype(jnp.float32) / whole
+    largest = shared(jnp.max(jnp.abs(in_parts(x, TERMS)), 3), 1, rows)
+    # At random no number may be beyond the range of its scale, which is rounded itself.
+    wanted = largest / _LARGEST if bits is None else largest / _LARGEST * np.float32(17 / 16)
+    scales = to_nearest(jnp.minimum(wanted, _LARGEST_SCALE), SCALE)
+    divided = x / repeated(jnp.where(scales > 0, scales, jnp.inf), TERMS, x.shape[2])
+    return Scaled(_to_float4(divided, bits), scales, TERMS, whole)
+
+
+def _to_float4(x: Any, bits: Any) -> Any:
+    """Rounds float32 numbers to those of e2m1: to nearest, or at random by bits of uint16."""
+    size = jnp.minimum(jnp.abs(x), _LARGEST)
+    step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
+    if bits is None:
+        count = lax.round(size / step, lax.RoundingMethod.TO_NEAREST_EVEN)
+    else:
+        count = jnp.floor(size / step + bits.astype(jnp.float32) * np.float32(2.0**-16))
+    return (jnp.sign(x) * count * step).astype(jnp.bfloat16)
