@@ -202,6 +202,7 @@ DOCUMENTED = {
     **dict.fromkeys(("jax", "jax.core", "jax.numpy", "jax.sharding", "jax.typing", "jax.extend.core"), "*"),
     **dict.fromkeys(("flax", "flax.linen", "flax.nnx", "flax.serialization"), "*"),
     **dict.fromkeys(("flax.linen.dtypes", "flax.nnx.nn.dtypes", "jax.experimental.xla_metadata"), "*"),
+    "jax.ad_checkpoint": {"checkpoint_name"},
     "jax.experimental": {"topologies"},
     "jax.extend": {"core"},
     "jax.interpreters": {"ad", "batching", "mlir"},

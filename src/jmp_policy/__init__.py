@@ -95,6 +95,7 @@ _ELSEWHERE = {
 if _typing.TYPE_CHECKING:
     from jmp_policy import linen as linen
     from jmp_policy import nnx as nnx
+    from jmp_policy import remat_policies as remat_policies
     from jmp_policy.report import assert_drift as assert_drift
     from jmp_policy.report import audit as audit
     from jmp_policy.report import diagnose as diagnose
@@ -110,7 +111,7 @@ else:
 
     def __getattr__(name: str) -> object:
         """Imports the reports, and `jmp_policy.linen` and `jmp_policy.nnx`, when they are first asked for."""
-        if name in ("linen", "nnx"):  # They need Flax.
+        if name in ("linen", "nnx", "remat_policies"):  # The first two need Flax.
             return _importlib.import_module(f"jmp_policy.{name}")
         if name in _MOVED:
             new = f"{__name__}.{_MOVED[name]}"

@@ -1,17 +1,20 @@
 """The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
 
-It has three more operands, the scales: of both, and of the cotangent where that is known beforehand. Those
-of blocks it computes itself; where gradients are rounded at random, the third is the data of a key. As it is
-bilinear in the first two, its derivatives are products of the same kind, of a cotangent in e5m2 with the
-other operand, in any order of differentiation, and `vmap` makes one product of many. A `custom_vjp`, as
+It has five more operands. Three are scales: of both, and of the cotangent where that is known beforehand.
+Those of blocks it computes itself; where gradients are rounded at random, the third is the data of a key. Two
+are the bits of the rounded operands, which it multiplies where they are given. They have a name, so that a
+policy of `jax.checkpoint` can keep them. The half operands are there to be differentiated by; XLA drops them.
+
+As it is bilinear in the first two, its derivatives are products of the same kind, of a cotangent in e5m2 with
+the other operand, in any order of differentiation, and `vmap` makes one product of many. A `custom_vjp`, as
 Flax's and TransformerEngine's products are, would make of a `vmap` over examples one weight gradient per
 example, and could not be differentiated twice.
 
 A recipe may be for one pass only. Forward, the product of the other pass is one of half operands that knows
 how its gradients are computed; backward, it is JAX's own.
 
-Operands are kept as they came and rounded again in the backward pass: XLA computes the same once, so that
-what waits for it has 8 bits. Tangents are not rounded: forward-mode derivatives are exact to compute dtype.
+Operands that the gradients' products need in other blocks are kept as they came and rounded again. Tangents
+are not rounded: forward-mode derivatives are exact to compute dtype.
 """
 
 import functools
@@ -40,6 +43,7 @@ from jmp_policy._src.products.fp8.scales import (
     VALUE,
     Scaled,
     has_blocks,
+    named_bits,
     quantised,
     rounded_by_blocks,
     scale_of,
@@ -70,6 +74,7 @@ def bind_float8(
     formats: Sequence[str] | None = None,
     scales: Sequence[Any] = (None, None, None),
     unmarked: Sequence[Any] | None = None,
+    rounded: Sequence[Any] = (None, None),
     weight: int | None = 1,
     gradient: int | None = None,
 ) -> Any:
@@ -84,6 +89,7 @@ def bind_float8(
         None for the one that the recipe gives it.
       unmarked: the operands as they were before `shard_map` marked them as varying, so that of a weight which
         is the same everywhere nobody communicates the largest value.
+      rounded: the bits of the operands in float8 as uint8, as far as they are known.
       weight: the operand whose blocks are those of weights, if any.
       gradient: the operand that is a gradient, if any.
     """
@@ -101,8 +107,21 @@ def bind_float8(
         for x, format, axes, scale in zip(unmarked or operands, formats, contracted, own_scales, strict=True)
     ]
     scales.append(none if of_cotangent is None else of_cotangent)
+    if _keeps_scales(recipe):
+        each = zip(operands, scales[:2], formats, rounded, strict=True)
+        rounded = [
+            none if place == gradient else named_bits(x, scale, format, recipe == DELAYED) if q is None else q
+            for place, (x, scale, format, q) in enumerate(each)
+        ]
+    rounded = [none if q is None else q for q in rounded]
     own = {"recipe": recipe, "formats": tuple(formats), "weight": weight, "gradient": gradient}
-    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, **own, **params)
+    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, *rounded, **own, **params)
+
+
+def _keeps_scales(recipe: str) -> bool:
+    """Whether the gradients' products take an operand as the forward pass has rounded it."""
+    forward, backward = passes_of(recipe)
+    return forward == backward and forward in _PER_TENSOR
 
 
 def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +134,7 @@ def _compute(
     lhs_scale: Any,
     rhs_scale: Any,
     third: Any,
-    *,
+    *rounded: Any,
     on_cpu: bool = False,
     scaled: bool = False,
     **params: Any,
@@ -125,6 +144,7 @@ def _compute(
     Args:
       lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
       lhs_scale, rhs_scale, third: their scales, and that of the cotangent or data of a key.
+      rounded: the bits of the operands in float8, or numbers where they are not known.
       on_cpu: XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
       scaled: whether the compiler has products with scales for blocks.
       params: of the primitive.
@@ -148,8 +168,13 @@ def _compute(
     sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
     jaxs["preferred_element_type"] = jnp.dtype(sums)
     saturates = recipe == DELAYED
-    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, strict=True)
-    operands = [quantised(*x, saturates=saturates) for x in both]
+    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, rounded, strict=True)
+    operands = [
+        lax.bitcast_convert_type(bits, jnp.dtype(format))
+        if bits.dtype == jnp.uint8
+        else quantised(x, scale, format, saturates=saturates)
+        for x, scale, format, bits in both
+    ]
     scales, order = [lhs_scale, rhs_scale], None
     if _is_of_weight(given, jaxs):
         jaxs, order = _exchanged(operands, jaxs)
@@ -231,7 +256,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], **params: An
     for place, tangent in enumerate(tangents[:2]):
         if not isinstance(tangent, ad.Zero):
             operands, formats = [*primals], [*params["formats"]]
-            operands[place], formats[place] = tangent, None
+            operands[place], operands[5 + place], formats[place] = tangent, np.float32(1), None
             terms.append(FLOAT8_DOT_GENERAL.bind(*operands, **{**params, "formats": tuple(formats)}))
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
@@ -254,6 +279,7 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     value = _value_format(recipe)
     format = value if known == GRADIENT or has_blocks(recipe) else GRADIENT
     keeps_scale = known is not None and forward == recipe and recipe in _PER_TENSOR
+    is_rounded = keeps_scale and operands[6 - place].dtype == jnp.uint8
     is_known = recipe == DELAYED and format == GRADIENT
     if needs_key(recipe):
         random_rounding.check_key(operands[4])
@@ -267,7 +293,11 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
         scales = [*(kept if x is other else new for x in values), operands[4]]
         weight, gradient = next(iter(weights), None), next(iter(gradients), None)
-        return bind_float8(values, recipe, eqn.params, formats, scales, weight=weight, gradient=gradient)
+        # One that is not known in 8 bits is rounded where it is multiplied.
+        rounded = [operands[6 - place] if x is other and is_rounded else np.float32(1) for x in values]
+        return bind_float8(
+            values, recipe, eqn.params, formats, scales, rounded=rounded, weight=weight, gradient=gradient
+        )
 
     found[place] = _evaluated(jaxpr, (cotangent, other), product)
     return found
@@ -286,7 +316,7 @@ def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequen
 
 def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """Batches the product as JAX does; a scale per tensor is that of the whole batch."""
-    arrays, scales, jaxs, out_dim = operands[:2], operands[2:], _jaxs_params(params), None
+    arrays, scales, jaxs, out_dim = operands[:2], operands[2:5], _jaxs_params(params), None
 
     def call(*arrays: Any) -> Any:
         nonlocal out_dim
@@ -295,14 +325,15 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
 
     jaxpr = jax.make_jaxpr(call)(*map(jax.typeof, arrays))
     own = {name: params[name] for name in _OWN}
-    is_batched = [dim is not None for dim in dims[2:]]
+    is_batched = [dim is not None for dim in dims[2:5]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if passes_of(own["recipe"]).fwd in _PER_TENSOR:
             shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
-            return FLOAT8_DOT_GENERAL.bind(*values, *scales, **own, **eqn.params)
+            none = [np.float32(1)] * 2
+            return FLOAT8_DOT_GENERAL.bind(*values, *scales, *none, **own, **eqn.params)
         # Of a key for each of the batch one will do: the bits are drawn for the whole.
         third = scales[2] if not is_batched[2] else jnp.moveaxis(scales[2], dims[4], 0)[0]
         return bind_float8(values, params=eqn.params, scales=(None, None, third), **own)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 
 from jmp_policy._src.jaxpr import compat
@@ -55,7 +56,8 @@ def scale_of(x: Any, format: str, axes: Sequence[int] | None = None) -> jax.Arra
       finite, which makes all of the product NaN; where all are 0 it is the smallest, and the product is 0.
     """
     x = lax.stop_gradient(x)
-    return float8_scale(x, format, None if axes is None else tuple(axes), _split_over(x))
+    scale = float8_scale(x, format, None if axes is None else tuple(axes), _split_over(x))
+    return checkpoint_name(scale, QUANTISED)
 
 
 def _split_over(x: Any) -> tuple[str, ...]:
@@ -142,6 +144,25 @@ def quantised(x: Any, scale: Any, format: str, *, saturates: bool = False) -> ja
     return divided.astype(format)
 
 
+#: Name of rounded operands and their scales, for policies of `jax.checkpoint`.
+QUANTISED = "jmp_policy_quantised"
+
+
+def named_bits(x: Any, scale: Any, format: str, saturates: bool) -> jax.Array:
+    """Rounds an operand to float8, and returns its bits in uint8 under a name; they have no gradient.
+
+    Not as float8: what `jax.checkpoint` keeps goes through `lax.reduce_precision`, which makes the largest
+    numbers of e4m3fn infinite (JAX 0.10.2 and 0.12.0). The type has no infinity, and uses their pattern.
+    """
+    return checkpoint_name(float8_bits(lax.stop_gradient(x), scale, format, saturates), QUANTISED)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def float8_bits(x: Any, scale: Any, format: str, saturates: bool) -> jax.Array:
+    """Rounds an operand; a `jit`, so that jaxprs and profiles show one operation of this name."""
+    return lax.bitcast_convert_type(quantised(x, scale, format, saturates=saturates), jnp.uint8)
+
+
 @jax.custom_batching.custom_vmap
 def largest_of(x: Any) -> jax.Array:
     """Computes the largest absolute value of an array: inside `shard_map` of the whole, in `vmap` of all."""
@@ -154,9 +175,9 @@ def _largest_of_batch(axis_size: int, in_batched: Sequence[bool], x: Any) -> tup
     return largest_of(x), False
 
 
-def is_float8_scale(eqn: Any) -> bool:
-    """Returns whether an equation computes scales: the call of `float8_scale` as jaxprs show it."""
-    return eqn.params.get("name") == "float8_scale"
+def is_of_float8(eqn: Any) -> bool:
+    """Returns whether an equation computes scales or rounded operands, for a product beside half ones."""
+    return eqn.params.get("name") in ("float8_scale", "float8_bits", QUANTISED)
 
 
 #: Terms that share a scale where hardware takes one; larger blocks repeat theirs.

@@ -37,7 +37,7 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
-from jmp_policy._src.products.fp8.scales import is_float8_scale
+from jmp_policy._src.products.fp8.scales import is_of_float8
 from jmp_policy._src.report.drift.recorder import (
     LEAST,
     Errors,
@@ -83,7 +83,7 @@ class TwinEvaluation(Interpreter):
 
     def equation(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
         """The results of an equation in both runs; what neither rounds nor differs is run once."""
-        if is_float8_scale(eqn):
+        if is_of_float8(eqn):
             # The float32 run has no use for it: what it makes of the operands is the product's error.
             return list(map(same, as_written(eqn, values)))
         if all(twin.node is None for twin in values) and not holds_half(eqn):
