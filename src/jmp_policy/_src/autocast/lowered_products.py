@@ -1,13 +1,13 @@
 """How a product of half operands is computed: with a half or float32 result, or in float8 under a recipe.
 
 A function has no layers to tell a head or attention by. Its program shows them: a head's result goes to
-float32 operations only (the loss), attention multiplies batches of activations, and what a first layer
-multiplies are both arguments of the function.
+float32 operations only (the loss), attention multiplies batches of activations, experts batches of which one
+is an argument of the function, and what a first layer multiplies are both arguments.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def choose(eqn: Any, ins: Sequence[Value], region: Region) -> tuple[Any, str]:
     why_not = _why_not(eqn, ins, region)
     if why_not:
         return None, f"; in {region.half} and not in float8: {why_not}"
-    return FLOAT8, f"; in float8 by the recipe {region.recipe}"
+    return FLOAT8[ins[0].source == "leaf"], f"; in float8 by the recipe {region.recipe}"
 
 
 def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
@@ -47,9 +47,10 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
         return f"recipes are for matrix products, not for {eqn.primitive.name}"
     if region.lower:
         return "the region asks for half"
-    if any(eqn.params["dimension_numbers"][1]):
+    is_weight = [value.source == "leaf" for value in ins]
+    if any(eqn.params["dimension_numbers"][1]) and not any(is_weight):
         return "it is one of batches, as in attention"
-    if all(value.source == "leaf" for value in ins):
+    if all(is_weight):
         return "both operands are arguments, as in a first layer"
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))), size_of(eqn).n)
     if role:
@@ -58,16 +59,20 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
     return stays_because(eqn, recipe) or loses(size_of(eqn), recipe)
 
 
-class _Float8Product:
-    """A product of float8 operands, made of half ones."""
+class _Float8Product(NamedTuple):
+    """A product of float8 operands, made of half ones; `weight` is the operand that is one."""
+
+    weight: int
 
     def run(self, step: Any, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
         params = {**step.eqn.params, "preferred_element_type": None, "precision": None}
-        return [computed(bind_float8(arrays, without_target(step.region.recipe), params))]
+        recipe = without_target(step.region.recipe)
+        return [computed(bind_float8(arrays, recipe, params, weight=self.weight))]
 
 
-FLOAT8: Any = _Float8Product()
+#: By whether the weight is the left operand.
+FLOAT8: Any = {True: _Float8Product(0), False: _Float8Product(1)}
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:

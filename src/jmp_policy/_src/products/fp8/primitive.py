@@ -100,7 +100,10 @@ def bind_float8(
         scales = [none, none, scales[2]]
     if scales[2] is None and needs_key(recipe):
         scales = [*scales[:2], random_rounding.next_key()]
-    contracted = params["dimension_numbers"][0] if this == "fp8_rowwise" else (None, None)
+    contracted, batch = params["dimension_numbers"]
+    if this != "fp8_rowwise":  # One for the whole, or for each of a batch: of experts, say.
+        each = zip(operands, batch, strict=True)
+        contracted = [[i for i in range(x.ndim) if i not in own] if own else None for x, own in each]
     *own_scales, of_cotangent = scales
     scales = [
         scale_of(x, format, axes) if scale is None else scale
@@ -329,7 +332,7 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if passes_of(own["recipe"]).fwd in _PER_TENSOR:
-            shared = [jnp.max(s) if batched else s for s, batched in zip(scales, is_batched, strict=True)]
+            shared = [jnp.max(s) for s in scales]
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
             none = [np.float32(1)] * 2

@@ -210,7 +210,7 @@ class Scaled(NamedTuple):
       values: its numbers, divided by their scales and rounded.
       scales: of `values`, but one for a number of terms in a row.
       terms: that number.
-      whole: scale of the whole operand, a power of two; None for one without.
+      whole: scale of the whole operand, or of each of a batch, powers of two; None for one without.
     """
 
     values: Any
