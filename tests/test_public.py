@@ -324,13 +324,15 @@ def test_type_checkers_see_the_names_that_are_loaded_later(module):
     (seen,) = (
         n.body for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "_typing.TYPE_CHECKING"
     )
-    loaded = importlib.import_module(module)
+    loaded, names = importlib.import_module(module), set()
     for node in seen:
-        (alias,) = node.names
-        assert alias.name == alias.asname
-        assert getattr(loaded, alias.name) is getattr(importlib.import_module(node.module), alias.name)
-    at_once = {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert set(public_names(module)) <= at_once | {node.names[0].name for node in seen}
+        (alias,), source = node.names, importlib.import_module(node.module)
+        assert alias.name in (alias.asname, "*")
+        taken = source.__all__ if alias.name == "*" else [alias.name]
+        assert all(getattr(loaded, name) is getattr(source, name) for name in taken)
+        names.update(taken)
+    names |= {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(public_names(module)) <= names
 
 
 def test_a_pickle_of_the_first_version_says_what_to_do():

@@ -1,4 +1,3 @@
-# ruff: noqa: F401
 """The reports, and all that they return, under their public names."""
 
 from jmp_policy._src.report.audit import audit
@@ -22,3 +21,13 @@ from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitu
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad
 from jmp_policy._src.report.summary import ModuleRow, Summary, summary
 from jmp_policy._src.report.trials import Tried
+
+__all__ = [
+    "Audit", "Diagnosis", "Drift", "DriftRow", "Estimate", "Format", "Formats", "GradientSpectrum",
+    "HalfOperation", "Kernel", "LostConstant", "LoweringReport", "LoweringUnavailableError", "Magnitudes",
+    "MemoryReport", "MemoryRow", "ModuleRow", "Operand", "Product", "Recommendation", "RecommendationRow",
+    "RepeatedCast", "ResultDrift", "Sensitivity", "SensitivityRow", "Share", "SpectrumState", "Summary",
+    "Tried", "Upcast", "Zero", "assert_drift", "audit", "diagnose", "drift", "drift_metrics", "formats",
+    "gradient_spectrum", "lowering_report", "memory_report", "recommend", "sensitivity",
+    "spectrum_value_and_grad", "summary",
+]  # fmt: skip
