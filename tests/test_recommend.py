@@ -17,7 +17,6 @@ from jmp_policy._src.report.sensitivity.chosen_modules import (
     only_products,
     overflowing,
     rows_of,
-    rows_of_products,
     rules_of,
     within,
 )
@@ -115,11 +114,11 @@ def test_products_alone_in_half_are_rules_for_their_classes():
     alone, with_names = only_products(choice, product_layers(modules.values()))
     assert alone == jmpp.PolicyMap("float32", {nn.Dense: half})
     assert with_names == jmpp.PolicyMap("float32", {"b": "float32", nn.Dense: half})
-    first, named, dense = rows_of_products(choice, with_names)
+    first, named, dense = rows_of(choice, with_names)
     assert (first.pattern, first.predicted) == ("", pytest.approx(0.2, rel=1e-3))
-    assert first.reason.startswith("what is no product: mix brings")
+    assert first.reason == "brings > 99.9 % of the square of the gradient's error (in mix)"
     assert (named.pattern, named.reason) == ("b", "3 values exceed the range of float16")
-    assert (dense.pattern, dense.reason) == ("Dense", "2 layers, which fit the budget")
+    assert (dense.pattern, dense.reason) == ("Dense", "1 of 4 modules fit the budget")
 
 
 @pytest.mark.slow

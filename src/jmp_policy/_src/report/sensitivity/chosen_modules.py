@@ -11,10 +11,11 @@ Modules that add most for the FLOPs that they would save go back to half first.
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
@@ -118,63 +119,43 @@ def rules_of(choice: Choice) -> PolicyMap:
 
 def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     """The default and every rule, with the reason."""
-    own = choice.found.own
+    own, modules = choice.found.own, _by_path(choice)
 
-    def row(pattern: str, policy: Policy, paths: Iterable[str], reason: str) -> RecommendationRow:
+    def governing(path: str) -> int | None:
+        """The rule that governs a module: the first that matches it, or else what is around it."""
+        above = list(itertools.accumulate(path.split("/"), "{}/{}".format))
+        matches = (rules.match(path, modules.get(path)) for path in [*reversed(above), ""])
+        return next((index for index in matches if index is not None), None)
+
+    def row(pattern: str, policy: Policy, index: int | None) -> RecommendationRow:
+        paths = [path for path in own if governing(path) == index]
+        reason = f"{len(paths)} of {len(own)} modules fit the budget"
+        if not is_half(policy.compute_dtype):
+            # What is said of the worst of them.
+            wide = [path for path in paths if path in choice.reasons] or list(choice.reasons)
+            worst = max(wide, key=lambda path: (own[path].error, path == pattern))
+            reason = choice.reasons[worst] + ("" if worst == pattern else f" (in {worst or 'the model'})")
         error = sum((own[path] for path in paths), Effect()).error
         return RecommendationRow(pattern, str(policy), reason, error)
 
-    def reason(path: str) -> str:
-        """Why a module and what is inside are in float32: what is said of the worst of them."""
-        inside = [p for p in choice.reasons if is_below(p, path)]
-        worst = max(inside, key=lambda p: (own[p].error, p == path))
-        return choice.reasons[worst] + ("" if worst == path else f" (in {worst})")
+    named = [row(_text(pattern), policy, i) for i, (pattern, policy) in enumerate(rules.overrides)]
+    return [row("", rules.default, None), *named]
 
-    fits = f"{len(choice.half)} of {len(own)} modules fit the budget"
-    why = fits if is_half(rules.default.compute_dtype) else reason("")
-    rows = [row("", rules.default, choice.half, why)]
-    for pattern, policy in rules.overrides:
-        path = str(pattern).removesuffix("*").removesuffix("/")
-        is_glob = str(pattern).endswith("*")
-        inside = [p for p in (choice.half if is_glob else choice.reasons) if is_below(p, path)]
-        why = "what is inside fits the budget" if is_glob else reason(path)
-        rows.append(row(str(pattern), policy, inside, why))
-    return rows
+
+def _by_path(choice: Choice) -> dict[str, Any]:
+    """The modules by their paths below the model."""
+    return {path_text(names[1:]): module for names, module in choice.found.modules.items()}
 
 
 def only_products(choice: Choice, kinds: Sequence[type]) -> Iterator[PolicyMap]:
     """Rules with float32 for all but the layers that are one product; then also for those that need it."""
     alone = products_alone(PolicyMap(f"mixed_{choice.found.dtype}"), kinds)
     yield alone
-    modules = {path_text(names[1:]): module for names, module in choice.found.modules.items()}
+    modules = _by_path(choice)
     needing = [path for path in choice.reasons if isinstance(modules.get(path), tuple(kinds))]
     if needing:
         overrides = [*((path, "float32") for path in needing), *alone.overrides]
         yield dataclasses.replace(alone, overrides=overrides)
-
-
-def rows_of_products(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
-    """The default and every rule of `only_products`, with the reason."""
-    own, modules = choice.found.own, choice.found.modules
-    path_of = {path_text(names[1:]): module for names, module in modules.items()}
-
-    def error(paths: Iterable[str]) -> float:
-        return sum((own[path] for path in paths), Effect()).error
-
-    kinds = tuple(pattern for pattern, _ in rules.overrides if isinstance(pattern, type))
-    products = [path for path in own if isinstance(path_of.get(path), kinds)]
-    others = [path for path in own if path not in products]
-    worst = max(choice.reasons, key=lambda path: (path in others, own[path].error))
-    why = f"what is no product: {worst or 'the model'} {choice.reasons[worst]}"
-    rows = [RecommendationRow("", str(rules.default), why, error(others))]
-    for pattern, policy in rules.overrides:
-        if isinstance(pattern, type):
-            inside = [path for path in products if isinstance(path_of[path], pattern)]
-            why = f"{len(inside)} layers, which fit the budget"
-        else:
-            inside, why = [str(pattern)], choice.reasons[str(pattern)]
-        rows.append(RecommendationRow(_text(pattern), str(policy), why, error(inside)))
-    return rows
 
 
 def _text(pattern: Pattern) -> str:

@@ -283,7 +283,7 @@ def _in(
             if error <= budget:
                 if measured > budget or share(alone) > share(rules):
                     rules, measured, predicted = alone, error, math.nan
-                    rows = chosen.rows_of_products(choice, rules)
+                    rows = chosen.rows_of(choice, rules)
                 break
     return Recommendation(
         function=seen.name,
