@@ -721,8 +721,10 @@ def test_an_h100_multiplies_float8_and_an_a100_does_not():
     assert kinds.count("float8_e4m3fn x float8_e4m3fn") == 1
     assert len(kinds) == 3
     (profit,) = report.recipes
-    assert (profit.path, profit.recipe) == ("mlp", "fp8_current")
-    assert profit.half_seconds - profit.seconds == pytest.approx(profit.saved_seconds - profit.added_seconds)
+    assert (profit.path, profit.precision) == ("mlp", "fp8_current")
+    assert profit.before_seconds - profit.seconds == pytest.approx(
+        profit.saved_seconds - profit.added_seconds
+    )
     # So small a product loses.
     assert profit.speedup < 1
     assert "slower by their recipe: mlp (fp8_current@H100 leaves such out)" in report.verdict

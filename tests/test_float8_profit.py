@@ -21,7 +21,7 @@ from jmp_policy._src.products.fp8.in_half import products_in_half
 from jmp_policy._src.products.fp8.scales import has_blocks
 from jmp_policy._src.report.lowering.kernels import Kernel
 from jmp_policy._src.report.lowering.lowered import verdict_of
-from jmp_policy._src.report.lowering.roofline import recipe_profits
+from jmp_policy._src.report.lowering.roofline import gains
 
 WHERE_IT_PAYS = "mixed_bfloat16, r=fp8_current@H100"
 TOKENS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -177,11 +177,13 @@ def test_a_report_tells_saved_from_added_time_by_module():
         Kernel("scale", "reduction", path="mlp", bytes_read=10**9, times=2),
         half[2],
     ]
-    (found,) = recipe_profits(half, eight, {"mlp": "fp8_current", "gone": "fp8_current"}, card)
+    (found,) = gains(half, eight, {"mlp": "fp8_current", "gone": "fp8_current"}, card)
     assert found.saved_seconds == pytest.approx(1e12 / 989.4e12 - 1e12 / 1978.9e12)
     assert found.added_seconds == pytest.approx(2 * (1e9 / card.bandwidth + card.launch_seconds))
-    assert found.speedup == pytest.approx(found.half_seconds / found.seconds)
-    verdict = verdict_of(eight, (), card, (found, dataclasses.replace(found, path="slow", half_seconds=0.0)))
+    assert found.speedup == pytest.approx(found.before_seconds / found.seconds)
+    verdict = verdict_of(
+        eight, (), card, (found, dataclasses.replace(found, path="slow", before_seconds=0.0))
+    )
     assert "slower by their recipe: mlp, slow (fp8_current@H100 leaves such out)" in verdict
 
 

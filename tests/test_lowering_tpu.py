@@ -17,7 +17,7 @@ from jmp_policy._src.report.lowering.hlo import executed, parse
 from jmp_policy._src.report.lowering.kernels import kernels_of
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
-from jmp_policy._src.report.lowering.roofline import layer_profits
+from jmp_policy._src.report.lowering.roofline import gains
 
 V5E = TPUS["v5e"]
 live = pytest.mark.skipif(not is_installed("tpu"), reason="needs the extra tpu-lowering")
@@ -271,11 +271,11 @@ def test_layers_that_gain_and_lose():
     text = CONVOLUTIONS.replace("dim_labels", 'metadata={op_name="jit(f)/Net/layer/dot"}, dim_labels')
     half = kernels_of(text, V5E)
     wide = [k for k in half if k.name != "batched"]
-    (row,) = layer_profits(wide, half, "bfloat16", V5E)
+    (row,) = gains(wide, half, "bfloat16", V5E)
     assert (row.path, row.precision) == ("Net/layer", "bfloat16")
-    assert row.seconds > row.float32_seconds
-    assert row.speedup == row.float32_seconds / row.seconds < 1
-    assert not layer_profits(wide, [], "bfloat16", V5E)
+    assert row.seconds > row.before_seconds
+    assert row.speedup == row.before_seconds / row.seconds < 1
+    assert not gains(wide, [], "bfloat16", V5E)
 
 
 @pytest.fixture

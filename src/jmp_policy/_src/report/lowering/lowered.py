@@ -1,30 +1,23 @@
 """Defines the report on a program compiled for a GPU or TPU: its tables, its plot and its verdict."""
 
 import dataclasses
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from jmp_policy._src.core.dtypes import FEW_BITS
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering import roofline
 from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.roofline import Estimate, LayerProfit, RecipeProfit
+from jmp_policy._src.report.lowering.roofline import Estimate, Gain
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.
 WITHOUT_RECIPE = "without recipes"
 #: Number of runs whose median is the measured time.
 RUNS = 10
-#: Up to this many modules the table has rows for each; where there are more, modules whose names differ only
-#: in numbers share rows.
-_MOST_MODULES = 16
 _BY_MODULE = "Estimated time by module"
-_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +61,8 @@ class LoweringReport(Report):
     peak_bytes: int = 0
     float32_temp_bytes: int | None = None
     float32_peak_bytes: int | None = None
-    layers: tuple[LayerProfit, ...] = ()
-    recipes: tuple[RecipeProfit, ...] = ()
+    layers: tuple[Gain, ...] = ()
+    recipes: tuple[Gain, ...] = ()
 
     _rows = "kernels"
 
@@ -133,13 +126,12 @@ class LoweringReport(Report):
             tables.append(Table(columns, rows, title))
         if self.layers:
             title = f"{_BY_MODULE}, forward and backward (roofline; float32 at JAX's default precision)"
-            columns = ["module", "float32 ", f"{self.layers[0].precision} "]
-            tables.append(_gains_table(self.layers, title, columns, ["float32_seconds", "seconds"]))
+            columns = ["module", "in", "float32 ", "in half "]
+            tables.append(_gains_table(self.layers, title, columns))
         if self.recipes:
             title = f"{_BY_MODULE} with float8 products, forward and backward (roofline)"
             columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds "]
-            fields = ["recipe", "half_seconds", "seconds", "saved_seconds", "added_seconds"]
-            tables.append(_gains_table(self.recipes, title, columns, fields))
+            tables.append(_gains_table(self.recipes, title, columns))
         return tables
 
     def _lines(self) -> list[str]:
@@ -171,29 +163,13 @@ def _memory_line(report: LoweringReport) -> str:
     return f"Memory: {', '.join(parts)}."
 
 
-def _module_names(paths: Iterable[str]) -> dict[str, str]:
-    """Names for tables by path; where there are many, paths that differ only in numbers share a name."""
-    paths = dict.fromkeys(paths)
-    return {path: _NUMBER.sub("*", path) if len(paths) > _MOST_MODULES else path for path in paths}
-
-
-def _gains_table(gains: Sequence[Any], title: str, columns: Sequence[str], fields: Sequence[str]) -> Table:
-    """Makes a table of gains by module.
-
-    Args:
-      gains: rows of `layers` or `recipes`.
-      title, columns: those of the table, but for the last column.
-      fields: attributes to show, texts first; times are added up, that before and that after first.
-    """
-    names = _module_names(gain.path for gain in gains)
-    sums: dict[tuple[str, ...], Any] = {}
+def _gains_table(gains: Sequence[Gain], title: str, columns: Sequence[str]) -> Table:
+    """Makes a table of gains by module; with what products save, and rounding adds, if it has the columns."""
+    rows = []
     for gain in gains:
-        values = [getattr(gain, field) for field in fields]
-        row = (names[gain.path], *(value for value in values if isinstance(value, str)))
-        times = np.array([value for value in values if not isinstance(value, str)])
-        sums[row] = sums.get(row, 0) + times
-    longest = sorted(sums.items(), key=lambda item: -item[1][0])[:_MOST_MODULES]
-    rows = [[*row, *map(_seconds_text, total), f"{total[0] / total[1]:.2f}x"] for row, total in longest]
+        seconds = [gain.before_seconds, gain.seconds, gain.saved_seconds, gain.added_seconds]
+        shown = map(_seconds_text, seconds[: len(columns) - 2])
+        rows.append([gain.path, gain.precision, *shown, f"{gain.speedup:.2f}x"])
     return Table([*columns, "gain "], rows, title)
 
 
@@ -202,11 +178,10 @@ def _products_table(report: LoweringReport) -> Table:
     target = target_of_device(report.target)
     units = "Tensor Cores" if target is None or target.platform == "cuda" else "passes"
     columns = ["module", "pass", "by", "size ", "operands", "sums", units, "alignment", "runs ", "us "]
-    names = _module_names(kernel.path or kernel.place for kernel in report.matrix_kernels)
     runs, seconds = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for kernel in report.matrix_kernels:
         row = (
-            names[kernel.path or kernel.place],
+            kernel.path or kernel.place,
             "backward" if kernel.backward else "forward",
             kernel.kind,
             kernel.size,
@@ -236,7 +211,7 @@ def verdict_of(
     kernels: Sequence[Kernel],
     found: Sequence[Estimate],
     target: Target | None = None,
-    recipes: Sequence[RecipeProfit] = (),
+    recipes: Sequence[Gain] = (),
 ) -> str:
     """The report in one line: modules whose products are not fast, and the estimated speed.
 
@@ -271,7 +246,7 @@ def verdict_of(
         has = "has no Tensor Cores for" if target.platform == "cuda" else "has no arithmetic for"
         parts.append(f"{target.name} {has} {missing[0]}: use {known[0]}")
     if losing := [layer for layer in recipes if layer.speedup < 1]:
-        better = f"{losing[0].recipe}@{target.name}" if target is not None else "another recipe"
+        better = f"{losing[0].precision}@{target.name}" if target is not None else "another recipe"
         parts.append(f"slower by their recipe: {joined([p.path for p in losing])} ({better} leaves such out)")
     return "; ".join([*parts, *_estimated(found, known)]) + "."
 

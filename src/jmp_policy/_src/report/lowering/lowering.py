@@ -25,7 +25,7 @@ from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
-from jmp_policy._src.report.lowering.roofline import LayerProfit, estimates, layer_profits, recipe_profits
+from jmp_policy._src.report.lowering.roofline import Gain, estimates, gains
 
 #: By precision the name of a program, and the program.
 Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
@@ -113,7 +113,7 @@ def lowering_report(
     known = {p: known[p] for p in ("float32", *HALVES, *FEW_BITS) if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
-    gains = recipe_profits(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
+    by_recipe = gains(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
     # Variants begin with float32, unless the program is that.
     wide = given if "float32" in precisions else answers[1]
     return LoweringReport(
@@ -127,23 +127,23 @@ def lowering_report(
         estimates=found,
         measured_seconds=measured,
         notes=tuple(notes),
-        verdict=verdict_of(kernels, found, card, gains),
+        verdict=verdict_of(kernels, found, card, by_recipe),
         peak_bytes=given.peak_bytes,
         float32_temp_bytes=None if wide.error else wide.temp_bytes,
         float32_peak_bytes=None if wide.error else wide.peak_bytes,
         layers=_layers(known, card),
-        recipes=gains,
+        recipes=by_recipe,
     )
 
 
-def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[LayerProfit, ...]:
+def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> tuple[Gain, ...]:
     """The gains of the half type that is given, or else of one that the device has."""
     halves = [half for half in HALVES if half in known]
     given = [half for half in halves if known[half][0] in ("as given", WITHOUT_RECIPE)]
     chosen = given or [half for half in halves if half in card.on_tensor_cores]
     if not chosen or "float32" not in known:
         return ()
-    return layer_profits(known["float32"][1], known[chosen[0]][1], chosen[0], card)
+    return gains(known["float32"][1], known[chosen[0]][1], chosen[0], card)
 
 
 def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
