@@ -105,11 +105,7 @@ def check(
         message += "\n" + _describe_non_finite(grads)
     diagnosis = None
     if loss_fn is not None:
-        from jmp_policy._src.report.diagnose import (
-            diagnose,  # Reports are loaded where one is asked for.
-        )
-
-        try:
+        try:  # Reports are loaded where one is asked for.
             diagnose = load("jmp_policy._src.api.reports").diagnose
             diagnosis = diagnose(loss_fn, *args, scale=scale, has_aux=has_aux)
             message += f"\n{diagnosis.verdict}\n{diagnosis.advice}".rstrip()

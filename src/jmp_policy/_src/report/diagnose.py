@@ -15,7 +15,6 @@ from jmp_policy._src.jaxpr import calls
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
-from jmp_policy._src.jaxpr.walk import walk
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
@@ -29,12 +28,7 @@ from jmp_policy._src.report.function import (
     trained_arguments,
     value_and_gradients,
 )
-from jmp_policy._src.report.lost_constants import (
-    OF_MASK,
-    LostConstant,
-    LostConstants,
-    without_overflow_warnings,
-)
+from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, lost_in, without_overflow_warnings
 from jmp_policy._src.report.pieces import run_program
 from jmp_policy._src.report.trials import Mending
 
@@ -96,7 +90,7 @@ def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
     jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
     results, replay = _run(jaxpr, function.arrays)
     loss = float(np.asarray(results[0]).astype(np.float64))
-    found = Diagnosis(function.name, True, loss, loss_scale, constants=_constants(jaxpr))
+    found = Diagnosis(function.name, True, loss, loss_scale, constants=lost_in(jaxpr).found())
     if replay is None:
         return found
     names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
@@ -112,7 +106,7 @@ def _of_program(function: Function, given: Any) -> Diagnosis:
         loss_scale = float(find_loss_scale(given).loss_scale)
     except (TypeError, ValueError):  # None, or several.
         loss_scale = 1.0
-    found = Diagnosis(function.name, True, math.nan, loss_scale, constants=_constants(jaxpr))
+    found = Diagnosis(function.name, True, math.nan, loss_scale, constants=lost_in(jaxpr).found())
     _, replay = _run(jaxpr, function.arrays)
     return found if replay is None else _diagnosed(found, replay, function, names, replay.results)
 
@@ -133,12 +127,6 @@ def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | No
 
 def _is_one(scale: Any) -> bool:
     return isinstance(scale, int | float) and scale == 1
-
-
-def _constants(jaxpr: Any) -> tuple[LostConstant, ...]:
-    constants = LostConstants()
-    walk(jaxpr, constants)
-    return constants.found()
 
 
 def _diagnosed(

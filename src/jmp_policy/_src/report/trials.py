@@ -6,7 +6,6 @@ mends is advised. Rules can be replaced where modules are wrapped, or run in a b
 hold no parameters themselves: in Linen.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,15 +20,11 @@ from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy, get_policy
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL, Trial
-from jmp_policy._src.policy.watching import Watcher, looking
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.function import (
-    Function,
-    trained_arguments,
-    value_and_gradients,
-)
+from jmp_policy._src.report.function import Function, trained_arguments, value_and_gradients
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
+from jmp_policy._src.report.tapping import Calls, watching_modules
 
 #: A gradient that is off by no more is mended, whatever else is known.
 _MENDED = 0.02
@@ -105,26 +100,6 @@ def product_layers(modules: Iterable[Any]) -> list[type]:
     return [kind for kind in kinds if any(isinstance(module, kind) for module in modules)]
 
 
-class _Modules(Watcher):
-    """Which modules run: their paths below the model, and the classes of layers that are one product."""
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-        self.products: dict[type, None] = {}
-
-    def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Takes note of a module."""
-        self.paths.add(name.partition(".")[0])
-        self.products.update(dict.fromkeys(product_layers([module])))
-        return out
-
-    def of(self, path: str) -> str:
-        """The innermost module that a report's path leads to, as a rule writes it; "" for the model."""
-        while path and path not in self.paths:
-            path = path.rpartition("/")[0]
-        return path.partition("/")[2]
-
-
 class Mending:
     """Tries rules for a loss of wrapped modules.
 
@@ -172,27 +147,31 @@ class Mending:
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""
-        trial = Trial()
-        with contextlib.ExitStack() as stack:
-            for framework in imported_frameworks():
-                stack.enter_context(framework.tapped())
-            stack.enter_context(TRIAL(trial))
-            self._modules = stack.enter_context(looking(_Modules()))
+        trial, calls = Trial(), Calls(lambda module: product_layers([module]))
+        with TRIAL(trial), watching_modules(calls):
             jax.eval_shape(self._program, self._arrays)
+        self._paths = {call.name.partition(".")[0] for call, _ in calls.calls}
+        self._products = dict.fromkeys(kind for _, kinds in calls.calls for kind in kinds)
         return next(iter(trial.met)) if len(trial.met) == 1 else None
+
+    def _module(self, path: str) -> str:
+        """The innermost module that a report's path leads to, as a rule writes it; "" for the model."""
+        while path and path not in self._paths:
+            path = path.rpartition("/")[0]
+        return path.partition("/")[2]
 
     def _candidates(
         self, own: PolicyMap, paths: Sequence[str]
     ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
         default = own.default
-        named = list(filter(None, dict.fromkeys(map(self._modules.of, paths))))
+        named = list(filter(None, dict.fromkeys(map(self._module, paths))))
         around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
         rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
         rules = rules[:_MOST] + [dict.fromkeys(named, "float32")] * (len(named) > 1)
         for rule in rules:
             yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
         if is_half(default.compute_dtype):
-            yield {}, products_alone(own, self._modules.products)
+            yield {}, products_alone(own, self._products)
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
             yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)

@@ -114,8 +114,6 @@ class TwinEvaluation(Interpreter):
 
     def over_devices(self, eqn: Any, record: dict[int, Measured]) -> dict[int, Measured]:
         """What is measured on all devices of a shard_map."""
-        if not eqn.params["check_vma"]:
-            self.recorder.counted_often.update(record)
         return over_devices(record, tuple(compat.manual_axes(eqn.params)), eqn.params["check_vma"])
 
     def keep(self, record: Any) -> None:
@@ -370,8 +368,7 @@ class Comparison:
         """
         outs, recorder = self._run(arrays, self._wanted)
         measured = recorder.measured
-        known = {number: measured[number] for number in measured.keys() - recorder.counted_often}
-        compared = [self._compared(twin, known) for twin in outs]
+        compared = [self._compared(twin) for twin in outs]
         changes = {}
         for i, arguments in self._updated.items():
             exact, before = outs[i].exact, [arrays[index] for index in arguments]
@@ -391,21 +388,14 @@ class Comparison:
         """What the errors of a node are multiplied by when they are measured."""
         return self._errors.unit(self.nodes[number].site.backward)
 
-    def _compared(self, twin: Twin, measured: Mapping[int, Measured]) -> Compared:
+    def _compared(self, twin: Twin) -> Compared:
         if not jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
             zero = jnp.zeros((), jnp.float32)
             error = self._errors.difference(twin.half, twin.exact)
             return Compared(squares(error), zero, zero, jnp.max(jnp.abs(error), initial=0.0))
-        half = squares(self._errors.finite(twin.half))
-        node = twin.node
-        at = None if node is None else measured.get(node)
-        is_whole = at is not None and None not in (at.total, at.exact, at.largest)
-        if node is not None and at is not None and is_whole and jnp.shape(at.total) == ():
-            # The gradient of a matrix is often a transpose of what was measured: slow to add up once more.
-            unit = self.unit_of(node)
-            return Compared(at.total / unit**2, at.exact / unit**2, half, at.largest / unit)
-        error, exact = self._errors.difference(twin.half, twin.exact), self._errors.finite(twin.exact)
-        return Compared(squares(error), squares(exact), half, jnp.max(jnp.abs(error), initial=0.0))
+        error = self._errors.difference(twin.half, twin.exact)
+        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
+        return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:
         recorder = Recorder(wanted, self._errors)

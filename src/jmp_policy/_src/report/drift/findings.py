@@ -303,13 +303,7 @@ class Drift(Report):
         Raises:
           ImportError: when matplotlib is not installed.
         """
-        from jmp_policy._src.report.drift.findings import plot
-
         return plot(self, plotting("Drift.plot"))
-
-    def exceeding(self, rtol: float) -> tuple[ResultDrift, ...]:
-        """The results whose relative error is larger than a bound, or not a number."""
-        return tuple(r for r in self.results if not r.error <= rtol)
 
 
 def exceeding_text(found: Drift, rtol: float) -> str:
@@ -321,7 +315,7 @@ def exceeding_text(found: Drift, rtol: float) -> str:
         if not found.loss_error <= rtol:
             parts.append(f"the loss is off by {found.loss_error:.3g}")
     else:
-        parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.exceeding(rtol)])]
+        parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.results if not r.error <= rtol])]
     wrong = "; ".join(filter(None, parts))
     return f"{wrong}, and may be by {rtol:.3g}" if wrong else ""
 

@@ -145,13 +145,11 @@ class Recorder:
     Attributes:
       nodes: of the program.
       measured: by node.
-      counted_often: nodes whose sums count a value once for each device that holds a copy.
     """
 
     def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
-        self.counted_often: set[int] = set()
         self._wanted, self._errors = wanted, errors
 
     def add(self, node: Node) -> int:

@@ -197,7 +197,7 @@ class Rows:
                 direction = self._direction(number)
                 groups[(node.site.path, node.site.line, node.operation, direction)].append(number)
         return tuple(
-            self._row(key[0], key[3], numbers, [], numbers, self._sum(numbers, "introduced"))
+            self._row(key[0], key[3], numbers, False, numbers, self._sum(numbers, "introduced"))
             for key, numbers in groups.items()
             if self._ran(numbers)
         )
@@ -213,8 +213,8 @@ class Rows:
         for (module, direction), numbers in groups.items():
             leaving = self._leaving(numbers)
             if leaving and self._ran(leaving):
-                introduced = sum(within[n] * self._squared(n) for n in leaving if within[n])
-                rows.append(self._row(module, direction, leaving, numbers, numbers, introduced))
+                introduced = sum(within[n] * self._budget.error(n) for n in leaving if within[n])
+                rows.append(self._row(module, direction, leaving, True, numbers, introduced))
         return tuple(rows)
 
     def expected(self, error: float) -> float:
@@ -269,9 +269,6 @@ class Rows:
         # What nobody else reads is what the module's own gradients are computed from.
         return by_pass or by_module or floating
 
-    def _squared(self, number: int) -> float:
-        return self._budget.error(number)
-
     def _sum(self, numbers: Sequence[int], field: str) -> float:
         return sum(getattr(self._measured[n], field) for n in numbers)
 
@@ -280,7 +277,7 @@ class Rows:
         module: str,
         direction: str,
         shown: Sequence[int],
-        inside: Sequence[int],
+        is_module: bool,
         counted: Sequence[int],
         introduced: float,
     ) -> DriftRow:
@@ -289,13 +286,13 @@ class Rows:
         Args:
           module, direction: what it is about.
           shown: nodes whose errors it shows.
-          inside: nodes of a module, for which `inherited` is what is not introduced; none for operations.
+          is_module: whether it is about a module, for which `inherited` is what is not introduced.
           counted: nodes whose shares it has.
           introduced: sum of the squared errors introduced.
         """
-        total, exact = sum(map(self._squared, shown)), self._sum(shown, "exact")
+        total, exact = sum(map(self._budget.error, shown)), self._sum(shown, "exact")
         rest = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
-        inherited = rest if inside else self._inherited(shown)
+        inherited = rest if is_module else self._inherited(shown)
         # Of a module one operation is named: what spoils the loss may do nothing to the gradient.
         main = max(counted, key=lambda n: (self.shares[n] + self._loss_shares[n], self._relative(n)))
         node = self._nodes[main]
