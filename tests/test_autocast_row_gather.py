@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.autocast.special_rules import chosen_axis, one_of_each_row
+from jmp_policy._src.autocast.operation_rules import chosen_axis, one_of_each_row
 
 ROWS, LABELS = 6, 40
 X = jax.random.normal(jax.random.key(0), (ROWS, LABELS))

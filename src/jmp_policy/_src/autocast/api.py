@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts, special_rules
+from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _CALLS: dict[str, Rule] = {name: call_rules.RULES[kind] for name, kind in calls.KINDS.items()}
 
 #: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **special_rules.RULES, **_CALLS}
+_RULES: dict[str, Rule] = {**operation_rules.OWN, **_CALLS}
 
 
 def _join(plan: Plan) -> Any:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmp_policy._src.autocast.list_rules import AS_TRACED, as_traced
 from jmp_policy._src.autocast.planner import (
+    Case,
     Demand,
     EqnPlan,
     Plan,
@@ -28,58 +28,42 @@ from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 
 
-class _Call:
-    """Base of the rules of calls. `parameter` names the jaxpr."""
+class _Call(Rule):
+    """Base of the rules of calls, loops and branches. `parameter` names the jaxpr of a call."""
 
     parameter = "jaxpr"
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         return planner.demands(eqn.params[self.parameter], outs, region).ins
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        eqn = case.eqn
         if not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
             return as_traced(self, eqn, "as traced: it takes references")
-        inner = self._inner(planner, eqn, ins, outs, region)
+        inner = case.planner.plan(eqn.params[self.parameter], case.ins, case.outs, case.region)
         reads = planned_dtypes(inner.ins, eqn.invars)
-        return EqnPlan(eqn, self, reads, inner.outs, "what is inside decides", (inner,))
-
-    def _inner(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> Plan:
-        return planner.plan(eqn.params[self.parameter], ins, outs, region)
+        return EqnPlan(eqn, self, reads, inner.outs, "what is inside decides", (inner,), planner=case.planner)
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if not step.inner or step.is_unchanged:
-            return rebound(step.eqn, float32_reads(step.eqn), caches)
-        return self.call(step, step.inner[0], caches)
+            return rebound(step, float32_reads(step.eqn), caches)
+        if calls.is_inlined(step.eqn):
+            return run(step.inner[0], caches)
+        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
+        function = as_function(step.inner[0], _dtypes(step))
+        return list(map(computed, self.call(step, function, arrays)))
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        """Does it, when something inside changes."""
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Does it, when something inside changes; `function` is what the first plan inside does."""
         raise NotImplementedError
 
 
-def _read_all(step: EqnPlan, caches: Sequence[CastCache]) -> list[Any]:
-    return [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
+def _dtypes(step: EqnPlan) -> tuple[Any, ...]:
+    return planned_dtypes(step.outs, step.eqn.outvars)
 
 
 class Jit(_Call):
     """jax.jit: inlined if small, else the same call of another jaxpr, traced once per way it is used."""
-
-    def _inner(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> Plan:
-        plan = super()._inner(planner, eqn, ins, outs, region)
-        if region.half is None or calls.is_inlined(eqn):
-            return plan
-        # A weight that is only used in half is cast outside, once for all calls; not if it is donated.
-        only_half, donated = frozenset([region.half]), eqn.params["donated_invars"]
-        narrowed = [
-            v._replace(dtype=region.half) if v.source == "leaf" and reads == only_half and not given else v
-            for v, reads, given in zip(ins, plan.reads, donated, strict=True)
-        ]
-        return plan if narrowed == list(ins) else super()._inner(planner, eqn, narrowed, outs, region)
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         for cache, donated in zip(caches, step.eqn.params["donated_invars"], strict=True):
@@ -87,20 +71,12 @@ class Jit(_Call):
                 cache.donate()
         return super().run(step, caches)
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if calls.is_inlined(step.eqn):
-            return run(plan, caches)
-        arrays = _read_all(step, caches)
-        jaxpr = _traced_again(plan, planned_dtypes(plan.outs, step.eqn.outvars), arrays)
-        return [computed(out) for out in binding.bind(step.eqn, *arrays, jaxpr=jaxpr)]
-
-
-def _traced_again(plan: Plan, dtypes: Sequence[np.dtype | None], arrays: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a plan; the same object for the same types, so that it is compiled once."""
-    key = tuple(jax.typeof(array) for array in arrays)
-    if key not in plan.traced:
-        plan.traced[key] = jax.make_jaxpr(as_function(plan, dtypes))(*arrays)
-    return plan.traced[key]
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        # The same object for the same types, so that it is compiled once.
+        key, traced = (_dtypes(step), *map(jax.typeof, arrays)), step.inner[0].traced
+        if key not in traced:
+            traced[key] = jax.make_jaxpr(function)(*arrays)
+        return binding.bind(step.eqn, *arrays, jaxpr=traced[key])
 
 
 class Inlined(_Call):
@@ -108,17 +84,12 @@ class Inlined(_Call):
 
     parameter = "call_jaxpr"
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return run(plan, caches)
-
 
 class Checkpoint(_Call):
     """jax.checkpoint: casts of weights are inside, so that no half copy is saved."""
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
-        outs = control_flow.checkpoint(step.eqn, function, _read_all(step, caches), binding.bind)
-        return [computed(out) for out in outs]
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        return control_flow.checkpoint(step.eqn, function, arrays, binding.bind)
 
 
 class CustomJVP(_Call):
@@ -126,18 +97,8 @@ class CustomJVP(_Call):
 
     parameter = "call_jaxpr"
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        step = super().plan(planner, eqn, ins, outs, region)
-        step.planner = planner
-        return step
-
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
-        function, arrays = as_function(plan, dtypes), _read_all(step, caches)
-        rule = _planned_when_run(step)
-        return list(map(computed, control_flow.custom_jvp(step.eqn, function, arrays, rule, dtypes)))
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        return control_flow.custom_jvp(step.eqn, function, arrays, _planned_when_run(step), _dtypes(step))
 
 
 def _planned_when_run(step: EqnPlan) -> control_flow.Run:
@@ -167,13 +128,10 @@ class CustomVJP(_Call):
             return super().demand(planner, eqn, outs, region)
         return [True] * len(eqn.invars)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        planner, eqn, _, _, region = case
         if self._is_opened(planner, eqn, region):
-            step = super().plan(planner, eqn, ins, outs, region)
-            step.planner = planner
-            return step
+            return super().plan(case)
         note, names = "", ir.primitives(eqn.params[self.parameter])
         if region.half is not None and any(planner.table.get(n, ("",))[0] == "lower" for n in names):
             note = (
@@ -187,19 +145,15 @@ class CustomVJP(_Call):
         asked = planner.table.get(eqn.primitive.name, ("",))[0] == "lower"
         return asked and region.half is not None and not eqn.params["symbolic_zeros"]
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        dtypes = planned_dtypes(plan.outs, step.eqn.outvars)
-        function, arrays = as_function(plan, dtypes), _read_all(step, caches)
-        passes = _planned_when_run(step)
-        return list(map(computed, control_flow.custom_vjp(step.eqn, function, arrays, passes, dtypes)))
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        return control_flow.custom_vjp(step.eqn, function, arrays, _planned_when_run(step), _dtypes(step))
 
 
 class ShardMap(_Call):
     """jax.shard_map: weights are cast inside, so that their gradients are summed over devices in float32."""
 
-    def call(self, step: EqnPlan, plan: Plan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        function = as_function(plan, planned_dtypes(plan.outs, step.eqn.outvars))
-        return [computed(out) for out in control_flow.shard_map(step.eqn, function, _read_all(step, caches))]
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        return control_flow.shard_map(step.eqn, function, arrays)
 
 
 def _both(one: Demand, other: Demand) -> Demand:
@@ -209,20 +163,7 @@ def _both(one: Demand, other: Demand) -> Demand:
     return one and other
 
 
-class _ControlFlow:
-    """Base of the rules of loops and branches."""
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if not step.inner or step.is_unchanged:
-            return rebound(step.eqn, float32_reads(step.eqn), caches)
-        return list(map(computed, self.call(step, _read_all(step, caches))))
-
-    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Does it, when something inside changes."""
-        raise NotImplementedError
-
-
-class Loop(_ControlFlow):
+class Loop(_Call):
     """lax.scan, lax.while_loop: carries have the least dtypes that the body gives back.
 
     Both passes go over the body until its carries end in what they began as. Carries that start as zeros or
@@ -251,9 +192,8 @@ class Loop(_ControlFlow):
 
         return ir.fixed_point(list(outs), after)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        planner, eqn, ins, outs, region = case
         loop = calls.loop(eqn, ins)
         if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
             return as_traced(self, eqn, "as traced: it takes references")
@@ -276,17 +216,14 @@ class Loop(_ControlFlow):
         results = (*carry, *(v._replace(source="computed") for v in plans[0].outs[len(carry) :]))
         return EqnPlan(eqn, self, reads, results, "what is inside decides", plans)
 
-    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
-        body, *test = step.inner
-        function = as_function(body, planned_dtypes(step.outs, step.eqn.outvars))
-        if not test:
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        if len(step.inner) == 1:
             return control_flow.scan_over_arrays(step.eqn, function, arrays)
-        return control_flow.while_over_arrays(
-            step.eqn, as_function(test[0], [None]), function, arrays, binding.bind
-        )
+        test = as_function(step.inner[1], [None])
+        return control_flow.while_over_arrays(step.eqn, test, function, arrays, binding.bind)
 
 
-class Cond(_ControlFlow):
+class Cond(_Call):
     """lax.cond and lax.switch: a result has the widest dtype that a branch gives it."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
@@ -303,11 +240,10 @@ class Cond(_ControlFlow):
         # Branches by platform: a kernel per platform, written for its dtypes.
         return compat.platforms_of_branches(eqn) is not None or ir.has_references(eqn)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        planner, eqn, ins, outs, region = case
         if self._is_opaque(eqn):
-            step = AS_TRACED.plan(planner, eqn, ins, outs, region)
+            step = AS_TRACED.plan(case)
             return as_traced(self, eqn, step.why, step.note)
         plans = [planner.plan(branch, ins[1:], outs, region) for branch in calls.branches(eqn)]
         results = []
@@ -317,9 +253,8 @@ class Cond(_ControlFlow):
         reads = planned_dtypes(ins, eqn.invars)
         return EqnPlan(eqn, self, reads, tuple(results), "what is inside decides", tuple(plans))
 
-    def call(self, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
-        dtypes = planned_dtypes(step.outs, step.eqn.outvars)
-        return control_flow.cond([as_function(plan, dtypes) for plan in step.inner], arrays)
+    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
+        return control_flow.cond([as_function(plan, _dtypes(step)) for plan in step.inner], arrays)
 
 
 RULES: Mapping[Kind, Rule] = {

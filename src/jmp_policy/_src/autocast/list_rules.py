@@ -8,13 +8,14 @@ import numpy as np
 
 from jmp_policy._src.autocast import lowered_products
 from jmp_policy._src.autocast.planner import (
+    Case,
     Demand,
     EqnPlan,
     How,
     Planner,
     Rule,
+    as_planned,
     float32_reads,
-    rebound,
     traced,
 )
 from jmp_policy._src.autocast.values import CastCache, Value, computed
@@ -53,23 +54,11 @@ def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
     return True in demands and False not in demands
 
 
-class Bound:
-    """Base of the rules whose operation is bound to operands in the planned dtypes."""
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return rebound(step.eqn, step.reads, caches)
-
-
-class AsTraced(Bound):
+class AsTraced(Rule):
     """An operation in the dtypes it was traced in: in float32, or one that autocast doesn't know."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return demand_all(eqn, True)
-
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        note = ""
+    def plan(self, case: Case) -> EqnPlan:
+        (planner, eqn, _, _, region), note = case, ""
         if region.half is None:
             why = region.why or "autocast is off"
         elif eqn.primitive.name in planner.table:
@@ -96,7 +85,7 @@ def as_traced(rule: Rule, eqn: Any, why: str, note: str = "") -> EqnPlan:
 AS_TRACED = AsTraced()
 
 
-class Lower(Bound):
+class Lower(Rule):
     """A product: operands to half; a half result, or a float32 one where only float32 operations use it.
 
     One that sums too few terms to gain is as a multiplication: in half only of what is half already.
@@ -127,24 +116,20 @@ class Lower(Bound):
             and not jax_sources.is_drawn(eqn)
         )
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        eqn, ins, region = case.eqn, case.ins, case.region
         if not self._is_lowered(eqn, region):
             if region.half is not None and any(are_float32(eqn)) and ir.asks_for_precision(eqn):
-                asked = f"a {eqn.primitive.name} asks for precision={eqn.params['precision']}"
-                # Of what is inside JAX's algorithms the user has written nothing.
-                note = "" if jax_sources.is_of_algorithm(eqn) else f"{asked}, and stays in float32"
-                return as_traced(self, eqn, "full: it asks for a precision of its own", note)
+                return as_traced(self, eqn, "full: it asks for a precision of its own")
             if region.half is not None and jax_sources.is_drawn(eqn):
                 return as_traced(self, eqn, "full: draws random numbers")
-            return AS_TRACED.plan(planner, eqn, ins, outs, region)
-        half, reason = region.half, planner.table[eqn.primitive.name][1]
+            return AS_TRACED.plan(case)
+        half, reason = region.half, case.planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(eqn, region)
         if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
             return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
-        if _wanted_full(eqn, outs) and not region.lower:
+        if _wanted_full(eqn, case.outs) and not region.lower:
             stays = f", in {half} and not in float8" if region.recipe else ""
             why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, reads_in(eqn, half), results_in(eqn, FLOAT32), why, how=How.LOWERED)
@@ -171,7 +156,7 @@ class Lower(Bound):
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn, half = step.eqn, step.region.half
         if half not in step.reads or "preferred_element_type" not in eqn.params:
-            return rebound(eqn, step.reads, caches)
+            return super().run(step, caches)
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
 
         assert half is not None
@@ -193,7 +178,7 @@ def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
     return any(made) and all(made) and weights_fit
 
 
-class Promote(Bound):
+class Promote(Rule):
     """An operation in the dtype of its widest operand; numbers and masks take no part, nor do biases."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
@@ -201,25 +186,22 @@ class Promote(Bound):
             return demand_all(eqn, True)  # Of a comparison either will do.
         return demand_all(eqn, _wanted_full(eqn, outs))
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        if region.half is None or not any(are_float32(eqn)) or ir.holds_jaxpr(eqn):
-            return AS_TRACED.plan(planner, eqn, ins, outs, region)
-        dtype, why = self._choose(eqn, ins, outs, region)
+    def plan(self, case: Case) -> EqnPlan:
+        eqn = case.eqn
+        if case.region.half is None or not any(are_float32(eqn)) or ir.holds_jaxpr(eqn):
+            return AS_TRACED.plan(case)
+        dtype, why = self._choose(case)
         return EqnPlan(eqn, self, reads_in(eqn, dtype), results_in(eqn, dtype), why)
 
-    def _choose(
-        self, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> tuple[np.dtype, str]:
-        half = region.half
-        operands = {place: value for place, value in enumerate(ins) if ir.is_float32(eqn.invars[place])}
+    def _choose(self, case: Case) -> tuple[np.dtype, str]:
+        eqn, half = case.eqn, case.region.half
+        operands = {place: value for place, value in enumerate(case.ins) if ir.is_float32(eqn.invars[place])}
         made = [value for value in operands.values() if value.source == "computed"]
         if not all(value.fits(half) for value in operands.values() if value.source == "constant"):
             return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
-        if region.lower:
+        if case.region.lower:
             return half, "follow: the region asks for half"
-        if _wanted_full(eqn, outs):
+        if _wanted_full(eqn, case.outs):
             return FLOAT32, "follow: only float32 operations use the result"
         # float32, or the other half dtype of a region: in float16 what bfloat16 holds may be infinite.
         wider = [value.dtype for value in made if value.dtype != half]
@@ -235,18 +217,17 @@ class Promote(Bound):
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         eqn = step.eqn
         if eqn.primitive.name not in op_table.BROADCASTING:
-            return rebound(eqn, step.reads, caches)
+            return super().run(step, caches)
         broadcast = tuple(
             place
             for place, (cache, dtype) in enumerate(zip(caches, step.reads, strict=True))
             if _is_broadcast_first(cache, dtype, eqn.invars[place], eqn.outvars[0])
         )
-        reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
         if not broadcast:
-            return rebound(eqn, reads, caches)
+            return super().run(step, caches)
+        reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
-        outs = binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]])
-        return [computed(out) for out in outs]
+        return as_planned(step, binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]]))
 
 
 #: An argument that is added to a half value, or multiplies it, may hold anything: positions or times that
@@ -281,17 +262,14 @@ def _is_broadcast_first(cache: CastCache, dtype: Any, atom: Any, like: Any) -> b
     return not isinstance(cache.read(FLOAT32), np.ndarray)
 
 
-class Full(Bound):
+class Full(Rule):
     """An operation in float32; in a region that asks for half, one that follows."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         return FOLLOW.demand(planner, eqn, outs, region) if region.lower else demand_all(eqn, True)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        rule = FOLLOW if region.lower else AS_TRACED
-        return rule.plan(planner, eqn, ins, outs, region)
+    def plan(self, case: Case) -> EqnPlan:
+        return (FOLLOW if case.region.lower else AS_TRACED).plan(case)
 
 
 FOLLOW = Promote()

@@ -1,33 +1,39 @@
-"""The rules of operations without a jaxpr inside, by list; and those of casts and of data that is moved."""
+"""The rules of operations without a jaxpr inside, by list; and those of single operations.
 
-from collections.abc import Sequence
+In float16 `1 / h` is infinite below 1.6e-5, `h ** -2` below 3.9e-3, and the derivative of `g / h` has the
+factor `h ** -2`. bfloat16 has float32's range, so that they follow their operands there. PyTorch keeps
+reciprocals, powers (squares, too) and `1 / h` in float32 for either half dtype.
+
+A cross-entropy takes the logit of its label: one element of each row. JAX's derivative of that is a scatter
+into zeros. XLA fuses it with nothing: the gradient of float32 logits is written in float32, read and written
+again by the scatter, and read once more to be cast for the products behind it. A selection by the index gives
+the same numbers, and is fused with the derivative of the logarithm before it and with the cast after it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_policy._src.autocast.list_rules import (
     AS_TRACED,
     FOLLOW,
-    Bound,
     Full,
     Lower,
     Promote,
     are_float32,
+    as_traced,
     demand_all,
     is_shared,
     reads_in,
     results_in,
 )
-from jmp_policy._src.autocast.planner import (
-    Demand,
-    EqnPlan,
-    How,
-    Planner,
-    Rule,
-    rebound,
-    traced,
-)
-from jmp_policy._src.autocast.values import CastCache, Value, computed
+from jmp_policy._src.autocast.planner import Case, Demand, EqnPlan, How, Planner, Rule, as_planned, traced
+from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.marked_regions import Region
@@ -42,11 +48,10 @@ class DataMovement(Promote):
     sum: over a batch of 16384 in bfloat16 that has an error of 5e-3 instead of 7e-4.
     """
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        eqn, ins, region = case.eqn, case.ins, case.region
         if region.half is None or not any(are_float32(eqn)):
-            step = AS_TRACED.plan(planner, eqn, ins, outs, region)
+            step = AS_TRACED.plan(case)
             if region.half is not None and ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1:
                 # An integer that is to become a float (1 in `x + 1`).
                 step.outs = (step.outs[0]._replace(source="constant", number=ins[0].number),)
@@ -55,7 +60,7 @@ class DataMovement(Promote):
             is_kept = ins[0].source != "computed" and len(eqn.outvars) == 1
             return self._plan_parameter(eqn, ins[0]) if is_kept else self._plan_activation(eqn, ins[0])
         if len(ins) != len(eqn.outvars):
-            return super().plan(planner, eqn, ins, outs, region)
+            return super().plan(case)
         # Several arrays, each for itself (optimization_barrier).
         reads = tuple(v.dtype if f else None for v, f in zip(ins, are_float32(eqn), strict=True))
         kept = tuple(value._replace(source="computed") for value in ins)
@@ -77,9 +82,7 @@ class DataMovement(Promote):
         return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if step.how is How.MOVED:
-            return _made_at_use(step, caches[0])
-        return as_planned(step, rebound(step.eqn, step.reads, caches))
+        return _made_at_use(step, caches[0]) if step.how is How.MOVED else super().run(step, caches)
 
 
 def is_summed(eqn: Any) -> bool:
@@ -110,27 +113,16 @@ def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
 class Float32Internal(Promote):
     """An operation in float32 inside, so that its derivative is; what comes of half is returned in half."""
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        step = super().plan(planner, eqn, ins, outs, region)
-        if eqn.primitive.name == "pad" and ins[1].source == "constant":
+    def plan(self, case: Case) -> EqnPlan:
+        step, eqn, half = super().plan(case), case.eqn, case.region.half
+        if eqn.primitive.name == "pad" and case.ins[1].source == "constant":
             return step
-        if region.half is not None and ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == region.half:
-            return inside_float32(self, eqn, region.half, planner.table[eqn.primitive.name][1])
+        if half is not None and ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == half:
+            return inside_float32(self, eqn, half, case.planner.table[eqn.primitive.name][1])
         return step
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return as_planned(step, rebound(step.eqn, step.reads, caches))
 
-
-def as_planned(step: EqnPlan, outs: Sequence[CastCache]) -> Sequence[CastCache]:
-    """Returns results in the dtypes they were planned in."""
-    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
-    return [computed(cache.read(v.dtype)) if ir.is_float32(var) else cache for cache, v, var in results]
-
-
-class Convert(Bound):
+class Convert(Rule):
     """A cast of the user's, which is obeyed; one from float32 to float32 (of a Python number) is none."""
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
@@ -139,12 +131,11 @@ class Convert(Bound):
             return demand_all(eqn, outs[0])
         return demand_all(eqn, to != region.half)
 
-    def plan(
-        self, planner: Planner, eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
+    def plan(self, case: Case) -> EqnPlan:
+        eqn, ins = case.eqn, case.ins
         source, to = eqn.invars[0], eqn.params["new_dtype"]
-        if region.half is None or eqn.params.get("sharding") is not None:
-            return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        if case.region.half is None or eqn.params.get("sharding") is not None:
+            return AS_TRACED.plan(case)
         if ir.is_float32(source):
             if to == FLOAT32:
                 return EqnPlan(eqn, self, (ins[0].dtype,), (ins[0],), How.MOVED.value, how=How.MOVED)
@@ -155,16 +146,120 @@ class Convert(Bound):
             number = 1.0 if is_mask else ins[0].number
             value = Value(FLOAT32, "constant", number)
             return EqnPlan(eqn, self, (None,), (value,), How.MOVED.value, how=How.MOVED)
-        return AS_TRACED.plan(planner, eqn, ins, outs, region)
+        return AS_TRACED.plan(case)
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         (cache,), eqn = caches, step.eqn
         if step.how is not How.MOVED:
-            return rebound(eqn, step.reads, caches)
+            return super().run(step, caches)
         if step.reads[0] is not None:
             return [cache]
 
         return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
+
+
+def _is_narrow(region: Region) -> bool:
+    """Returns whether operations are to stay within float16's range by themselves."""
+    return region.half is not None and region.half.name == "float16" and not region.lower
+
+
+class IntegerPower(Promote):
+    """A power: in float16 only squares are computed in half."""
+
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        return [True] if self._is_full(eqn, region) else super().demand(planner, eqn, outs, region)
+
+    @staticmethod
+    def _is_full(eqn: Any, region: Region) -> bool:
+        return _is_narrow(region) and not 0 <= eqn.params["y"] <= 2
+
+    def plan(self, case: Case) -> EqnPlan:
+        if self._is_full(case.eqn, case.region):
+            return as_traced(self, case.eqn, "full: exceeds float16 easily")
+        return super().plan(case)
+
+
+class Quotient(Promote):
+    """A quotient or remainder: in float16 only one by a number is computed in half.
+
+    Of a number, or of a parameter, it is float32. Of two half values it is computed in float32 and returned
+    in half: the quotient is within range more often than the factors of its derivative.
+    """
+
+    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+        if _is_narrow(region) and isinstance(eqn.invars[0], compat.Literal):
+            return [True, True]
+        return super().demand(planner, eqn, outs, region)
+
+    def plan(self, case: Case) -> EqnPlan:
+        step, eqn, region = super().plan(case), case.eqn, case.region
+        numerator, divisor = case.ins
+        is_half = ir.is_float32(eqn.outvars[0]) and step.outs[0].dtype == region.half
+        if not is_half or not _is_narrow(region) or divisor.source == "constant":
+            return step
+        if numerator.source != "computed":
+            return as_traced(self, eqn, "full: a quotient of a number exceeds float16 easily")
+        return inside_float32(self, eqn, region.half, "its derivative exceeds float16 easily")
+
+
+class Gather(Float32Internal):
+    """A gather: in float32 inside."""
+
+    def plan(self, case: Case) -> EqnPlan:
+        step, eqn = super().plan(case), case.eqn
+        is_float = case.region.half is not None and ir.is_float32(eqn.invars[0])
+        step.is_rewritten = is_float and not ir.is_explicit(eqn.invars) and chosen_axis(eqn) is not None
+        return step
+
+    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        if not step.is_rewritten:
+            return super().run(step, caches)
+        operand, indices = (cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True))
+        return as_planned(step, [one_of_each_row(step.eqn)(operand, indices)])
+
+
+def chosen_axis(eqn: Any) -> int | None:
+    """Returns the axis along which a gather takes one element of each row; None if it takes others."""
+    numbers, operand, indices = eqn.params["dimension_numbers"], *map(ir.shape_of, eqn.invars)
+    if len(numbers.start_index_map) != 1 or not all(isinstance(n, int) for n in (*operand, *indices)):
+        return None
+    (axis,) = numbers.start_index_map
+    rows = [i for i in range(len(operand)) if i != axis]
+    places = list(numbers.start_indices_batching_dims)
+    takes_one = (
+        numbers.collapsed_slice_dims == (axis,)
+        and list(numbers.operand_batching_dims) == rows
+        and places == sorted(places)
+        and math.prod(indices) == math.prod(operand[i] for i in rows)
+    )
+    return axis if takes_one else None
+
+
+def one_of_each_row(eqn: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns a gather, of an operand at indices, with a selection as its derivative."""
+    axis, out = chosen_axis(eqn), ir.shape_of(eqn.outvars[0])
+    is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    assert axis is not None
+    function = jax.custom_jvp(lambda operand, indices: binding.bind(eqn, operand, indices)[0])
+
+    def tangent(indices: jax.Array, t: jax.Array) -> jax.Array:
+        shape = [1 if i == axis else size for i, size in enumerate(t.shape)]
+        places = indices.reshape(shape).astype(jnp.promote_types(indices.dtype, jnp.int32))
+        if is_clipped:
+            places = places.clip(0, t.shape[axis] - 1)
+        chosen = lax.broadcasted_iota(places.dtype, t.shape, axis) == places
+        return jnp.sum(jnp.where(chosen, t, 0), axis).reshape(out)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        operand, indices = primals
+        picked = function(operand, indices)
+        if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+            return picked, jnp.zeros_like(picked)
+        # Under checkpoint, so that the indices are kept and not where each row has its own.
+        return picked, jax.checkpoint(tangent, prevent_cse=False)(indices, tangents[0])
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
 
 
 #: The rules of the lists.
@@ -172,6 +267,9 @@ LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "i
 
 #: The rules of primitives that are on no list, or on one with something of their own.
 OWN: dict[str, Rule] = {
+    **dict.fromkeys(op_table.MOVES, DataMovement()),
+    **dict.fromkeys(("div", "rem"), Quotient()),
     "convert_element_type": Convert(),
-    **{name: DataMovement() for name in op_table.MOVES},
+    "integer_pow": IntegerPower(),
+    "gather": Gather(),
 }

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.autocast.operation_rules import is_summed
-from jmp_policy._src.autocast.planner import EqnPlan, How, Plan, Program, as_program
+from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import calls, compat, ir, op_table
 from jmp_policy._src.jaxpr.calls import Kind
@@ -87,12 +87,12 @@ class Uses:
 
     def _half_read(self, place: int, operand: int, through_elementwise: bool) -> np.dtype | None:
         eqn, step = self.eqns[place], self.steps[place]
-        name, kind = eqn.primitive.name, calls.kind_of(eqn)
+        name = eqn.primitive.name
         is_wide = through_elementwise and not is_half(step.reads[operand])
         if is_wide and is_elementwise(eqn, ir.shape_of(eqn.invars[operand])):
             return self.half_of_all(eqn.outvars[0], through_elementwise)
         if step.inner:
-            if kind is not Kind.CALL and not (kind is Kind.JIT and calls.is_inlined(eqn)):
+            if not calls.is_inlined(eqn):
                 return None
             if place not in self._inlined:
                 self._inlined[place] = Uses(step.inner[0])
@@ -356,7 +356,9 @@ def _is_along(sums: Any, quotient: Any) -> bool:
     return ir.shape_of(quotient.invars[0]) == shape and ir.shape_of(quotient.invars[1]) == kept
 
 
-def join(plan: Plan, joined_step: Callable[[Uses, Part], EqnPlan]) -> Program | Mapping[Any, np.dtype]:
+def join(
+    plan: Plan, joined_step: Callable[[Uses, Part], EqnPlan]
+) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
     """Returns the program of a plan, with its parts joined; or first, which values have to be half for that.
 
     Those are results of parts that are held in float32 and read in half: what moves them is to be planned so.
@@ -379,6 +381,4 @@ def join(plan: Plan, joined_step: Callable[[Uses, Part], EqnPlan]) -> Program | 
     alone = {place for place in inside - joined.keys() if read & set(uses.eqns[place].outvars)}
     alone |= {p for p in inside - joined.keys() if not uses.read_within(uses.eqns[p].outvars[0], inside)}
     places = [p for p in range(len(uses.eqns)) if p in joined or p in alone or p not in inside]
-    steps = [joined.get(place, uses.steps[place]) for place in places]
-    eqns = [joined[place].eqn if place in joined else uses.eqns[place] for place in places]
-    return as_program(plan.jaxpr, eqns, steps)
+    return [joined.get(place, uses.steps[place]) for place in places]

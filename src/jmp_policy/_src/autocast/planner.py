@@ -18,12 +18,12 @@ cost nothing at run time.
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmp_policy._src.autocast.values import CastCache, Value, argument, computed, constant
-from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
+from jmp_policy._src.autocast.values import CastCache, Value, argument, cast, computed, constant
+from jmp_policy._src.jaxpr import compat, ir, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
 from jmp_policy._src.policy.marked_regions import Region, Regions
 from jmp_policy._src.products import binding
@@ -92,17 +92,6 @@ class EqnPlan:
         return not self.is_rewritten and outs and reads and all(plan.is_unchanged for plan in self.inner)
 
 
-class Program(NamedTuple):
-    """Equations, as `evaluate` takes a jaxpr, with the step that does each of them."""
-
-    invars: Sequence[Any]
-    constvars: Sequence[Any]
-    consts: Sequence[Any]
-    eqns: Sequence[Any]
-    outvars: Sequence[Any]
-    steps: Sequence[EqnPlan]
-
-
 @dataclasses.dataclass
 class Plan:
     """What is done with a jaxpr.
@@ -122,35 +111,46 @@ class Plan:
     ins: tuple[Value, ...]
     steps: list[EqnPlan]
     outs: tuple[Value, ...]
-    program: Program
+    program: Sequence[EqnPlan]
     last_uses: list[list[Any]]
     is_unchanged: bool
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def reads(self) -> tuple[frozenset[np.dtype], ...]:
-        """Returns for each argument the dtypes it is read in."""
-        return _reads(compat.open_jaxpr(self.jaxpr), self.steps, self.outs)
+
+class Case(NamedTuple):
+    """An operation, where it is planned.
+
+    Args:
+      planner: plans what is inside.
+      eqn: the operation.
+      ins: what its operands are.
+      outs: what is wanted of its results.
+      region: the region it is in.
+    """
+
+    planner: "Planner"
+    eqn: Any
+    ins: Sequence[Value]
+    outs: Sequence[Demand]
+    region: Region
 
 
-class Rule(Protocol):
+class Rule:
     """What autocast does with one kind of operation; `Planner` asks, `run` executes."""
 
     def demand(
         self, planner: "Planner", eqn: Any, outs: Sequence[Demand], region: Region
     ) -> Sequence[Demand]:
-        """Returns what it wants of each operand, given what is wanted of its results."""
-        ...
+        """Returns what it wants of each operand, given what is wanted of its results: here float32."""
+        return [True] * len(eqn.invars)
 
-    def plan(
-        self, planner: "Planner", eqn: Any, ins: Sequence[Value], outs: Sequence[Demand], region: Region
-    ) -> EqnPlan:
-        """Returns what is to be done, given what its operands are and what is wanted of its results."""
-        ...
+    def plan(self, case: Case) -> EqnPlan:
+        """Returns what is to be done."""
+        raise NotImplementedError
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        """Does it."""
-        ...
+        """Does it: here the operation itself, in the dtypes that were planned."""
+        return rebound(step, step.reads, caches)
 
 
 @dataclasses.dataclass
@@ -249,8 +249,8 @@ class Planner:
                 plan.last_uses = last_uses(jaxpr)
                 return plan
             joined = self._join(plan)
-            if isinstance(joined, Program):
-                plan.program, plan.last_uses = joined, last_uses(joined)
+            if not isinstance(joined, Mapping):
+                plan.program, plan.last_uses = joined, last_uses(jaxpr, [step.eqn for step in joined])
                 return plan
             halved |= joined
 
@@ -279,7 +279,7 @@ class Planner:
             before, planned = known.get(id(eqn), (None, None))
             if planned is None or before != values:
                 wanted = [demands.get(var) for var in eqn.outvars]
-                planned = self.rule(eqn).plan(self, eqn, values, wanted, inside)
+                planned = self.rule(eqn).plan(Case(self, eqn, values, wanted, inside))
                 planned.region = inside
                 known[id(eqn)] = values, planned
             if halved and not halved.keys().isdisjoint(eqn.outvars):
@@ -296,7 +296,7 @@ class Planner:
             ins,
             steps,
             results,
-            as_program(jaxpr, opened.eqns, steps),
+            steps,
             [],  # Known when it is known what is joined.
             all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
             and all(step.is_unchanged for step in steps),
@@ -304,13 +304,7 @@ class Planner:
 
 
 #: What gives the program of a plan.
-Join: TypeAlias = Callable[[Plan], "Program | Mapping[Any, np.dtype]"]
-
-
-def as_program(jaxpr: Any, eqns: Sequence[Any], steps: Sequence[EqnPlan]) -> Program:
-    """Returns a jaxpr's program, with these equations and steps."""
-    opened = compat.open_jaxpr(jaxpr)
-    return Program(opened.invars, opened.constvars, compat.constants(jaxpr), eqns, opened.outvars, steps)
+Join: TypeAlias = Callable[[Plan], Sequence[EqnPlan] | Mapping[Any, np.dtype]]
 
 
 class _Rounding(NamedTuple):
@@ -360,28 +354,6 @@ def of_constant(var: Any, value: Any) -> Value:
     return traced(var, "leaf")
 
 
-def _reads(jaxpr: Any, steps: Sequence[EqnPlan], outs: Sequence[Value]) -> tuple[frozenset[np.dtype], ...]:
-    """Returns for each argument the dtypes it is read in, also through steps that only move it."""
-    reads: dict[Any, set[np.dtype]] = {}
-    for atom, value in zip(jaxpr.outvars, outs, strict=True):
-        if not isinstance(atom, compat.Literal):
-            reads.setdefault(atom, set()).add(value.dtype)
-    for step in reversed(steps):
-        moved = step.how is How.MOVED
-        for atom, dtype in zip(step.eqn.invars, step.reads, strict=True):
-            if not isinstance(atom, compat.Literal) and ir.is_float32(atom):
-                later = reads.get(step.eqn.outvars[0], set()) if moved else {_read(step, atom, dtype)}
-                reads.setdefault(atom, set()).update(later)
-    return tuple(frozenset(reads.get(var, ())) for var in jaxpr.invars)
-
-
-def _read(step: EqnPlan, atom: Any, dtype: Any) -> np.dtype:
-    """Returns what an operand is read in: one that is broadcast is broadcast in float32."""
-    name, like = step.eqn.primitive.name, step.eqn.outvars
-    is_broadcast = name in op_table.BROADCASTING and ir.shape_of(atom) != ir.shape_of(like[0])
-    return FLOAT32 if dtype is None or is_broadcast else dtype
-
-
 def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
     """Runs the operations of a plan, on behalf of the lines of code they come from.
 
@@ -392,7 +364,7 @@ def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
     Returns:
       The results.
     """
-    steps = iter(plan.program.steps)
+    steps = iter(plan.program)
 
     def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
         planned = next(steps)
@@ -400,7 +372,13 @@ def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
             return planned.rule.run(planned, operands)
 
     return evaluate(
-        plan.program, caches, step, constant=_constant, literal=_literal, last_uses=plan.last_uses
+        plan.jaxpr,
+        caches,
+        step,
+        constant=_constant,
+        literal=_literal,
+        eqns=[step.eqn for step in plan.program],
+        last_uses=plan.last_uses,
     )
 
 
@@ -430,7 +408,13 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
     return function
 
 
-def rebound(step_eqn: Any, reads: Sequence[np.dtype | None], caches: Sequence[CastCache]) -> list[CastCache]:
+def rebound(step: EqnPlan, reads: Sequence[np.dtype | None], caches: Sequence[CastCache]) -> list[CastCache]:
     """Does the operation itself, with its own parameters, on operands in the given dtypes."""
     arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
-    return [computed(out) for out in binding.bind(step_eqn, *arrays)]
+    return as_planned(step, binding.bind(step.eqn, *arrays))
+
+
+def as_planned(step: EqnPlan, outs: Sequence[Any]) -> list[CastCache]:
+    """Returns the results of an operation in the dtypes they were planned in."""
+    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
+    return [computed(cast(out, v.dtype) if ir.is_float32(var) else out) for out, v, var in results]

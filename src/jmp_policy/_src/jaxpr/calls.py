@@ -166,5 +166,7 @@ def is_bound(eqn: Any) -> bool:
 
 
 def is_inlined(eqn: Any) -> bool:
-    """Whether a jit is small and free enough for its operations to take its place."""
+    """Whether the operations of a call take its place: a plain one's, and those of a small and free jit."""
+    if kind_of(eqn) is not Kind.JIT:
+        return kind_of(eqn) is Kind.CALL
     return not is_bound(eqn) and len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _SMALL

@@ -176,6 +176,7 @@ def evaluate(
     *,
     constant: Callable[[Any, Any], Any] = lambda var, value: value,
     literal: Callable[[Any], Any] = lambda atom: atom.val,
+    eqns: Sequence[Any] | None = None,
     last_uses: Sequence[Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Gives each equation of a jaxpr to a function, in order; returns the values of the results.
@@ -187,6 +188,7 @@ def evaluate(
       constant: gives the value of a constant variable, for the variable and the constant; that is None in a
         jaxpr that is not closed.
       literal: gives the value of a number that stands in the program.
+      eqns: other equations than the jaxpr's, to the same results.
       last_uses: of `last_uses`, to free values that are not needed any more.
     """
     opened, consts = open_jaxpr(jaxpr), constants(jaxpr)
@@ -201,7 +203,7 @@ def evaluate(
     def value_of(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else known[atom]
 
-    for i, eqn in enumerate(opened.eqns):
+    for i, eqn in enumerate(opened.eqns if eqns is None else eqns):
         known.update(zip(eqn.outvars, step(eqn, list(map(value_of, eqn.invars))), strict=True))
         if last_uses is not None:
             for var in last_uses[i]:
@@ -209,12 +211,12 @@ def evaluate(
     return list(map(value_of, opened.outvars))
 
 
-def last_uses(jaxpr: Any) -> list[list[Any]]:
-    """The variables that are not needed after each equation."""
+def last_uses(jaxpr: Any, eqns: Sequence[Any] | None = None) -> list[list[Any]]:
+    """The variables that are not needed after each equation; `eqns` as for `evaluate`."""
     opened = open_jaxpr(jaxpr)
     seen = {atom for atom in opened.outvars if not isinstance(atom, Literal)}
     dead: list[list[Any]] = []
-    for eqn in reversed(opened.eqns):
+    for eqn in reversed(opened.eqns if eqns is None else eqns):
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)]
         dead.append([atom for atom in dict.fromkeys(atoms) if atom not in seen])
         seen.update(atoms)

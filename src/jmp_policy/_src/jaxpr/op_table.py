@@ -184,7 +184,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
     "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR | _TAKES_BIAS),
     "div": Operation(
-        "follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _NONLINEAR | _POLE
+        "follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _NONLINEAR | _POLE
     ),
     "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
     "sign": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
@@ -195,7 +195,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "floor": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "ceil": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "round": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
-    "rem": Operation("follow", "exact to half's rounding; see autocast/special_rules.py", _EACH | _POLE),
+    "rem": Operation("follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _POLE),
     "square": Operation(
         "follow",
         "a product; float16 overflows above 255, see look-ahead for sums of squares",
@@ -203,7 +203,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "one_minus_square": Operation("follow", "a product; the derivative of tanh", _CURVE),
     "integer_pow": Operation(
-        "follow", "a product of few factors; see autocast/special_rules.py", _CURVE | _POLE
+        "follow", "a product of few factors; see autocast/operation_rules.py", _CURVE | _POLE
     ),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
     "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE | _NOT_NEGATIVE),
