@@ -4,7 +4,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 
@@ -16,7 +16,7 @@ from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir
-from jmp_policy._src.jaxpr.flatten import flattened
+from jmp_policy._src.jaxpr.flatten import Flat, flattened
 from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.marked_regions import Regions, compute_dtype
@@ -43,20 +43,6 @@ def _join(plan: Plan) -> Any:
 
 #: Reason of an entry that the caller has made.
 _ASKED = "as the caller asked"
-
-
-class Traced(NamedTuple):
-    """A function, traced and planned.
-
-    Args:
-      plan: what is done with its operations.
-      arrays: its arguments, of those that are arrays.
-      rebuild: gives the function's result from a list of its arrays.
-    """
-
-    plan: Plan
-    arrays: list[Any]
-    rebuild: Callable[[list[Any]], Any]
 
 
 class Settings:
@@ -88,7 +74,7 @@ class Settings:
         self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
         self._warned: set[str] = set()
 
-    def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Plan, Flat]:
         """Traces a function for arguments like these, and plans it.
 
         Raises:
@@ -105,7 +91,7 @@ class Settings:
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
         self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
 
-        return Traced(plan, flat.arrays, flat.rebuild)
+        return plan, flat
 
     def _planner_rules(self) -> dict[str, Rule]:
         lists = {**operation_rules.LISTS, "lower": operation_rules.Lower(self.policy_map.keep_small_inputs)}
@@ -245,9 +231,10 @@ def autocast(
 
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
-        plan, arrays, rebuild = settings.trace(fn, args, kwargs)
+        plan, flat = settings.trace(fn, args, kwargs)
         with leaves_marked(any_wants_fp32_weight_grads(settings.policy_map)) as is_marked:
-            return rebuild((transform.with_float32_gradients(whole) if is_marked else whole)(plan, arrays))
+            run_whole = transform.with_float32_gradients(whole) if is_marked else whole
+            return flat.rebuild(run_whole(plan, flat.arrays))
 
     def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = compat.open_jaxpr(plan.jaxpr).outvars

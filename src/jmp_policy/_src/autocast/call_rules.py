@@ -65,12 +65,6 @@ def _dtypes(step: EqnPlan) -> tuple[Any, ...]:
 class Jit(_Call):
     """jax.jit: inlined if small, else the same call of another jaxpr, traced once per way it is used."""
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        for cache, donated in zip(caches, step.eqn.params["donated_invars"], strict=True):
-            if donated:
-                cache.donate()
-        return super().run(step, caches)
-
     def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
         # The same object for the same types, so that it is compiled once.
         key, traced = (_dtypes(step), *map(jax.typeof, arrays)), step.inner[0].traced

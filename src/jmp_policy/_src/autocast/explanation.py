@@ -104,7 +104,7 @@ def explain(
     settings = Settings(policy, **options)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        plan = settings.trace(fn, args, kwargs).plan
+        plan, _ = settings.trace(fn, args, kwargs)
         return Explanation(tuple(_rows(plan, ())))
 
     return explained

@@ -267,9 +267,8 @@ LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "i
 
 #: The rules of primitives that are on no list, or on one with something of their own.
 OWN: dict[str, Rule] = {
-    **dict.fromkeys(op_table.MOVES, DataMovement()),
-    **dict.fromkeys(("div", "rem"), Quotient()),
     "convert_element_type": Convert(),
-    "integer_pow": IntegerPower(),
-    "gather": Gather(),
+    **dict.fromkeys(op_table.MOVES, DataMovement()),
+    **{"integer_pow": IntegerPower(), "gather": Gather()},
+    **dict.fromkeys(("div", "rem"), Quotient()),
 }

@@ -162,6 +162,7 @@ class Demands:
     of: dict[Any, Demand]
 
 
+@dataclasses.dataclass(eq=False)
 class Planner:
     """Plans jaxprs under one setting of lists, rules and regions.
 
@@ -172,30 +173,28 @@ class Planner:
       otherwise: the rule of all other primitives.
       join: gives the program of a plan, in which one step may do several equations; or, for such a step to be
         possible, variables that have to be held in half.
+
+    Attributes:
+      met: names of the primitives met.
+      notes: what the user should know -> the line where it is.
     """
 
-    def __init__(
-        self,
-        regions: Regions,
-        rules: Mapping[str, Rule],
-        table: Mapping[str, tuple[str, str]],
-        otherwise: Rule,
-        join: "Join",
-    ):
-        self.regions, self.table = regions, table
-        self._rules, self._otherwise, self._join = rules, otherwise, join
-        # By identity, with the jaxpr kept alive in the entry.
-        self._demands: dict[Any, Demands] = {}
-        self._plans: dict[Any, Plan] = {}
-        #: The same, by name stack: equations of one call of a function share it.
-        self._regions: dict[Any, tuple[Any, Region]] = {}
-        #: Names of the primitives met; what the user should know -> the line where it is.
-        self.met: set[str] = set()
-        self.notes: dict[str, str] = {}
+    regions: Regions
+    rules: Mapping[str, Rule]
+    table: Mapping[str, tuple[str, str]]
+    otherwise: Rule
+    join: "Join"
+    met: set[str] = dataclasses.field(default_factory=set)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    # By identity, with the jaxpr kept alive in the entry.
+    _demands: dict[Any, Demands] = dataclasses.field(default_factory=dict)
+    _plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    #: The same, by name stack: equations of one call of a function share it.
+    _regions: dict[Any, tuple[Any, Region]] = dataclasses.field(default_factory=dict)
 
     def rule(self, eqn: Any) -> Rule:
         """Returns the rule of an operation."""
-        return self._rules.get(eqn.primitive.name, self._otherwise)
+        return self.rules.get(eqn.primitive.name, self.otherwise)
 
     def _region_of(self, eqn: Any, around: Region) -> Region:
         """Returns the region of an equation of a jaxpr that is in another one."""
@@ -248,7 +247,7 @@ class Planner:
             if plan.is_unchanged:
                 plan.last_uses = last_uses(jaxpr)
                 return plan
-            joined = self._join(plan)
+            joined = self.join(plan)
             if not isinstance(joined, Mapping):
                 plan.program, plan.last_uses = joined, last_uses(jaxpr, [step.eqn for step in joined])
                 return plan

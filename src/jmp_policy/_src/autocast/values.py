@@ -2,13 +2,14 @@
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import argument_marked
 
@@ -50,27 +51,23 @@ class CastCache:
       is_weight: whether casts of it are marked as those of a parameter.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_is_weight", "_made", "_make", "_views")
+    __slots__ = ("_dtype", "_is_weight", "_made", "_make")
 
     def __init__(
         self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None, is_weight: bool = False
     ):
         self._dtype, self._make, self._is_weight = dtype, make, is_weight
         self._made = {} if value is None else {dtype: value}
-        self._views: list[weakref.ref[CastCache]] = []
 
     def view(self, dtype: Any, make: Callable[[Any], Any]) -> "CastCache":
-        """Returns the cache of what is made of this value, in whichever dtype it is read in."""
-        made = CastCache(None, dtype, make)
-        self._views.append(weakref.ref(made))
-        return made
+        """Returns the cache of what is made of this value, in whichever dtype it is read in.
 
-    def donate(self) -> None:
-        """Makes what is to be made of this value, whose buffer is about to be overwritten."""
-        for made in filter(None, (view() for view in self._views)):
-            if made._make is not None:
-                made.read(None)
-                made._make = None
+        Of an array that is no tracer it is made at once: its buffer may be overwritten before that is read.
+        """
+        value = self._made.get(self._dtype)
+        if isinstance(value, jax.Array) and not ir.is_traced(value):
+            return CastCache(make(dtype), dtype)
+        return CastCache(None, dtype, make)
 
     def read(self, dtype: Any) -> Any:
         """Returns the value in a dtype; for None, as it is."""

@@ -30,7 +30,6 @@ class Kind(enum.Enum):
 KINDS: Mapping[str, Kind] = {
     "jit": Kind.JIT,
     "closed_call": Kind.CALL,
-    "core_call": Kind.CALL,
     "checkpoint": Kind.CHECKPOINT,
     "remat2": Kind.CHECKPOINT,
     "custom_jvp_call": Kind.CUSTOM_JVP,

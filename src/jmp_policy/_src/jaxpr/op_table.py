@@ -118,7 +118,6 @@ OPERATIONS: Mapping[str, Operation] = {
         "lower", "Tensor Cores take half operands and accumulate in float32", _PRODUCT | _COSTLY
     ),
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
-    "ragged_dot": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
     "exp": Operation("full", "exceeds float16 above 11.1", _CURVE | _NOT_NEGATIVE),
     "exp2": Operation("full", "exceeds float16 at 16", _CURVE | _NOT_NEGATIVE),
@@ -140,7 +139,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "igamma": Operation("full", "a series with many terms"),
     "igammac": Operation("full", "a series with many terms"),
     "igamma_grad_a": Operation("full", "a series with many terms"),
-    "random_gamma_grad": Operation("full", "a series with many terms"),
     "regularized_incomplete_beta": Operation("full", "a continued fraction with many terms"),
     "bessel_i0e": Operation("full", "a series with many terms"),
     "bessel_i1e": Operation("full", "a series with many terms"),
@@ -234,22 +232,18 @@ OPERATIONS: Mapping[str, Operation] = {
     "reshape": Operation("follow", "moves data", _WEIGHT | _VIEW),
     "transpose": Operation("follow", "moves data", _WEIGHT | _VIEW),
     "squeeze": Operation("follow", "moves data", _WEIGHT | _VIEW),
-    "expand_dims": Operation("follow", "moves data", _WEIGHT | _VIEW),
     "rev": Operation("follow", "moves data", _WEIGHT),
     "slice": Operation("follow", "moves data", _WEIGHT),
     "split": Operation("follow", "moves data", _WEIGHT),
     "unstack": Operation("follow", "moves data", _WEIGHT),
     "tile": Operation("follow", "moves data", _COPIED_WEIGHT | _SUMMED),
     "copy": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
-    "copy_p": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
     "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW | _SAFE),
     "stop_gradient": Operation("follow", "identity", _MOVES | _SAFE),
     "sharding_constraint": Operation("follow", "identity", _WEIGHT | _VIEW),
     "layout_constraint": Operation("follow", "identity", _WEIGHT),
-    "mesh_cast": Operation("follow", "identity", _WEIGHT),
     "reshard": Operation("follow", "identity", _WEIGHT),
     "pvary": Operation("follow", "identity", _COPIED_WEIGHT | _SUMMED | _VIEW | _COLLECTIVE),
-    "pcast": Operation("follow", "identity", _COPIED_WEIGHT | _SUMMED | _COLLECTIVE),
     "device_put": Operation("follow", "moves data, each operand for itself", _WEIGHT),
     "optimization_barrier": Operation("follow", "identity, each operand for itself", _WEIGHT | _VIEW),
     # In float32 inside, for the sake of the derivative.
@@ -291,10 +285,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "scatter-max": Operation(None, "the larger of rows", _COSTLY | _COMBINER),
     "scatter-min": Operation(None, "the smaller of rows", _COSTLY | _COMBINER),
     "scatter-mul": Operation(None, "multiplies rows", _COSTLY | _COMBINER | _ACCUMULATES),
-    "scatter_add": Operation(
-        None, "its name in later versions", _COSTLY | _COMBINER | _ADDS | _ACCUMULATES | _SCATTER_SUM
-    ),
-    "scatter_mul": Operation(None, "its name in later versions", _COSTLY | _COMBINER | _ACCUMULATES),
     "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY | _ACCUMULATES | _RANKS),
     "approx_top_k": Operation(None, "the largest elements, most of them", _RANKS),
     "select_and_gather_add": Operation(None, "picks elements by others", _EXACT),
@@ -306,7 +296,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "nextafter": Operation(None, "the next number in its dtype", _DTYPE_BOUND),
     "rng_uniform": Operation(None, "draws random numbers, in its dtype", _DTYPE_BOUND),
     "scaled_matmul_wrapper": Operation(None, "a kernel written for its dtypes", _DTYPE_BOUND),
-    "custom_call": Operation(None, "a foreign function", _KERNEL),
     "reduce": Operation(None, "a reduction by a function of the user's", _COMBINER | _ACCUMULATES | _REDUCES),
     "select_and_scatter": Operation(None, "max pooling's gradient, by functions of the user's", _COMBINER),
 }

@@ -7,8 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, passes_of
-from jmp_policy._src.products.fp8.delayed import STATE, delayed_product
-from jmp_policy._src.products.fp8.functions import Float8DotGeneral
+from jmp_policy._src.products.fp8.functions import STATE, Float8DotGeneral, delayed_product
 from jmp_policy._src.products.fp8.random_rounding import STREAM, as_key, data_of
 
 

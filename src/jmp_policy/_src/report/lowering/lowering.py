@@ -13,12 +13,15 @@ from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.dtypes import FEW_BITS, few_bits
 from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
-from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.jaxpr import calls, ir
+from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
-from jmp_policy._src.products.fp8.in_half import products_in_half
+from jmp_policy._src.products.fp8.primitive import FLOAT8_DOT_GENERAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
@@ -179,6 +182,28 @@ def _variants(function: Function, jaxpr: Any) -> tuple[list[str], Variants]:
 
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
+
+
+class _InHalf(Interpreter):
+    """Runs a program with its float8 products computed from half operands, as without its recipe."""
+
+    def enters(self, eqn: Any, kind: Kind, values: Sequence[Any]) -> bool:
+        return kind is not Kind.WHILE or calls.ends_at_once(eqn)
+
+    def operation(self, eqn: Any, values: Sequence[Any], where: Any) -> Sequence[Any]:
+        # Scales are computed by nobody: XLA leaves out what nothing uses.
+        changed = {"formats": (None, None)} if eqn.primitive is FLOAT8_DOT_GENERAL else {}
+        return self.bind(eqn, *values, **changed)
+
+
+def products_in_half(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that multiplies in half what another one multiplies in float8."""
+
+    def in_half(*args: Any) -> Any:
+        jaxpr, arrays, rebuild = flattened(fn, args, {})
+        return rebuild(_InHalf().run(jaxpr, arrays))
+
+    return in_half
 
 
 def _check_exportable(jaxpr: Any, name: str) -> None:
