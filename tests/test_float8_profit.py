@@ -18,10 +18,9 @@ from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.eligibility import profit_of
 from jmp_policy._src.products.fp8.scales import has_blocks
-from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.kernels import Kernel, gains
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import products_in_half
-from jmp_policy._src.report.lowering.roofline import gains
 
 WHERE_IT_PAYS = "mixed_bfloat16, r=fp8_current@H100"
 TOKENS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)

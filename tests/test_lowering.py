@@ -30,10 +30,9 @@ from jmp_policy._src.report.lowering.compiler import (
     is_installed,
 )
 from jmp_policy._src.report.lowering.hlo import executed, parse, result_bytes, shape_bytes
-from jmp_policy._src.report.lowering.kernels import kernels_of, module_path
+from jmp_policy._src.report.lowering.kernels import Estimate, estimates, kernels_of, module_path
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
-from jmp_policy._src.report.lowering.roofline import Estimate, estimates
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.10.2", "0.12.0.1")

@@ -14,10 +14,9 @@ from jmp_policy._src.report.lowering import compiler, lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError, exported, is_installed
 from jmp_policy._src.report.lowering.hlo import executed, parse
-from jmp_policy._src.report.lowering.kernels import kernels_of
+from jmp_policy._src.report.lowering.kernels import gains, kernels_of
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
-from jmp_policy._src.report.lowering.roofline import gains
 
 V5E = TPUS["v5e"]
 live = pytest.mark.skipif(not is_installed("tpu"), reason="needs the extra tpu-lowering")

@@ -25,8 +25,7 @@ from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.eligibility import Profit, profit_of
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
 from jmp_policy._src.report.lowering.hlo import CONTAINERS, NO_KERNEL, arrays, parse
-from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
-from jmp_policy._src.report.lowering.roofline import estimates, kernel_seconds
+from jmp_policy._src.report.lowering.kernels import Kernel, estimates, kernel_seconds, kernels_of
 
 H100 = TARGETS["H100"]
 WIDE = {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384}

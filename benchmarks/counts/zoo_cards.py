@@ -24,9 +24,8 @@ from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compiled, exported
-from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
+from jmp_policy._src.report.lowering.kernels import Kernel, estimates, kernels_of
 from jmp_policy._src.report.lowering.lowered import HALVES
-from jmp_policy._src.report.lowering.roofline import estimates
 
 CARDS = ("V100", "A100", "H100")
 

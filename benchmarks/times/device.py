@@ -21,8 +21,7 @@ from benchmarks.counts.float8 import SIZES, Sized, encoder, policy_of
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
 from jmp_policy._src.core.targets import Target, target_of_device
-from jmp_policy._src.report.lowering.kernels import kernels_of
-from jmp_policy._src.report.lowering.roofline import kernel_seconds
+from jmp_policy._src.report.lowering.kernels import kernel_seconds, kernels_of
 
 REPEATS = 15
 #: Time for all models, below the ten minutes for which a command often may run.

@@ -9,11 +9,10 @@ from jmp_policy._src.report.drift.findings import Drift, DriftRow, ResultDrift
 from jmp_policy._src.report.formats import Format, Formats, formats
 from jmp_policy._src.report.lost_constants import LostConstant
 from jmp_policy._src.report.lowering.compiler import LoweringUnavailableError
-from jmp_policy._src.report.lowering.kernels import Kernel
+from jmp_policy._src.report.lowering.kernels import Estimate, Kernel
 from jmp_policy._src.report.lowering.lowered import LoweringReport
 from jmp_policy._src.report.lowering.lowering import lowering_report
 from jmp_policy._src.report.lowering.memory import MemoryReport, MemoryRow, memory_report
-from jmp_policy._src.report.lowering.roofline import Estimate
 from jmp_policy._src.report.sensitivity.chosen_modules import RecommendationRow
 from jmp_policy._src.report.sensitivity.recommend import Recommendation, recommend
 from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity, SensitivityRow, sensitivity

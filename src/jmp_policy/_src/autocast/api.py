@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 import jax
 
-from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules, parts
+from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules
 from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
 from jmp_policy._src.autocast.values import argument, leaves_marked
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
@@ -16,7 +16,7 @@ from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir
-from jmp_policy._src.jaxpr.flatten import Flat, flattened
+from jmp_policy._src.jaxpr.ir import Flat, flattened
 from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.marked_regions import Regions, compute_dtype
@@ -35,10 +35,6 @@ _CALLS: dict[str, Rule] = {name: call_rules.RULES[kind] for name, kind in calls.
 
 #: The rules of primitives that need more than their list says.
 _RULES: dict[str, Rule] = {**operation_rules.OWN, **_CALLS}
-
-
-def _join(plan: Plan) -> Any:
-    return parts.join(plan, joined_parts.joined_step)
 
 
 #: Reason of an entry that the caller has made.
@@ -85,7 +81,9 @@ class Settings:
         with self._marked() as seen, _refusals_explained():
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
-        planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, join=_join)
+        planner = Planner(
+            regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, joined_parts.join
+        )
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)

@@ -9,16 +9,17 @@ arrays for one of float16. As one function it keeps its operands, and derives ag
 Nothing is rounded that was not rounded before, so gradients have the errors that they would have had.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.autocast.parts import Part, Uses, is_half
-from jmp_policy._src.autocast.planner import EqnPlan
+from jmp_policy._src.autocast.parts import Part, Uses, elementwise_parts, is_half, softmax_parts
+from jmp_policy._src.autocast.planner import EqnPlan, Plan
 from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
 from jmp_policy._src.autocast.values import CastCache, Value, computed
 from jmp_policy._src.jaxpr import compat, ir
@@ -41,7 +42,32 @@ class JoinedEqn(NamedTuple):
     constvars: tuple[Any, ...] = ()
 
 
-def joined_step(uses: Uses, part: Part) -> EqnPlan:
+def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
+    """Returns the program of a plan, with its parts joined; or first, which values have to be half for that.
+
+    Those are results of parts that are held in float32 and read in half: what moves them is to be planned so.
+
+    Args:
+      plan: of a whole jaxpr.
+    """
+    uses = Uses(plan)
+    softmaxes = list(softmax_parts(uses))
+    taken = {place for part in softmaxes for place in part.places}
+    parts = [*softmaxes, *elementwise_parts(uses, taken)]
+    narrowed = {part.out: part.half for part in parts if not is_half(uses.held(part.out))}
+    if narrowed:
+        return narrowed
+    joined = {part.places[-1]: _joined_step(uses, part) for part in parts}
+    inside = {place for part in parts for place in part.places}
+    read = {var for part in parts for var in part.inputs}
+    # A part has its own copy of what is made of numbers alone, which others may read as well.
+    alone = {place for place in inside - joined.keys() if read & set(uses.eqns[place].outvars)}
+    alone |= {p for p in inside - joined.keys() if not uses.read_within(uses.eqns[p].outvars[0], inside)}
+    places = [p for p in range(len(uses.eqns)) if p in joined or p in alone or p not in inside]
+    return [joined.get(place, uses.steps[place]) for place in places]
+
+
+def _joined_step(uses: Uses, part: Part) -> EqnPlan:
     """Returns the step that does all equations of a part."""
     last, eqns = part.places[-1], tuple(uses.eqns[place] for place in part.places)
     eqn = JoinedEqn(part.inputs, (part.out,), eqns)
@@ -56,7 +82,7 @@ class _Elementwise:
 
     def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-        part = _Structure(step.eqn), step.outs[0].dtype
+        part = _structure(step.eqn), step.outs[0].dtype
         try:
             function = kept_function(*part, binding.is_derived_by_operation())
         except TypeError:  # A parameter that cannot be hashed.
@@ -73,36 +99,26 @@ class _Softmax:
         return [computed(function(step.outs[0].dtype, axes, True, caches[0].read(ir.FLOAT32)))]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Structure:
-    """Equations, equal to others that do the same: functions of them are made and traced once.
+    """Equations, equal to others that do the same: functions of them are made and traced once."""
 
-    Args:
-      eqn: what they are of.
-    """
+    eqn: JoinedEqn = dataclasses.field(compare=False)
+    key: tuple[Any, ...]
 
-    def __init__(self, eqn: JoinedEqn):
-        self.eqn = eqn
-        names: dict[Any, int] = {}
-        for var in eqn.invars:
+
+def _structure(eqn: JoinedEqn) -> _Structure:
+    names: dict[Any, int] = {var: place for place, var in enumerate(eqn.invars)}
+    key: list[Any] = [tuple(var.aval.dtype for var in eqn.invars)]
+    for inner in eqn.eqns:
+        operands = tuple(
+            (str(ir.dtype_of(a)), np.asarray(a.val).tobytes()) if isinstance(a, compat.Literal) else names[a]
+            for a in inner.invars
+        )
+        key.append((inner.primitive, compat.context_of(inner), tuple(inner.params.items()), operands))
+        for var in inner.outvars:
             names[var] = len(names)
-        key: list[Any] = [tuple(var.aval.dtype for var in eqn.invars)]
-        for inner in eqn.eqns:
-            operands = tuple(
-                (str(ir.dtype_of(a)), np.asarray(a.val).tobytes())
-                if isinstance(a, compat.Literal)
-                else names[a]
-                for a in inner.invars
-            )
-            key.append((inner.primitive, compat.context_of(inner), tuple(inner.params.items()), operands))
-            for var in inner.outvars:
-                names[var] = len(names)
-        self._key = tuple(key)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self._key == other._key
+    return _Structure(eqn, tuple(key))
 
 
 def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., Any]:

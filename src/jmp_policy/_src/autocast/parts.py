@@ -12,7 +12,7 @@ that, until all its large operands are half. Those are then all that its derivat
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -354,31 +354,3 @@ def _is_along(sums: Any, quotient: Any) -> bool:
     axes, shape = sums.params["axes"], ir.shape_of(quotient.outvars[0])
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     return ir.shape_of(quotient.invars[0]) == shape and ir.shape_of(quotient.invars[1]) == kept
-
-
-def join(
-    plan: Plan, joined_step: Callable[[Uses, Part], EqnPlan]
-) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
-    """Returns the program of a plan, with its parts joined; or first, which values have to be half for that.
-
-    Those are results of parts that are held in float32 and read in half: what moves them is to be planned so.
-
-    Args:
-      plan: of a whole jaxpr.
-      joined_step: gives the step that does all equations of a part.
-    """
-    uses = Uses(plan)
-    softmaxes = list(softmax_parts(uses))
-    taken = {place for part in softmaxes for place in part.places}
-    parts = [*softmaxes, *elementwise_parts(uses, taken)]
-    narrowed = {part.out: part.half for part in parts if not is_half(uses.held(part.out))}
-    if narrowed:
-        return narrowed
-    joined = {part.places[-1]: joined_step(uses, part) for part in parts}
-    inside = {place for part in parts for place in part.places}
-    read = {var for part in parts for var in part.inputs}
-    # A part has its own copy of what is made of numbers alone, which others may read as well.
-    alone = {place for place in inside - joined.keys() if read & set(uses.eqns[place].outvars)}
-    alone |= {p for p in inside - joined.keys() if not uses.read_within(uses.eqns[p].outvars[0], inside)}
-    places = [p for p in range(len(uses.eqns)) if p in joined or p in alone or p not in inside]
-    return [joined.get(place, uses.steps[place]) for place in places]

@@ -14,8 +14,8 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.interpreter import Interpreter
+from jmp_policy._src.jaxpr.ir import flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 #: Operations that run as they were traced, between casts: what they do depends on the bits of their operands,

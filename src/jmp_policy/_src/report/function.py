@@ -12,7 +12,7 @@ import numpy as np
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import is_floating, promote_dtype
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.flatten import is_array, split_arrays
+from jmp_policy._src.jaxpr.ir import is_array, split_arrays
 from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
 from jmp_policy._src.loss_scaling.float8_state import is_float8_state
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent

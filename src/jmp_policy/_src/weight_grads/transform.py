@@ -30,9 +30,8 @@ from jax import lax
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
-from jmp_policy._src.jaxpr.ir import FLOAT32
+from jmp_policy._src.jaxpr.ir import FLOAT32, flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT, Mark, param_cast_kind

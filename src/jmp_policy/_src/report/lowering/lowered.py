@@ -8,9 +8,7 @@ from typing import Any
 from jmp_policy._src.core.dtypes import FEW_BITS
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
-from jmp_policy._src.report.lowering import roofline
-from jmp_policy._src.report.lowering.kernels import Kernel
-from jmp_policy._src.report.lowering.roofline import Estimate, Gain
+from jmp_policy._src.report.lowering.kernels import Estimate, Gain, Kernel, kernel_seconds, plot_roofline
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.
@@ -105,7 +103,7 @@ class LoweringReport(Report):
         if target is None:
             raise ValueError(f"The rates of {self.target!r} are not known. Known: {', '.join(TARGETS)}.")
         title = f"{self.function} on {self.target}: estimated, not measured"
-        return roofline.plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
+        return plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
 
     def _tables(self) -> list[Table]:
         tables = [_products_table(self)]
@@ -192,7 +190,7 @@ def _products_table(report: LoweringReport) -> Table:
         )
         runs[row] += kernel.times
         if target is not None:
-            seconds[row] += kernel.times * roofline.kernel_seconds(kernel, target)[0]  # type: ignore[assignment]
+            seconds[row] += kernel.times * kernel_seconds(kernel, target)[0]  # type: ignore[assignment]
     rows = [[*row, count, f"{1e6 * seconds[row]:.3g}" if seconds else ""] for row, count in runs.items()]
     title = f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
     if all(row[7] == "aligned" for row in rows):

@@ -15,9 +15,9 @@ from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import calls, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.flatten import flattened
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
+from jmp_policy._src.jaxpr.ir import flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
@@ -26,9 +26,8 @@ from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
-from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of, partitions
+from jmp_policy._src.report.lowering.kernels import Gain, Kernel, estimates, gains, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
-from jmp_policy._src.report.lowering.roofline import Gain, estimates, gains
 
 #: By precision the name of a program, and the program.
 Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]

@@ -19,8 +19,8 @@ from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.jaxpr import compat, ir
-from jmp_policy._src.jaxpr.flatten import is_array
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.jaxpr.ir import is_array
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments

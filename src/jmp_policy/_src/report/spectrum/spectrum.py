@@ -14,7 +14,7 @@ from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, static
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.flatten import is_array
+from jmp_policy._src.jaxpr.ir import is_array
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
