@@ -58,8 +58,8 @@ _publish(__name__, globals(), also=[_PredicateOnWholePath])
 
 #: Reports, which nobody needs to train a model.
 _REPORTS = (
-    "assert_drift", "audit", "diagnose", "drift", "gradient_spectrum", "lowering_report", "memory_report",
-    "recommend", "sensitivity", "summary",
+    "advise", "assert_drift", "audit", "diagnose", "drift", "gradient_spectrum", "lowering_report",
+    "memory_report", "recommend", "sensitivity", "summary",
 )  # fmt: skip
 
 #: Names that lie in a module of their own since 0.2.0.
@@ -96,6 +96,7 @@ if _typing.TYPE_CHECKING:
     from jmp_policy import linen as linen
     from jmp_policy import nnx as nnx
     from jmp_policy import remat_policies as remat_policies
+    from jmp_policy.report import advise as advise
     from jmp_policy.report import assert_drift as assert_drift
     from jmp_policy.report import audit as audit
     from jmp_policy.report import diagnose as diagnose

@@ -16,17 +16,18 @@ from jmp_policy._src.report.lowering.memory import MemoryReport, MemoryRow, memo
 from jmp_policy._src.report.sensitivity.chosen_modules import RecommendationRow
 from jmp_policy._src.report.sensitivity.recommend import Recommendation, recommend
 from jmp_policy._src.report.sensitivity.sensitivity import Sensitivity, SensitivityRow, sensitivity
+from jmp_policy._src.report.spectrum.advice import Advice, Change, advise
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, Magnitudes, Share
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState, gradient_spectrum, spectrum_value_and_grad
 from jmp_policy._src.report.summary import ModuleRow, Summary, summary
 from jmp_policy._src.report.trials import Tried
 
 __all__ = [
-    "Audit", "Diagnosis", "Drift", "DriftRow", "Estimate", "Format", "Formats", "GradientSpectrum",
-    "HalfOperation", "Kernel", "LostConstant", "LoweringReport", "LoweringUnavailableError", "Magnitudes",
-    "MemoryReport", "MemoryRow", "ModuleRow", "Operand", "Product", "Recommendation", "RecommendationRow",
-    "RepeatedCast", "ResultDrift", "Sensitivity", "SensitivityRow", "Share", "SpectrumState", "Summary",
-    "Tried", "Upcast", "Zero", "assert_drift", "audit", "diagnose", "drift", "drift_metrics", "formats",
-    "gradient_spectrum", "lowering_report", "memory_report", "recommend", "sensitivity",
-    "spectrum_value_and_grad", "summary",
+    "Advice", "Audit", "Change", "Diagnosis", "Drift", "DriftRow", "Estimate", "Format", "Formats",
+    "GradientSpectrum", "HalfOperation", "Kernel", "LostConstant", "LoweringReport",
+    "LoweringUnavailableError", "Magnitudes", "MemoryReport", "MemoryRow", "ModuleRow", "Operand",
+    "Product", "Recommendation", "RecommendationRow", "RepeatedCast", "ResultDrift", "Sensitivity",
+    "SensitivityRow", "Share", "SpectrumState", "Summary", "Tried", "Upcast", "Zero", "advise",
+    "assert_drift", "audit", "diagnose", "drift", "drift_metrics", "formats", "gradient_spectrum",
+    "lowering_report", "memory_report", "recommend", "sensitivity", "spectrum_value_and_grad", "summary",
 ]  # fmt: skip
