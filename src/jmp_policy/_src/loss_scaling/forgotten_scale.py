@@ -10,10 +10,10 @@ somebody has divided already, or clipped to a norm of 1 before. There are two wa
    something has clipped or divided them since, it is a warning.
 2. Gradients that were computed in another jitted function, or outside of any, come without a history. A
    record of the scales that were asked for (`ScaleUse`) decides whether to warn; nothing else reads it.
+
+Right steps are told here; what does not look like one is looked at in `unscaled_gradients`.
 """
 
-import collections
-import enum
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -22,13 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
-from jmp_policy._src.jaxpr.jax_sources import directory_of
-from jmp_policy._src.loss_scaling import forgotten_scale_texts as texts
+from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass
 
 
 class ScaleUse:
@@ -129,16 +126,6 @@ class Division(NamedTuple):
     is_noted: bool
 
 
-class History(enum.Enum):
-    """What the running trace shows of gradients."""
-
-    UNKNOWN = enum.auto()
-    MULTIPLIED = enum.auto()
-    NEVER_MULTIPLIED = enum.auto()
-    #: As it seems: they come of the parameters, without a backward pass.
-    COMPUTED_WITHOUT = enum.auto()
-
-
 class ForgottenScaleCheck:
     """Check of every update of one optimizer.
 
@@ -157,23 +144,15 @@ class ForgottenScaleCheck:
         """
         # A scale without numbers (NoOpLossScale) has none that could be looked for.
         divisions = {n: d for n, d in divisions.items() if jax.tree.leaves(d.scale) and _has_numbers(d.grads)}
-        known = {name: _history(division) for name, division in divisions.items()}
-        found = None
-        for name, history in known.items():
-            if history is History.NEVER_MULTIPLIED:
-                raise ValueError(texts.without_scale(name))
-            if history is History.MULTIPLIED:
-                SCALE_USE.close(divisions[name].scale)
-            if history is History.COMPUTED_WITHOUT:
-                found = texts.without_scale(name)
-            found = found or _changed_while_scaled(divisions[name])
-        is_unknown = found is None and History.MULTIPLIED not in known.values()
-        if divisions and is_unknown and all(d.is_noted for d in divisions.values()):
-            scales, state = [d.scale for d in divisions.values()], next(iter(divisions.values())).state
-            if not SCALE_USE.may_have_multiplied(scales, state):
-                found = texts.not_asked_for(next(iter(divisions)))
-        if found is not None and not self._is_answered:
-            warnings.warn(found, UserWarning, stacklevel=3)
+        if all(map(_comes_scaled, divisions.values())):
+            for division in divisions.values():
+                SCALE_USE.close(division.scale)
+        else:
+            from jmp_policy._src.loss_scaling.unscaled_gradients import explained
+
+            found = explained(divisions, SCALE_USE)
+            if found is not None and not self._is_answered:
+                warnings.warn(found, UserWarning, stacklevel=3)
         self._is_answered |= bool(divisions)
 
 
@@ -182,99 +161,14 @@ def _has_numbers(grads: PyTree) -> bool:
     return any(x.size and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
 
 
-def _history(division: Division) -> History:
-    """Whether gradients were computed from their loss scale.
+def _comes_scaled(division: Division) -> bool:
+    """Whether the trace shows gradients as a backward pass gave them, computed from their loss scale.
 
-    They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale. But they may have been all the same, and nothing is known, where
-
-    1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
-       been computed from them after the backward pass (clipped, preconditioned);
-    2. one of these inputs is a number, by which they may have been multiplied then;
-    3. the scale never changes, and is a constant of the program.
-    """
-    leaves = jax.tree.leaves(division.grads)
-    of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
-    if of_grads is None or of_scale is None:
-        return History.UNKNOWN
-    if of_grads.meet(of_scale):
-        return History.MULTIPLIED
-    has_backward_pass = any(map(transposes, of_grads.equations))
-    of_params = ancestors(jax.tree.leaves(division.params))
-    comes_of_params = of_params is not None and of_grads.meet(of_params)
-    if not has_backward_pass and not (comes_of_params and of_grads.equations):
-        return History.UNKNOWN
-    if SCALE_USE.is_constant(division.fixed) or _may_be_inputs(division):
-        return History.UNKNOWN
-    return History.NEVER_MULTIPLIED if has_backward_pass else History.COMPUTED_WITHOUT
-
-
-def _may_be_inputs(division: Division) -> bool:
-    """Whether inputs of the trace may be gradients, or a scale, behind these gradients.
-
-    Only what happens after the backward pass counts.
+    It does in a step that is one jitted function. All other gradients take a closer look.
     """
     grads = jax.tree.leaves(division.grads)
+    of_grads, of_scale = ancestors(grads), ancestors(jax.tree.leaves(division.scale))
     near = ancestors(grads, stop=ends_backward_pass)
-    own = ancestors(jax.tree.leaves((division.params, division.state)))
-    known = {} if own is None else own.nodes
-    inputs = [] if near is None else [x for x in near.inputs if id(x) not in known]
-    may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
-    shapes = collections.Counter(map(np.shape, inputs))
-    return may_be_scales or collections.Counter(map(np.shape, grads)) <= shapes
-
-
-def _changed_while_scaled(division: Division) -> str | None:
-    """What to say of gradients that optax has clipped, or somebody divided, between backward pass and update.
-
-    Who clips and divides, and multiplies by the scale again, is right.
-    """
-    near = ancestors(jax.tree.leaves(division.grads), stop=ends_backward_pass)
-    if near is None:
-        return None
-    scales = {id(traced[0]) for x in jax.tree.leaves(division.scale) if (traced := compat.traced_by(x))}
-    # Parameters that weight decay adds may come of an earlier update in the same program.
-    of_params = ancestors(jax.tree.leaves(division.params))
-    earlier = {} if of_params is None else of_params.nodes
-    divides = multiplies = False
-    for node in [node for key, node in near.nodes.items() if key not in earlier]:
-        _, eqn, operands = compat.traced_by(node) or (None, None, ())
-        name = "" if eqn is None else eqn.primitive.name
-        if name in _DIVISOR:
-            divides |= _is_cast_of(operands[_DIVISOR[name]], scales)
-        elif name == "mul":
-            multiplies |= any(_is_cast_of(x, scales) for x in operands)
-    if scales.isdisjoint(near.nodes):
-        since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
-        return texts.CLIPPED if any(map(_depends_on_size, since)) else None
-    return texts.DIVIDED if divides and not multiplies else None
-
-
-def _is_cast_of(x: Any, scales: set[int]) -> bool:
-    """Whether a value is one of these, cast or broadcast."""
-    while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
-        if len(traced[2]) != 1:
-            return False
-        (x,) = traced[2]
-    return traced is not None
-
-
-def _depends_on_size(eqn: Any) -> bool:
-    """Whether an equation is of an optax transformation whose result depends on the size of gradients."""
-    for frame in compat.frames(eqn):
-        if frame.file_name.startswith(_JAX):
-            continue
-        if not frame.file_name.startswith(_OPTAX):
-            return False  # Somebody else's transformation, which an optax.chain calls.
-        if ".update_fn" in frame.function_name:
-            return frame.function_name.split(".")[0] not in _LINEAR
-    return False
-
-
-#: Which operand divides; "unscale" is that of loss scales.
-_DIVISOR = {"div": 1, "unscale": 0}
-
-_JAX, _OPTAX = directory_of("jax"), directory_of("optax")
-
-#: Transformations of optax that give k times their result for gradients that are k times as large.
-_LINEAR = {"scale", "scale_by_schedule", "centralize"}
+    if of_grads is None or of_scale is None or near is None:
+        return False
+    return of_grads.meet(of_scale) and all(map(ends_backward_pass, near.equations))

@@ -1,0 +1,197 @@
+"""Looks for the loss scale in the history of gradients, and says what is wrong where it is not in them.
+
+Asked where the common answer does not hold, that gradients come scaled out of a backward pass of the trace.
+"""
+
+import collections
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
+from jmp_policy._src.jaxpr.jax_sources import directory_of
+
+
+class History(enum.Enum):
+    """What the running trace shows of gradients."""
+
+    UNKNOWN = enum.auto()
+    MULTIPLIED = enum.auto()
+    NEVER_MULTIPLIED = enum.auto()
+    #: As it seems: they come of the parameters, without a backward pass.
+    COMPUTED_WITHOUT = enum.auto()
+
+
+def explained(divisions: Mapping[str, Any], uses: Any) -> str | None:
+    """What to warn of gradients that do not plainly come scaled out of a backward pass; None if of nothing.
+
+    Args:
+      divisions: the gradients of each loss (`forgotten_scale.Division`), by its name ("" for the only one).
+      uses: the record of the scales that were asked for (`forgotten_scale.ScaleUse`).
+
+    Raises:
+      ValueError: where the running trace shows that no loss scale multiplied them.
+    """
+    known = {name: _history(division, uses) for name, division in divisions.items()}
+    found = None
+    for name, history in known.items():
+        if history is History.NEVER_MULTIPLIED:
+            raise ValueError(_without_scale(name))
+        if history is History.MULTIPLIED:
+            uses.close(divisions[name].scale)
+        if history is History.COMPUTED_WITHOUT:
+            found = _without_scale(name)
+        found = found or _changed_while_scaled(divisions[name])
+    is_unknown = found is None and History.MULTIPLIED not in known.values()
+    if is_unknown and all(d.is_noted for d in divisions.values()):
+        scales, state = [d.scale for d in divisions.values()], next(iter(divisions.values())).state
+        if not uses.may_have_multiplied(scales, state):
+            found = _not_asked_for(next(iter(divisions)))
+    return found
+
+
+def _history(division: Any, uses: Any) -> History:
+    """Whether gradients were computed from their loss scale.
+
+    They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
+    with the scale. But they may have been all the same, and nothing is known, where
+
+    1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
+       been computed from them after the backward pass (clipped, preconditioned);
+    2. one of these inputs is a number, by which they may have been multiplied then;
+    3. the scale never changes, and is a constant of the program.
+    """
+    leaves = jax.tree.leaves(division.grads)
+    of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
+    if of_grads is None or of_scale is None:
+        return History.UNKNOWN
+    if of_grads.meet(of_scale):
+        return History.MULTIPLIED
+    has_backward_pass = any(map(transposes, of_grads.equations))
+    of_params = ancestors(jax.tree.leaves(division.params))
+    comes_of_params = of_params is not None and of_grads.meet(of_params)
+    if not has_backward_pass and not (comes_of_params and of_grads.equations):
+        return History.UNKNOWN
+    if uses.is_constant(division.fixed) or _may_be_inputs(division):
+        return History.UNKNOWN
+    return History.NEVER_MULTIPLIED if has_backward_pass else History.COMPUTED_WITHOUT
+
+
+def _may_be_inputs(division: Any) -> bool:
+    """Whether inputs of the trace may be gradients, or a scale, behind these gradients.
+
+    Only what happens after the backward pass counts.
+    """
+    grads = jax.tree.leaves(division.grads)
+    near = ancestors(grads, stop=ends_backward_pass)
+    own = ancestors(jax.tree.leaves((division.params, division.state)))
+    known = {} if own is None else own.nodes
+    inputs = [] if near is None else [x for x in near.inputs if id(x) not in known]
+    may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
+    shapes = collections.Counter(map(np.shape, inputs))
+    return may_be_scales or collections.Counter(map(np.shape, grads)) <= shapes
+
+
+def _changed_while_scaled(division: Any) -> str | None:
+    """What to say of gradients that optax has clipped, or somebody divided, between backward pass and update.
+
+    Who clips and divides, and multiplies by the scale again, is right.
+    """
+    near = ancestors(jax.tree.leaves(division.grads), stop=ends_backward_pass)
+    if near is None:
+        return None
+    scales = {id(traced[0]) for x in jax.tree.leaves(division.scale) if (traced := compat.traced_by(x))}
+    # Parameters that weight decay adds may come of an earlier update in the same program.
+    of_params = ancestors(jax.tree.leaves(division.params))
+    earlier = {} if of_params is None else of_params.nodes
+    divides = multiplies = False
+    for node in [node for key, node in near.nodes.items() if key not in earlier]:
+        _, eqn, operands = compat.traced_by(node) or (None, None, ())
+        name = "" if eqn is None else eqn.primitive.name
+        if name in _DIVISOR:
+            divides |= _is_cast_of(operands[_DIVISOR[name]], scales)
+        elif name == "mul":
+            multiplies |= any(_is_cast_of(x, scales) for x in operands)
+    if scales.isdisjoint(near.nodes):
+        since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
+        return _CLIPPED if any(map(_depends_on_size, since)) else None
+    return _DIVIDED if divides and not multiplies else None
+
+
+def _is_cast_of(x: Any, scales: set[int]) -> bool:
+    """Whether a value is one of these, cast or broadcast."""
+    while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
+        if len(traced[2]) != 1:
+            return False
+        (x,) = traced[2]
+    return traced is not None
+
+
+def _depends_on_size(eqn: Any) -> bool:
+    """Whether an equation is of an optax transformation whose result depends on the size of gradients."""
+    for frame in compat.frames(eqn):
+        if frame.file_name.startswith(_JAX):
+            continue
+        if not frame.file_name.startswith(_OPTAX):
+            return False  # Somebody else's transformation, which an optax.chain calls.
+        if ".update_fn" in frame.function_name:
+            return frame.function_name.split(".")[0] not in _LINEAR
+    return False
+
+
+#: Which operand divides; "unscale" is that of loss scales.
+_DIVISOR = {"div": 1, "unscale": 0}
+
+_JAX, _OPTAX = directory_of("jax"), directory_of("optax")
+
+#: Transformations of optax that give k times their result for gradients that are k times as large.
+_LINEAR = {"scale", "scale_by_schedule", "centralize"}
+
+
+#: Of what optax has changed between the backward pass and the update.
+_CLIPPED = (
+    "loss_scaled gets gradients that optax has clipped, normalised or changed otherwise while the loss scale "
+    "was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
+    "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
+    "optimizer), loss_scale)."
+)
+
+#: Of what somebody else has divided there.
+_DIVIDED = (
+    "loss_scaled gets gradients that were divided by the loss scale already, and divides them again: the "
+    "parameters learn 65,536 times too slowly at a scale of 65,536. Give update the gradients as "
+    "scaled_value_and_grad returns them."
+)
+
+
+def _without_scale(loss: str) -> str:
+    """Of gradients that no loss scale multiplied, as their program shows."""
+    return (
+        f"loss_scaled divides the gradients{f' of {loss!r}' if loss else ''} by the loss scale in its state, "
+        "and they were computed in this function without it: the parameters would learn 65,536 times too "
+        f"slowly at a scale of 65,536. {_repair(loss)}"
+    )
+
+
+def _not_asked_for(loss: str) -> str:
+    """Of gradients whose history is not known, where nobody has asked for a loss scale."""
+    return (
+        "loss_scaled divides gradients by the loss scale in its state, and nobody has asked for a loss scale "
+        "to multiply a loss by: if nothing else did, the parameters learn 65,536 times too slowly at a "
+        f"scale of 65,536. {_repair(loss)}"
+    )
+
+
+def _repair(loss: str) -> str:
+    state = "jmp_policy.optim.get_loss_scale_state(opt_state)"
+    by_hand = f"{state}.loss_scale[{loss!r}].scale(loss)" if loss else f"{state}.loss_scale.scale(loss)"
+    argument = f", loss={loss!r}" if loss else ""
+    return (
+        f"Use `loss, grads = jmp_policy.scaled_value_and_grad(loss_fn{argument})(opt_state, params)` in "
+        f"place of jax.value_and_grad; or, to scale by hand, differentiate what {by_hand} returns."
+    )
