@@ -8,7 +8,7 @@ from helpers import products
 from jax import lax
 
 import jmp_policy as jmpp
-from jmp_policy._src.flax.linen.taps import tapped
+from jmp_policy._src.flax.linen.framework import tapped
 from jmp_policy._src.policy import watching
 from jmp_policy._src.report import tapping
 

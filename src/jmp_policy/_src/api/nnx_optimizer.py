@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import flax.nnx as nnx
 
 from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
-from jmp_policy._src.flax.nnx.governed import policy_of
+from jmp_policy._src.flax.nnx.framework import policy_of
 from jmp_policy._src.flax.nnx.model_state import keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.transformation import Transformation

@@ -3,10 +3,14 @@
 import importlib
 from typing import Any, TypeVar
 
+from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.policy.frameworks import Framework, framework_of, register_framework
 from jmp_policy._src.policy.rules import PolicyMapLike
 
 T = TypeVar("T")
+
+#: The public module of each framework, by the name of the framework's package.
+_PUBLIC: dict[str, str] = {}
 
 
 def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
@@ -41,9 +45,9 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
       >>> model.apply(variables, jnp.ones((1, 3))).dtype
       dtype('float32')
     """
-    framework = framework_of(module)
-    if framework is not None:
-        return framework.wrap(module, policy, **keywords)
+    for framework, public in _PUBLIC.items():
+        if is_instance_of(module, framework, "Module"):
+            return importlib.import_module(public).wrap(module, policy, **keywords)
     given = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__}"
     hint = " Make an instance of it first."
     if not isinstance(module, type):
@@ -66,16 +70,17 @@ def register_frameworks(linen: str, nnx: str) -> None:
     """
 
     def load_linen() -> Framework:
-        from jmp_policy._src.flax.linen.wrapped import LinenFramework
+        from jmp_policy._src.flax.linen.framework import LinenFramework
 
         importlib.import_module(linen)
         return LinenFramework()
 
     def load_nnx() -> Framework:
-        from jmp_policy._src.flax.nnx.wrap_module import NNXFramework
+        from jmp_policy._src.flax.nnx.framework import NNXFramework
 
         importlib.import_module(nnx)
         return NNXFramework()
 
-    register_framework("flax.linen", "Module", load_linen)
-    register_framework("flax.nnx", "Module", load_nnx)
+    for framework, public, load in (("flax.linen", linen, load_linen), ("flax.nnx", nnx, load_nnx)):
+        _PUBLIC[framework] = public
+        register_framework(framework, "Module", load)

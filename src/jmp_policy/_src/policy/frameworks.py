@@ -23,8 +23,8 @@ class Framework:
     holds_arrays: bool = False
     products: tuple[type, ...] = ()
 
-    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
-        """Returns the module under a policy; keywords are those of the framework's own `wrap`."""
+    def wrap(self, module: Any, policy: Any) -> Any:
+        """Returns a module that holds its arrays under a policy."""
         raise NotImplementedError
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:

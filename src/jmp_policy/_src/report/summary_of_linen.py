@@ -7,10 +7,10 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.flax.linen.framework import tapped
 from jmp_policy._src.flax.linen.governing import governed
 from jmp_policy._src.flax.linen.intercept import intercept
 from jmp_policy._src.flax.linen.layers import is_from_parent
-from jmp_policy._src.flax.linen.taps import tapped
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
 from jmp_policy._src.policy import watching

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan, wrap_module
+from jmp_policy._src.flax.nnx import framework, graph_nodes, layers, precision_plan, wrap_module
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
 from jmp_policy._src.report import tapping
@@ -22,7 +22,7 @@ def described(
     rules = as_policy_map(policy, graph_nodes.name_of(model))
     # Of its own Variables: the model's parameters may be of another dtype than the policy's.
     copy = precision_plan.bare_copy(model, variables=True)
-    half = wrap_module.wrap(wrap_module.cast_params(copy, rules), rules)
+    half = wrap_module.wrap(framework.cast_params(copy, rules), rules)
     plan = precision_plan.make(copy, rules, ())
     calls = tapping.Calls()
     function = as_function(half, inputs, kwargs, "summary")

@@ -18,14 +18,12 @@ import jax
 from jmp_policy._src.core.classes import make_subclass
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.linen import layers, taps
 from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.flax.linen.interceptor import pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
-from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.patterns import wrapped_twice
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
-from jmp_policy._src.policy.scope import ACTIVE, Scope, Seen, in_trial
+from jmp_policy._src.policy.scope import ACTIVE, Scope, in_trial
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -302,43 +300,3 @@ def _reduce(self: Any) -> Any:
     if cls is type(self):
         return object.__new__, (cls,), self.__getstate__()
     return wrap, (_with_class(self, cls), policy_of(self))
-
-
-class LinenFramework(Framework):
-    """`flax.linen`."""
-
-    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
-
-    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
-        """The module under a policy."""
-        return wrap(module, policy, **keywords)
-
-    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
-        """Wraps a module inside an NNX model; its rules are asked when it is called."""
-        return wrap_part(module, rules), ()
-
-    @contextlib.contextmanager
-    def marking(self, rules: Any) -> Iterator[Any]:
-        """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
-        with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
-            yield scope.seen
-
-    def policy_of(self, module: Any) -> PolicyMap | None:
-        """The rules of a wrapped module."""
-        return policy_of(module)
-
-    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
-        """Runs the modules that are called under a policy."""
-        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
-
-        return intercept(rules)
-
-    def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Hands the result of every public method to the active taps."""
-        return taps.tapped()
-
-
-@functools.cache
-def _seen_under(_: PolicyMap) -> Seen:
-    """What equal rules have met so far: a function that they once traced calls no module again."""
-    return Seen(set(), set())

@@ -28,7 +28,7 @@ from jmp_policy._src.policy.module_precision import (
     cast_outputs,
     small_inputs,
 )
-from jmp_policy._src.policy.policy import Policy, wants_fp32_weight_grads
+from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.weight_grads import param_casts, transform
 
 
@@ -45,23 +45,6 @@ class Specification:
     precision: ModulePrecision
     policy_changes: bool
     methods: tuple[str, ...]
-
-
-def policy_of(module: nnx.Module) -> Policy | None:
-    """The policy that a wrapped module computes under.
-
-    None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
-    somebody could have written by hand.
-
-    Example:
-      >>> from flax import nnx
-      >>> from jmp_policy.nnx import wrap
-      >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-      >>> policy_of(wrap(model, "mixed_float16")), policy_of(model)
-      (Policy('params=float32,compute=float16,output=float32'), None)
-    """
-    spec = specification(module)
-    return None if spec is None else spec.precision.policy
 
 
 def governed_class(bare: type, spec: Specification) -> type:

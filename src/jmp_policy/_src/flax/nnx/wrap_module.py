@@ -9,16 +9,15 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
-from jmp_policy._src.policy.frameworks import Framework, framework_of
+from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.patterns import wrapped_twice
 from jmp_policy._src.policy.policy import wants_fp32_weight_grads
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+from jmp_policy._src.policy.rules import PolicyMapLike, path_text
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -59,7 +58,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
     for planned in plan.modules.values():
         if _is_never_cast(planned.module, plan.methods):
             warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
-    new = _carried_out(plan)
+    new = carried_out(plan)
     _check_nothing_is_lost(module, plan)
     return new
 
@@ -83,49 +82,6 @@ def _own_specification(module: Any) -> Specification | None:
     return vars(type(module)).get("_jmp_policy_specification")
 
 
-def cast_params(module: M, policy: PolicyMapLike) -> M:
-    """Casts the parameters of an NNX model to the param dtype of a policy, in place.
-
-    Args:
-      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers that
-        are float32 islands, and layers of fewer than 8 features, keep at least float32.
-      policy: as for `wrap`.
-
-    Returns:
-      The module itself.
-
-    Raises:
-      TypeError, ValueError: as `wrap` does, before anything is changed.
-
-    Example:
-      >>> from flax import nnx
-      >>> model = cast_params(nnx.Linear(8, 2, rngs=nnx.Rngs(0)), "bfloat16")
-      >>> model.kernel.dtype
-      dtype(bfloat16)
-    """
-    plan = precision_plan.make(module, policy, ())
-    plan.check_used()
-    plan.cast_params()
-    return module
-
-
-def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, Any]]]:
-    """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
-
-    Its parameters are cast to param dtype. The second result tells what the rules were asked about.
-
-    Example:
-      >>> from flax import nnx
-      >>> from jmp_policy import PolicyMap
-      >>> part, met = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
-      >>> [type(module).__name__ for _, module in met]
-      ['Linear']
-    """
-    plan = precision_plan.make(module, rules, ())
-    plan.cast_params()
-    return _carried_out(plan), plan.met
-
-
 def _checked(methods: Any) -> tuple[str, ...]:
     if isinstance(methods, str):
         raise TypeError(f"methods is a sequence of names, got the text {methods!r}: methods=[{methods!r}].")
@@ -143,7 +99,7 @@ def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
     return not has_method and next(graph_nodes.own_params(module), None) is not None
 
 
-def _carried_out(plan: Plan) -> Any:
+def carried_out(plan: Plan) -> Any:
     """Makes every module of the copied model follow its policy; gives the model."""
     for planned in plan.modules.values():
         _set(planned, plan)
@@ -195,28 +151,3 @@ def _set(planned: PlannedModule, plan: Plan) -> None:
         framework = framework_of(linen_module)
         assert framework is not None
         vars(module)[name] = framework.wrap_part(linen_module, inside)[0]
-
-
-class NNXFramework(Framework):
-    """NNX's answers to what the rooms below Flax ask of a framework; its modules hold their arrays."""
-
-    holds_arrays = True
-    products = (*layers.HAVE_PRODUCTS, nnx.Einsum, nnx.MultiHeadAttention)
-
-    def wrap(self, module: Any, policy: Any, **keywords: Any) -> Any:
-        """Puts a module under a policy."""
-        return wrap(module, policy, **keywords)
-
-    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
-        """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
-        new, met = wrap_part(module, rules)
-        return new, [(path_text(path), part) for path, part in met]
-
-    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Splits modules and Variables among arguments from their arrays; None where there are none."""
-        leaves = jax.tree.leaves((tuple(args), kwargs), is_leaf=graph_nodes.is_node)
-        if not any(map(graph_nodes.is_node, leaves)):
-            return None
-        from jmp_policy._src.flax.nnx.states import Split
-
-        return Split(args, kwargs)

@@ -1,0 +1,103 @@
+"""What else is done with NNX modules: cast parameters, tell a policy, wrap a part of a larger model.
+
+And `Framework`, by which the rooms below Flax, and Linen, ask for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
+from jmp_policy._src.flax.nnx.wrap_module import carried_out, wrap
+from jmp_policy._src.policy.frameworks import Framework
+from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def cast_params(module: M, policy: PolicyMapLike) -> M:
+    """Casts the parameters of an NNX model to the param dtype of a policy, in place.
+
+    Args:
+      module: a bare or wrapped module. Only floating `nnx.Param`s are cast; normalisation layers that
+        are float32 islands, and layers of fewer than 8 features, keep at least float32.
+      policy: as for `wrap`.
+
+    Returns:
+      The module itself.
+
+    Raises:
+      TypeError, ValueError: as `wrap` does, before anything is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = cast_params(nnx.Linear(8, 2, rngs=nnx.Rngs(0)), "bfloat16")
+      >>> model.kernel.dtype
+      dtype(bfloat16)
+    """
+    plan = precision_plan.make(module, policy, ())
+    plan.check_used()
+    plan.cast_params()
+    return module
+
+
+def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, Any]]]:
+    """Wraps an NNX module inside a larger model, whose owner checks that its rules match.
+
+    Its parameters are cast to param dtype. The second result tells what the rules were asked about.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jmp_policy import PolicyMap
+      >>> part, met = wrap_part(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), PolicyMap("mixed_float16"))
+      >>> [type(module).__name__ for _, module in met]
+      ['Linear']
+    """
+    plan = precision_plan.make(module, rules, ())
+    plan.cast_params()
+    return carried_out(plan), plan.met
+
+
+def policy_of(module: nnx.Module) -> Policy | None:
+    """The policy that a wrapped module computes under.
+
+    None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
+    somebody could have written by hand.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jmp_policy.nnx import wrap
+      >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+      >>> policy_of(wrap(model, "mixed_float16")), policy_of(model)
+      (Policy('params=float32,compute=float16,output=float32'), None)
+    """
+    spec = graph_nodes.specification(module)
+    return None if spec is None else spec.precision.policy
+
+
+class NNXFramework(Framework):
+    """NNX's answers to what the rooms below Flax ask of a framework; its modules hold their arrays."""
+
+    holds_arrays = True
+    products = (*layers.HAVE_PRODUCTS, nnx.Einsum, nnx.MultiHeadAttention)
+
+    def wrap(self, module: Any, policy: Any) -> Any:
+        """Puts a module under a policy."""
+        return wrap(module, policy)
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""
+        new, met = wrap_part(module, rules)
+        return new, [(path_text(path), part) for path, part in met]
+
+    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Splits modules and Variables among arguments from their arrays; None where there are none."""
+        leaves = jax.tree.leaves((tuple(args), kwargs), is_leaf=graph_nodes.is_node)
+        if not any(map(graph_nodes.is_node, leaves)):
+            return None
+        from jmp_policy._src.flax.nnx.states import Split
+
+        return Split(args, kwargs)
