@@ -43,9 +43,9 @@ from jmp_policy._src.loss_scaling.metrics import metrics as metrics
 from jmp_policy._src.loss_scaling.restore import restore_state as restore_state
 from jmp_policy._src.loss_scaling.selection import select_tree as select_tree
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
+from jmp_policy._src.policy.named import get_policy as get_policy
 from jmp_policy._src.policy.patterns import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.policy import Policy as Policy
-from jmp_policy._src.policy.policy import get_policy as get_policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap

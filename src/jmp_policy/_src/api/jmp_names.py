@@ -20,7 +20,7 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     scale_leaf,
     within,
 )
-from jmp_policy._src.policy import policy
+from jmp_policy._src.policy import named
 from jmp_policy._src.policy.policy import Policy
 
 _HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
@@ -61,7 +61,7 @@ def cast_to_full(tree: PyTree) -> PyTree:
     return cast_floating(tree, jnp.float32)
 
 
-def get_policy(policy_name: policy.PolicyLike) -> Policy:
+def get_policy(policy_name: named.PolicyLike) -> Policy:
     """Parses a policy from its text, in jmp's words or in those of `jmp_policy.get_policy`.
 
     Args:
@@ -80,8 +80,8 @@ def get_policy(policy_name: policy.PolicyLike) -> Policy:
     if isinstance(policy_name, str):
         text = re.sub(r"half\b", np.dtype(half_dtype()).name, policy_name, flags=re.IGNORECASE)
         word = text.strip().lower()
-        return Policy(word, word, word) if word in DTYPE_WORDS else policy.get_policy(text)
-    return policy.get_policy(policy_name)
+        return Policy(word, word, word) if word in DTYPE_WORDS else named.get_policy(text)
+    return named.get_policy(policy_name)
 
 
 def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:

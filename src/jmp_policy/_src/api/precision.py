@@ -22,7 +22,8 @@ from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state
 from jmp_policy._src.loss_scaling.scale_dict import SPELLINGS
 from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
 from jmp_policy._src.loss_scaling.transformation import Transformation
-from jmp_policy._src.policy.policy import Policy, get_policy
+from jmp_policy._src.policy.named import get_policy
+from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.policy_text import POLICY_KEYS
 from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
 

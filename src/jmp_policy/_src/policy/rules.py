@@ -11,6 +11,7 @@ from jmp_policy._src.core.settings import flag
 from jmp_policy._src.core.suggest import check_keys
 from jmp_policy._src.policy.half_errors import check_grad_dtype
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
+from jmp_policy._src.policy.named import PolicyLike, get_policy, wants_fp32_weight_grads
 from jmp_policy._src.policy.patterns import (
     Pattern,
     checked_pairs,
@@ -21,7 +22,7 @@ from jmp_policy._src.policy.patterns import (
     patterns_below,
     show_pattern,
 )
-from jmp_policy._src.policy.policy import Policy, PolicyLike, get_policy, wants_fp32_weight_grads
+from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import arithmetic_of
 
 

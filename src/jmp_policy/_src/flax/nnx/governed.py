@@ -28,7 +28,7 @@ from jmp_policy._src.policy.module_precision import (
     cast_outputs,
     small_inputs,
 )
-from jmp_policy._src.policy.policy import wants_fp32_weight_grads
+from jmp_policy._src.policy.named import wants_fp32_weight_grads
 from jmp_policy._src.weight_grads import param_casts, transform
 
 

@@ -41,7 +41,7 @@ from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.param_view import CLASSES, Container, bring_back, seen_as, view
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.policy import wants_fp32_weight_grads
+from jmp_policy._src.policy.named import wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
 
 #: Attributes in which layers of Flax keep the products that they call.

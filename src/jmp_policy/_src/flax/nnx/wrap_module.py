@@ -15,8 +15,8 @@ from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
+from jmp_policy._src.policy.named import wants_fp32_weight_grads
 from jmp_policy._src.policy.patterns import wrapped_twice
-from jmp_policy._src.policy.policy import wants_fp32_weight_grads
 from jmp_policy._src.policy.rules import PolicyMapLike, path_text
 
 M = TypeVar("M", bound=nnx.Module)
