@@ -1,4 +1,4 @@
-"""Patterns of rules: what they match, how they are checked, shown, and written as text in a config file."""
+"""Patterns of rules: what they match, how they and rules are checked, shown, and written in a config file."""
 
 import dataclasses
 import difflib
@@ -8,8 +8,10 @@ import importlib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeAlias, cast
+
+from jmp_policy._src.core.suggest import check_keys
 
 #: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
 Pattern: TypeAlias = str | type | Callable[[str, Any], bool]
@@ -207,6 +209,52 @@ def pattern_from_text(text: Any) -> Any:
             f"The pattern {text!r} names a class or function that cannot be imported ({error}). It is "
             "written 'module:name', such as 'flax.linen:Dense'; a path glob has no colon."
         ) from error
+
+
+class WrittenRules:
+    """Base class of `PolicyMap`: how rules are shown, and written as a dict."""
+
+    default: Any
+    overrides: Any
+
+    def __repr__(self) -> str:
+        rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
+        flags = "".join(f", {name}={value}" for name, value in self._changed_flags().items())
+        inside = f", {{{rules[2:]}}}" if rules else ""
+        return f"PolicyMap({str(self.default)!r}{inside}{flags})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict `{"policy": text, "rules": [[pattern, policy], ...]}`, and the flags that are not default.
+
+        Classes and functions are written as "module:name", such as "flax.linen:Dense".
+
+        Raises:
+          ValueError: for a pattern that cannot be imported by name, such as a lambda.
+        """
+        pairs = [[pattern_to_text(pattern), str(policy)] for pattern, policy in self.overrides]
+        rules = {"rules": pairs} if pairs else {}
+        return {"policy": str(self.default), **rules, **self._changed_flags()}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Reads what `to_dict` returns; `rules` may be a mapping from pattern to policy too.
+
+        Raises:
+          ValueError, TypeError: for unknown keys, patterns that cannot be imported, and what is no policy.
+        """
+        make: Any = cls
+        defaults = make.__init__.__kwdefaults__
+        check_keys(settings, ("policy", "rules", *defaults), "a PolicyMap")
+        if "policy" not in settings:
+            raise ValueError(f"The settings of a PolicyMap need the key 'policy', got {dict(settings)!r}.")
+        rules = settings.get("rules") or ()
+        overrides = [(pattern_from_text(pattern), policy) for pattern, policy in checked_pairs(rules)]
+        flags = {name: settings[name] for name in defaults if name in settings}
+        return make(settings["policy"], overrides, **flags)
+
+    def _changed_flags(self) -> dict[str, bool]:
+        defaults: Any = type(self).__init__.__kwdefaults__
+        return {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
 
 
 def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:

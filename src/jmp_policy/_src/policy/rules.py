@@ -8,26 +8,23 @@ from typing import Any, Protocol, TypeAlias
 from jmp_policy._src.core.dtype_words import check_has_range
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.settings import flag
-from jmp_policy._src.core.suggest import check_keys
 from jmp_policy._src.policy.half_errors import check_grad_dtype
 from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
 from jmp_policy._src.policy.named import PolicyLike, get_policy, wants_fp32_weight_grads
 from jmp_policy._src.policy.patterns import (
     Pattern,
+    WrittenRules,
     checked_pairs,
     matches,
     path_inside,
-    pattern_from_text,
-    pattern_to_text,
     patterns_below,
-    show_pattern,
 )
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import arithmetic_of
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class PolicyMap:
+class PolicyMap(WrittenRules):
     """Default policy of a model, and overrides for the modules that match a pattern.
 
     A rule governs the module it matches and everything below it, unless something below is matched
@@ -95,39 +92,6 @@ class PolicyMap:
     def __getstate__(self) -> dict[str, Any]:
         # Hashes of classes and strings differ between processes.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __repr__(self) -> str:
-        rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
-        flags = "".join(f", {name}={value}" for name, value in self._changed_flags().items())
-        inside = f", {{{rules[2:]}}}" if rules else ""
-        return f"PolicyMap({str(self.default)!r}{inside}{flags})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dict `{"policy": text, "rules": [[pattern, policy], ...]}`, and the flags that are not default.
-
-        Classes and functions are written as "module:name", such as "flax.linen:Dense".
-
-        Raises:
-          ValueError: for a pattern that cannot be imported by name, such as a lambda.
-        """
-        pairs = [[pattern_to_text(pattern), str(policy)] for pattern, policy in self.overrides]
-        rules = {"rules": pairs} if pairs else {}
-        return {"policy": str(self.default), **rules, **self._changed_flags()}
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "PolicyMap":
-        """Reads what `to_dict` returns; `rules` may be a mapping from pattern to policy too.
-
-        Raises:
-          ValueError, TypeError: for unknown keys, patterns that cannot be imported, and what is no policy.
-        """
-        check_keys(settings, ("policy", "rules", *FLAGS), "a PolicyMap")
-        if "policy" not in settings:
-            raise ValueError(f"The settings of a PolicyMap need the key 'policy', got {dict(settings)!r}.")
-        rules = settings.get("rules") or ()
-        overrides = [(pattern_from_text(pattern), policy) for pattern, policy in checked_pairs(rules)]
-        flags = {name: settings[name] for name in FLAGS if name in settings}
-        return cls(settings["policy"], overrides, **flags)
 
     def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
         """The index of the first rule whose pattern matches this very module, or None."""
@@ -217,9 +181,6 @@ class PolicyMap:
     def with_recipe(self, recipe: str) -> "PolicyMap":
         """The same rules with a recipe in the default policy."""
         return dataclasses.replace(self, default=dataclasses.replace(self.default, recipe=recipe))
-
-    def _changed_flags(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in FLAGS if getattr(self, name) != FLAGS[name]}
 
 
 #: The flags of a `PolicyMap`, with their defaults.
