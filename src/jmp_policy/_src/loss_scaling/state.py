@@ -11,6 +11,7 @@ import optax
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.types import PyTree
+from jmp_policy._src.loss_scaling import state_errors
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, is_loss_scale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, pick
@@ -83,52 +84,16 @@ def is_scale(x: Any) -> bool:
 def find_one(opt_state: PyTree) -> Found:
     """Finds the one state of `loss_scaled` in an optimizer state, or raises ValueError."""
     found = _find(opt_state)
-    if not found:
-        raise ValueError(
-            f"There is no loss scale in this {type(opt_state).__name__}: wrap the optimizer with "
-            "jmp_policy.loss_scaled(optimizer, DynamicLossScale()) and pass the state its init returned, as "
-            "the first argument before the parameters."
-        )
-    if len(found) > 1:
-        places = ", ".join(one.path or "(the state itself)" for one in found)
-        if found[1].path.startswith(f"{found[0].path}.inner_state"):
-            raise ValueError(
-                f"loss_scaled is around the optimizer twice: there are loss scales at {places}. Remove one."
-            )
-        raise ValueError(
-            f"There are {len(found)} loss scales in this optimizer state, at {places}. Name the one you "
-            "mean by passing that part of the state, or its .loss_scale, instead of the whole."
-        )
+    if len(found) != 1:
+        raise state_errors.not_one(type(opt_state).__name__, [one.path for one in found])
     check_no_number(found[0].state)
     return found[0]
 
 
 def check_no_number(state: LossScaledState) -> None:
     """Raises TypeError for a number in the place of the loss scale, as optax's `tree_set` puts it there."""
-    scale = state.loss_scale
-    if isinstance(scale, jax.Array | np.ndarray | np.generic | int | float):
-        raise TypeError(
-            f"The loss scale of this optimizer state is a number ({scale}), without counters and bounds. Put "
-            "it into the loss scale: optax.tree_utils.tree_set(opt_state, loss_scale=dataclasses.replace("
-            "jmp_policy.optim.get_loss_scale_state(opt_state).loss_scale, loss_scale=4.0))."
-        )
-
-
-def _misplaced(wrapper: Any) -> str:
-    """What to say of a wrapper that stands around `loss_scaled`, and belongs inside."""
-    if isinstance(wrapper, optax.ApplyIfFiniteState):
-        return (
-            "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
-            "falls late or never. loss_scaled skips such steps itself, so leave apply_if_finite out, or "
-            "put it inside: loss_scaled(optax.apply_if_finite(optimizer, n), loss_scale)."
-        )
-    if isinstance(wrapper, optax.MultiStepsState) and not jax.tree.leaves(wrapper.skip_state):
-        return (
-            "optax.MultiSteps stands around loss_scaled and adds up gradients before they are tested: the "
-            "first overflow spoils its sum. Put it inside: loss_scaled(optax.MultiSteps(optimizer, n), "
-            "loss_scale)."
-        )
-    return ""
+    if isinstance(state.loss_scale, jax.Array | np.ndarray | np.generic | int | float):
+        raise state_errors.is_number(state.loss_scale)
 
 
 def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
@@ -143,10 +108,11 @@ def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
     for path, leaf in leaves:
         if isinstance(leaf, wrappers):
             place = prefix + jax.tree_util.keystr(path)
-            if isinstance(leaf, LossScaledState):
+            is_it = isinstance(leaf, LossScaledState)
+            if is_it:
                 found.append(Found(place, leaf, misplaced))
-            name = inner[type(leaf)]
-            found += _find(getattr(leaf, name), f"{place}.{name}", misplaced or _misplaced(leaf))
+            name, outer = inner[type(leaf)], misplaced or ("" if is_it else state_errors.misplaced(leaf))
+            found += _find(getattr(leaf, name), f"{place}.{name}", outer)
     return found
 
 
