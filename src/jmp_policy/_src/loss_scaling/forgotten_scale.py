@@ -11,7 +11,7 @@ somebody has divided already, or clipped to a norm of 1 before. There are two wa
 2. Gradients that were computed in another jitted function, or outside of any, come without a history. A
    record of the scales that were asked for (`ScaleUse`) decides whether to warn; nothing else reads it.
 
-Right steps are told here; what does not look like one is looked at in `unscaled_gradients`.
+Right steps are told here; what does not look like one is looked at in `scale_mistakes`.
 """
 
 import warnings
@@ -148,7 +148,7 @@ class ForgottenScaleCheck:
             for division in divisions.values():
                 SCALE_USE.close(division.scale)
         else:
-            from jmp_policy._src.loss_scaling.unscaled_gradients import explained
+            from jmp_policy._src.loss_scaling.scale_mistakes import explained
 
             found = explained(divisions, SCALE_USE)
             if found is not None and not self._is_answered:

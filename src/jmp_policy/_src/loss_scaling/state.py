@@ -11,7 +11,7 @@ import optax
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import map_changed
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import state_errors
+from jmp_policy._src.loss_scaling import scale_mistakes
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, is_loss_scale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, pick
@@ -85,7 +85,7 @@ def find_one(opt_state: PyTree) -> Found:
     """Finds the one state of `loss_scaled` in an optimizer state, or raises ValueError."""
     found = _find(opt_state)
     if len(found) != 1:
-        raise state_errors.not_one(type(opt_state).__name__, [one.path for one in found])
+        raise scale_mistakes.not_one(type(opt_state).__name__, [one.path for one in found])
     check_no_number(found[0].state)
     return found[0]
 
@@ -93,7 +93,7 @@ def find_one(opt_state: PyTree) -> Found:
 def check_no_number(state: LossScaledState) -> None:
     """Raises TypeError for a number in the place of the loss scale, as optax's `tree_set` puts it there."""
     if isinstance(state.loss_scale, jax.Array | np.ndarray | np.generic | int | float):
-        raise state_errors.is_number(state.loss_scale)
+        raise scale_mistakes.is_number(state.loss_scale)
 
 
 def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
@@ -111,7 +111,7 @@ def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
             is_it = isinstance(leaf, LossScaledState)
             if is_it:
                 found.append(Found(place, leaf, misplaced))
-            name, outer = inner[type(leaf)], misplaced or ("" if is_it else state_errors.misplaced(leaf))
+            name, outer = inner[type(leaf)], misplaced or ("" if is_it else scale_mistakes.misplaced(leaf))
             found += _find(getattr(leaf, name), f"{place}.{name}", outer)
     return found
 

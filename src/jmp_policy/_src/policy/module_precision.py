@@ -40,15 +40,15 @@ from jmp_policy._src.core.dtypes import (
     ARRAYS,
     cast_leaf,
     is_floating,
-    is_floating_array,
     is_half,
     is_number,
     is_wide,
     map_changed,
     promote_dtype,
 )
+from jmp_policy._src.policy import carries
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.recipes import arithmetic_of, role_by_name, role_in_stack
+from jmp_policy._src.policy.recipes import role_by_name, role_in_stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +99,8 @@ class ModulePrecision:
         """
         if self.policy.recipe is None or self.island:
             return None
-        is_left_out = not self.recipe_is_asked_for and self._role(path, outputs, last)
-        return None if is_left_out else self.policy.recipe
-
-    def recipe_note(self, path: str, outputs: Any, last: frozenset[str]) -> str:
-        """What to say of the recipe of a layer with products, "" without one; arguments as of `recipe_at`."""
-        role = self._role(path, outputs, last)
-        left_out = f"not in {arithmetic_of(self.policy.recipe)}: {role}" if role else ""
-        return "" if self.policy.recipe is None else self.recipe_at(path, outputs, last) or left_out
-
-    def _role(self, path: str, outputs: Any, last: frozenset[str]) -> str:
-        return role_by_name(path, outputs) or role_in_stack(self.policy.recipe, path, last)
+        role = role_by_name(path, outputs) or role_in_stack(self.policy.recipe, path, last)
+        return None if role and not self.recipe_is_asked_for else self.policy.recipe
 
 
 #: The least number of terms of a product that gains from half precision: Tensor Cores multiply 8 by 8.
@@ -325,38 +316,8 @@ def cast_outputs(
         is_cast = isinstance(x, ARRAYS) and len(x.shape) > 0 and not keeps(x)
         return cast_leaf(x, policy.compute_dtype) if is_cast else x
 
-    if may_return_carry_only and given:
-        kept = _in_dtypes_of(given[0], out, is_leaf)
-        if kept is not None:
-            return kept
-    if not (returns_carry and isinstance(out, tuple) and len(out) == 2 and given):
+    if not (given and (returns_carry or may_return_carry_only)):
         return map_changed(cast, out, is_leaf)
-    kept = _in_dtypes_of(given[0], out[0], is_leaf)
-    carry = map_changed(cast, out[0], is_leaf) if kept is None else kept
-    rest = map_changed(cast, out[1], is_leaf)
-    if carry is out[0] and rest is out[1]:
-        return out
-    return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))
-
-
-def _children_def(pair: Any) -> Any:
-    """The tree structure of a pair (such as a NamedTuple) whose two children count as leaves."""
-    return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
-
-
-def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
-    """Casts a returned carry to the dtypes it was given in, as `lax.scan` demands; None if it is no carry.
-
-    What has the structure and the shapes of the method's first argument counts as a carry. The method that
-    makes the first carry (`initialize_carry`) knows no policy, so the dtypes of that first carry are kept.
-    """
-    before, before_def = jax.tree.flatten(given, is_leaf)
-    after, after_def = jax.tree.flatten(carry, is_leaf)
-    if before_def != after_def or not any(map(is_floating_array, before)):
-        return None
-    if any(getattr(a, "shape", ()) != getattr(b, "shape", ()) for a, b in zip(before, after, strict=True)):
-        return None
-    leaves = iter(
-        [cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in zip(before, after, strict=True)]
+    return carries.cast_with_carry(
+        out, given[0], cast, is_pair=returns_carry, may_be_whole=may_return_carry_only, is_leaf=is_leaf
     )
-    return map_changed(lambda _: next(leaves), carry, is_leaf)

@@ -216,6 +216,7 @@ class WrittenRules:
 
     default: Any
     overrides: Any
+    _flags: Any
 
     def __repr__(self) -> str:
         rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
@@ -243,18 +244,16 @@ class WrittenRules:
           ValueError, TypeError: for unknown keys, patterns that cannot be imported, and what is no policy.
         """
         make: Any = cls
-        defaults = make.__init__.__kwdefaults__
-        check_keys(settings, ("policy", "rules", *defaults), "a PolicyMap")
+        check_keys(settings, ("policy", "rules", *cls._flags), "a PolicyMap")
         if "policy" not in settings:
             raise ValueError(f"The settings of a PolicyMap need the key 'policy', got {dict(settings)!r}.")
         rules = settings.get("rules") or ()
         overrides = [(pattern_from_text(pattern), policy) for pattern, policy in checked_pairs(rules)]
-        flags = {name: settings[name] for name in defaults if name in settings}
+        flags = {name: settings[name] for name in cls._flags if name in settings}
         return make(settings["policy"], overrides, **flags)
 
     def _changed_flags(self) -> dict[str, bool]:
-        defaults: Any = type(self).__init__.__kwdefaults__
-        return {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        return {name: getattr(self, name) for name in self._flags if getattr(self, name) != self._flags[name]}
 
 
 def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:

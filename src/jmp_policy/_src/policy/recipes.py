@@ -214,3 +214,16 @@ def role_by_name(path: str, outputs: Any = None) -> str:
             if pattern.fullmatch(name) and not _NOT_KEPT.fullmatch(name):
                 return role
     return ""
+
+
+def recipe_note(precision: Any, path: str, outputs: Any, last: frozenset[str]) -> str:
+    """What to say of the recipe of a layer with products, "" without one.
+
+    Args:
+      precision: what the rules mean for it, a `ModulePrecision`.
+      path, outputs, last: as for its `recipe_at`.
+    """
+    recipe = precision.policy.recipe
+    role = role_by_name(path, outputs) or role_in_stack(recipe, path, last)
+    left_out = f"not in {arithmetic_of(recipe)}: {role}" if role else ""
+    return "" if recipe is None else precision.recipe_at(path, outputs, last) or left_out

@@ -81,6 +81,8 @@ class PolicyMap(WrittenRules):
             keep_small_inputs=flag(keep_small_inputs, "keep_small_inputs"),
         )
 
+    _flags = __init__.__kwdefaults__
+
     @functools.cached_property
     def _hash(self) -> int:
         # Kept: the map is part of every jit cache key that is looked up while it is active.
@@ -184,7 +186,7 @@ class PolicyMap(WrittenRules):
 
 
 #: The flags of a `PolicyMap`, with their defaults.
-FLAGS: dict[str, bool] = PolicyMap.__init__.__kwdefaults__  # type: ignore[assignment]
+FLAGS: Mapping[str, bool] = PolicyMap._flags  # type: ignore[assignment]
 
 #: What `wrap` and `intercept` take.
 PolicyMapLike: TypeAlias = "PolicyMap | Policy | str | HoldsRules"

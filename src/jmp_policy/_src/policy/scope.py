@@ -87,22 +87,7 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 ACTIVE = jax.make_user_context(default_value=None)
 
 
-class Trial:
-    """Rules that a report tries in place of those that modules were wrapped with.
-
-    Args:
-      rules: the rules; None to leave modules their own.
-
-    Attributes:
-      met: the rules of the modules that were met, each once.
-    """
-
-    def __init__(self, rules: PolicyMap | None = None):
-        self.rules = rules
-        self.met: dict[PolicyMap, None] = {}
-
-
-#: The trial that is going on in this thread, or None.
+#: The trial of other rules (`report.trials.Trial`) that is going on in this thread, or None.
 TRIAL = jax.make_user_context(default_value=None)
 
 

@@ -15,6 +15,7 @@ from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.report import tapping
@@ -45,7 +46,7 @@ def described(
         precision, location = governed(scope, module)
         path = scope.relative(location.path)
         is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
-        recipe = precision.recipe_note(path, module.features, scope.last) if is_dense else ""
+        recipe = recipe_note(precision, path, module.features, scope.last) if is_dense else ""
         said = ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
         return bare_class(module), precision, location, said
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jmp_policy._src.flax.nnx import framework, graph_nodes, layers, precision_plan, wrap_module
 from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
 from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import as_function
@@ -58,7 +59,7 @@ def _row(
     holder = modules[above[1]] if len(above) > 1 else None
     has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
     about = path_text(place.path), getattr(module, "out_features", None), last
-    recipe = place.precision.recipe_note(*about) if has_recipe else ""
+    recipe = recipe_note(place.precision, *about) if has_recipe else ""
     notes = _overruled(place, holder), recipe, _uncalled(place, calls)
     note = ", ".join(filter(None, notes))
     return path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note

@@ -20,7 +20,7 @@ from jmp_policy._src.policy.named import get_policy
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.policy.scope import TRIAL, Trial
+from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, trained_arguments, value_and_gradients
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
@@ -35,6 +35,21 @@ _TOLERABLE = 0.1
 
 #: At most so many modules are tried one by one.
 _MOST = 4
+
+
+class Trial:
+    """Rules that a report tries in place of those that modules were wrapped with.
+
+    Args:
+      rules: the rules; None to leave modules their own.
+
+    Attributes:
+      met: the rules of the modules that were met, each once.
+    """
+
+    def __init__(self, rules: PolicyMap | None = None):
+        self.rules = rules
+        self.met: dict[PolicyMap, None] = {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import dataclasses
 import flax.linen as nn
 
 from jmp_policy._src.flax.linen.layers import IN_FLOAT32, ISLANDS
-from jmp_policy._src.flax.linen.unused_rules import precision_by_rules
+from jmp_policy._src.flax.linen.unused_rules import is_lifted_in_run, outermost, precision_by_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import Scope
 
@@ -57,30 +57,12 @@ def locate(module: nn.Module, running: Location | None) -> Location:
     if running is not None and root in running.roots:
         start, roots = running.start, running.roots
     elif running is not None:
-        top = _top(module)
-        if _is_lifted_in_run(top, running):
+        top = outermost(module)
+        if is_lifted_in_run(top, running):
             start, roots = running.start, running.roots | roots
         else:
             start = (*running.path, top.name or type(top).__name__)
     return Location((*start, *module.path), start, roots, module.name, type(module))
-
-
-def _top(module: nn.Module) -> nn.Module:
-    while isinstance(module.parent, nn.Module) and module.parent.scope is not None:
-        module = module.parent
-    return module
-
-
-def _is_lifted_in_run(top: nn.Module, running: Location) -> bool:
-    """Whether a transform made a module's root scope, and not a call of `apply`.
-
-    A transform keeps paths. Where the path is empty, it can only be the root module that is running, whose
-    name and class the copy has, or a base class: `nn.remat(Net)` runs a Net.
-    """
-    if top.path:
-        return True
-    related = issubclass(running.cls, type(top)) or issubclass(type(top), running.cls)
-    return running.path == running.start and running.name == top.name and related
 
 
 def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:

@@ -43,7 +43,7 @@ from jmp_policy._src.flax.linen.layers import (
     overridden_fields,
     own_field,
 )
-from jmp_policy._src.flax.linen.nnx_bridge import class_under_rules
+from jmp_policy._src.flax.linen.special_calls import class_under_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads.param_casts import cast_weight

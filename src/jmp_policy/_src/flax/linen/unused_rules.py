@@ -104,3 +104,22 @@ def _is_detached(scope: Scope, module: nn.Module, start: Path) -> bool:
     """
     whole = (*start, *module.path)
     return not isinstance(module.parent, nn.Module) and whole not in (scope.root_path, scope.cloned)
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """The module above a bound one that has no bound one above itself."""
+    while isinstance(module.parent, nn.Module) and module.parent.scope is not None:
+        module = module.parent
+    return module
+
+
+def is_lifted_in_run(top: nn.Module, running: Any) -> bool:
+    """Whether a transform made a module's root scope, and not a call of `apply`.
+
+    A transform keeps paths. Where the path is empty, it can only be the root module that is running, whose
+    name and class the copy has, or a base class: `nn.remat(Net)` runs a Net.
+    """
+    if top.path:
+        return True
+    related = issubclass(running.cls, type(top)) or issubclass(type(top), running.cls)
+    return running.path == running.start and running.name == top.name and related

@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.classes import make_subclass
-from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
+from jmp_policy._src.flax.linen import special_calls
 from jmp_policy._src.flax.linen.governing import locate
 from jmp_policy._src.flax.linen.interceptor import pushed, running_location
 from jmp_policy._src.flax.linen.unused_rules import check_used
@@ -198,20 +198,10 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
             return out
         again = run(_with_class(self, bare), *args, **kwargs)
         if name == "lazy_init":
-            return _with_params_of(out, again)
-        return out[0], _with_params_of(out[1], again[1])
+            return special_calls.with_params_of(out, again)
+        return out[0], special_calls.with_params_of(out[1], again[1])
 
     return governed_run
-
-
-def _with_params_of(variables: Any, bare: Any) -> Any:
-    """The variables with the parameters of the bare model, cast to the dtypes that they have."""
-
-    def as_stored(stored: Any, value: Any) -> Any:
-        return cast_leaf(value, stored.dtype) if is_floating_array(stored) else value
-
-    params = jax.tree.map(as_stored, variables["params"], bare["params"])
-    return type(variables)({**variables, "params": params})
 
 
 @contextlib.contextmanager
