@@ -1,5 +1,6 @@
 """Reads one setting of a config as a policy and a loss scale."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -224,8 +225,8 @@ def _one_loss_scale(setting: Any) -> Callable[[], Any]:
         return NoOpLossScale
     if _is_word(setting, "dynamic"):
         return DynamicLossScale
-    if isinstance(setting, str) and _is_number(setting):  # YAML reads 1e4 as a text.
-        setting = float(setting)
+    with contextlib.suppress(ValueError):  # YAML reads 1e4 as a text.
+        setting = float(setting) if isinstance(setting, str) else setting
     if isinstance(setting, int | float) and not isinstance(setting, bool):
         return loss_scale_from_dict({"type": "static", "loss_scale": setting})
     hint = did_you_mean(setting, ("auto", *TYPES)) if isinstance(setting, str) else ""
@@ -237,14 +238,6 @@ def _one_loss_scale(setting: Any) -> Callable[[], Any]:
 
 def _is_word(value: Any, *words: str) -> bool:
     return isinstance(value, str) and value.strip().lower() in words
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _plain(settings: Any) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.numpy as jnp
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass
+from jmp_policy._src.loss_scaling.gradients import is_inexact
 
 
 class ScaleUse:
@@ -157,8 +157,7 @@ class ForgottenScaleCheck:
 
 
 def _has_numbers(grads: PyTree) -> bool:
-    arrays = [x for x in jax.tree.leaves(grads) if hasattr(x, "dtype")]
-    return any(x.size and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+    return any(hasattr(x, "dtype") and is_inexact(x) and x.size for x in jax.tree.leaves(grads))
 
 
 def _comes_scaled(division: Division) -> bool:

@@ -17,7 +17,7 @@ from jmp_policy._src.core.dtypes import array_type_text, is_floating, promote_dt
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.loss_scaling.float8_state import derivatives, map_derivatives
-from jmp_policy._src.loss_scaling.gradients import all_finite
+from jmp_policy._src.loss_scaling.gradients import all_finite, is_inexact
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.selection import select_tree
 
@@ -275,14 +275,9 @@ def _sum_over_devices(
     return sums._replace(loss=loss, grads=total, state=state), count
 
 
-def _is_inexact(x: Any) -> bool:
-    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
 def _none_unless_inexact(gradient: Any) -> Any:
     """A gradient, or None for that of an integer (float0), which no loop can carry."""
-    return gradient if _is_inexact(gradient) else None
+    return gradient if is_inexact(gradient) else None
 
 
 def _accumulation_dtype(dtype: Any, accumulator: np.dtype) -> np.dtype:
@@ -295,7 +290,7 @@ def _to_accumulation_dtype(grads: PyTree, accumulator: np.dtype) -> PyTree:
 
 
 def _zeros(param: Any, accumulator: np.dtype) -> Any:
-    if not _is_inexact(param):
+    if not is_inexact(param):
         return None
     return jnp.zeros_like(param, dtype=_accumulation_dtype(jnp.result_type(param), accumulator))
 
@@ -315,7 +310,7 @@ def _pvary(tree: PyTree, axes: tuple[Any, ...]) -> PyTree:
     manual = [a for a in axes if a in jax.sharding.get_abstract_mesh().manual_axes]
 
     def pvary(x: Any) -> Any:
-        if not _is_inexact(x):
+        if not is_inexact(x):
             return x
         common = tuple(a for a in manual if a not in varying(jax.typeof(x)))
         return lax.pcast(jnp.asarray(x), common, to="varying") if common else x
@@ -348,7 +343,7 @@ def _fold_keys(state: PyTree, number: Any) -> PyTree:
 
 
 def _floats(state: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(promote_dtype(x.dtype)) if _is_inexact(x) else None, state)
+    return jax.tree.map(lambda x: x.astype(promote_dtype(x.dtype)) if is_inexact(x) else None, state)
 
 
 def _mean_over_devices(before: Any, after: Any, summed: Any, devices: int) -> Any:

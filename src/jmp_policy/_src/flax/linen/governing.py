@@ -67,12 +67,7 @@ def locate(module: nn.Module, running: Location | None) -> Location:
 
 def module_precision(scope: Scope, module: nn.Module) -> ModulePrecision:
     """What the rules of a scope mean for a module."""
-    rules = scope.rules
-    if not rules.overrides and not rules.keep_module_dtypes:
-        precision = rules.default_precision[isinstance(module, ISLANDS)]
-    else:
-        location = locate(module, scope.location)
-        precision = precision_by_rules(scope, module, location.path, location.start)[0]
+    precision, _ = governed(scope, module)
     return precision.as_island() if IN_FLOAT32 in module.__dict__ else precision
 
 

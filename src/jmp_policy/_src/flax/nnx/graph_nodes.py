@@ -56,18 +56,9 @@ def key_of(key: Any) -> Any:
     return key
 
 
-def walk(root: Any) -> Iterator[tuple[Path, Any]]:
-    """The nodes and Variables of a model, each once: the root itself, and what is below it."""
-    seen = {id(root)}
-
-    def visit(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
-        yield path, node
-        for below, value in () if isinstance(node, nnx.Variable) else children(node):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield from visit((*path, *below), value)
-
-    return visit((), root)
+def walk(root: Any) -> list[tuple[Path, Any]]:
+    """The nodes and Variables of a model, each once: what is below the root, and the root itself."""
+    return [(path, value) for path, value in nnx.iter_graph(root) if is_node(value)]
 
 
 def variables(root: Any) -> list[tuple[Path, nnx.Variable]]:
