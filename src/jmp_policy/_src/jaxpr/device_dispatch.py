@@ -36,14 +36,13 @@ def by_devices(
     """A function of arrays that is computed in one way or another, by the devices it is compiled for.
 
     All ways give the same results, bit for bit, but where the caller says otherwise. Keyword arguments,
-    hashable ones, are given to all of them.
+    hashable ones, are given to all of them. One that is left out is as the one before.
 
     Args:
       name: name of the primitive, as a jaxpr shows it.
-      anywhere: the function to compute on several devices, inside `shard_map`, in explicit sharding mode,
-        with symbolic dimensions, under `vmap`, and when operations run one by one.
-      one_device: the function to compute in a program for one device; without it, `anywhere`.
-      one_gpu: the function to compute in a program for one GPU; without it, `one_device`.
+      anywhere: the way on several devices, inside `shard_map`, in explicit sharding mode, with symbolic
+        dimensions, under `vmap`, and when operations run one by one.
+      one_device, one_gpu: the ways in a program for one device, and for one GPU.
       types: shapes and dtypes of the results, from those of the operands.
       derivative: "zero", or that of `anywhere`, which has one of every order.
     """

@@ -11,20 +11,15 @@ is given, but for an input that may meet a parameter of the module's own in a pr
             rows = table[ids.astype(int)]       # ids came as they were: no axis of a parameter has 26
             return x @ w, rows                  # x came in half: `w` has an axis of 64
 
-Of those, small inputs stay float32 too: scalars, vectors next to larger inputs, a number per position of
-another input (masks), and what has fewer than 8 features. A noise level, a time or a coordinate costs nothing
-in float32, and half precision spoils what is computed from it: `sin(2e4 * t)` with an error of 2**-9 in `t`
-is off by 40 radians. A module that is given nothing else, and whose parameters sum fewer than 8 numbers,
-computes in float32.
+Small inputs of those stay float32 too: scalars, vectors next to larger inputs, masks (a number per position
+of another input), and what has fewer than 8 features. They cost nothing in float32, and `sin(2e4 * t)` of a
+half `t` is off by 40 radians. A module that is given nothing else, and whose parameters sum fewer than 8
+numbers, computes in float32. A vector alone is cast; inside of a call that was given larger inputs it stays,
+unless a half vector comes with it (the state of a recurrent cell).
 
-The only vector of a model that is mapped over its examples (`jax.vmap`) is cast, and so is what a module is
-called with alone. Modules inside the outermost governed one are passed small inputs on, alone too (an
-embedding of a noise level); there a float32 vector is taken for one, unless it comes with a half vector, as
-the state of a recurrent cell does.
-
-Outputs of a module, for code under the same policy, are compute dtype, but for small ones of small inputs,
-what a module without parameters made of float32 inputs (spectrograms), sums down to a vector in float32
-(log-likelihoods), and what is passed on beside a larger output (paddings).
+Outputs for code under the same policy are in compute dtype, but for small ones of small inputs, what a module
+without parameters made of float32 inputs (spectrograms), sums down to a vector in float32 (log-likelihoods),
+and what is passed on beside a larger output (paddings).
 """
 
 import dataclasses
@@ -55,15 +50,9 @@ from jmp_policy._src.policy.recipes import role_by_name, role_in_stack
 class ModulePrecision:
     """Policy of one module, and whether the module is a float32 island.
 
-    A float32 island is a module that computes in float32 inside a half-precision model, such as a
-    normalisation layer, or one whose product sums fewer than `LEAST_TERMS` numbers; it takes and returns the
-    compute dtype of its policy.
-
-    Args:
-      policy: its policy.
-      island: whether it is one.
-      keeps_small_inputs: whether scalars, and vectors next to larger inputs, are not cast to half.
-      recipe_is_asked_for: whether a rule with a recipe names the module itself, by its path or a predicate.
+    An island computes in float32 inside a half-precision model (a normalisation layer, or one whose product
+    sums fewer than `LEAST_TERMS` numbers); it takes and returns the compute dtype of its policy. A recipe is
+    asked for where a rule with one names the module itself, by its path or a predicate.
     """
 
     policy: Policy
@@ -91,12 +80,7 @@ class ModulePrecision:
         return dataclasses.replace(self, island=True)
 
     def recipe_at(self, path: str, outputs: Any, last: frozenset[str]) -> str | None:
-        """The recipe of a layer; None where what it is leaves it out.
-
-        Args:
-          path, outputs: as for `role_by_name`.
-          last: as for `role_in_stack`.
-        """
+        """The recipe of a layer; None where its role leaves it out (`role_by_name`, `role_in_stack`)."""
         if self.policy.recipe is None or self.island:
             return None
         role = role_by_name(path, outputs) or role_in_stack(self.policy.recipe, path, last)
@@ -141,11 +125,7 @@ class SmallInputs:
     ) -> Callable[[Any], bool]:
         """Which outputs of the call keep their dtype for code under the same policy; scalars always do.
 
-        Args:
-          out: the outputs.
-          precision: of the module.
-          has_params: whether it, or a module inside of it, has parameters.
-          is_leaf: as for `jax.tree.flatten`.
+        Parameters are the module's, or of one inside of it.
         """
         if not precision.keeps_small_inputs:
             return lambda x: False
@@ -164,12 +144,7 @@ class SmallInputs:
 
 
 def small_inputs(inputs: Any, is_leaf: Callable[[Any], bool] | None = None) -> SmallInputs:
-    """Finds the small inputs of a call.
-
-    Args:
-      inputs: a pytree of what the call is given, as it came.
-      is_leaf: as for `jax.tree.flatten`.
-    """
+    """Finds the small inputs of a call, in a pytree of what it is given."""
     outer, leaves = _RANK.value, jax.tree.leaves(inputs, is_leaf)
     # No boolean masks, and no keys. A number is an input where there is nothing else.
     numbers = [x for x in leaves if isinstance(x, ARRAYS) and is_number(x.dtype)]
@@ -241,16 +216,9 @@ def cast_inputs(
     own: OwnParams,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Casts floating inputs to compute dtype, but those that stay as they came.
+    """Casts floating inputs of a call to compute dtype, but those that stay as they came.
 
     Those are no wider than float32, or than the parameters.
-
-    Args:
-      tree: inputs of one call.
-      precision: what the rules mean for the module.
-      small: which inputs are small.
-      own: the parameters of the module itself.
-      is_leaf: as for `jax.tree.flatten`.
     """
     dtype, widest = precision.compute_dtype, promote_dtype(precision.policy.param_dtype)
     rank = small.rank if precision.keeps_small_inputs else -1
@@ -270,11 +238,8 @@ def cast_inputs(
 def policy_changes(caller: Policy | None, policy: Policy) -> bool:
     """Whether what leaves a module is for code under another policy.
 
-    A recipe is about products alone: policies that differ in nothing else have no boundary between them.
-
-    Args:
-      caller: the policy of the code that calls the module; None for code outside of every module.
-      policy: the module's.
+    The caller is None for code outside of every module. A recipe is about products alone: policies that
+    differ in nothing else have no boundary between them.
     """
     return caller is not policy and (caller is None or _dtypes(caller) != _dtypes(policy))
 
@@ -300,11 +265,10 @@ def cast_outputs(
       out: what the method returned.
       given: the positional arguments as they came, before any cast.
       policy: the module's policy.
-      policy_changes: whether the caller is under another policy, so that the output dtype applies. Between
-        modules of one policy, outputs stay in compute dtype.
-      returns_carry: whether the method returns a pair of a carry, which must keep its dtype, and an output,
-        as the body of `lax.scan` does.
-      may_return_carry_only: whether the carry may be all that the method returns.
+      policy_changes: whether the caller is under another one, so that the output dtype applies.
+      returns_carry: whether a pair is one of a carry, which must keep its dtype, and an output, as the body
+        of `lax.scan` returns it.
+      may_return_carry_only: whether the carry may be all that is returned.
       keeps: whether an output array for code under the same policy keeps its dtype.
       is_leaf: as for `jax.tree.flatten`.
     """

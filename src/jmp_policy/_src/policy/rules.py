@@ -129,13 +129,9 @@ class PolicyMap(WrittenRules):
     def precision(
         self, policy: Policy, is_normalisation: bool, index: int | None = None, named: bool = False
     ) -> ModulePrecision:
-        """What the rules mean for a module.
+        """What the rules mean for a module under a policy: that of rule `index`, or the default (None).
 
-        Args:
-          policy: the policy that governs it.
-          is_normalisation: whether it is a normalisation layer, of activations or of weights.
-          index: of the rule with that policy; None for the default.
-          named: whether that rule singles out the module itself.
+        A normalisation layer is one of activations or of weights; it is named where the rule singles it out.
         """
         island = is_normalisation and self.float32_islands and not named and is_half(policy.compute_dtype)
         is_class = index is not None and isinstance(self.overrides[index][0], type)
@@ -148,11 +144,7 @@ class PolicyMap(WrittenRules):
         return {is_norm: self.precision(self.default, is_norm) for is_norm in (False, True)}
 
     def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
-        """The patterns that match none of the given modules.
-
-        Args:
-          modules: `(path, module)` of every module of the model.
-        """
+        """The patterns that match none of the modules of a model, given as pairs `(path, module)`."""
         named = [(path_text(path), module) for path, module in modules]
         return tuple(
             pattern

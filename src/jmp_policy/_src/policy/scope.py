@@ -34,21 +34,18 @@ class Scope:
     """Entry of the ambient state; equal scopes trace equal programs.
 
     Args:
-      rules: the innermost active rules.
+      rules: the innermost active rules; `root_path`: path of the module below which they count paths.
       mark_only: whether modules mark their operations for `autocast` instead of casting.
       caller: the policy of the module whose code is running, None for code outside every module.
-      root_path: path of the module below which `rules` counts paths.
-      location: where the module is whose code is running (`flax.linen.governing.Location`); it stays when
-        other rules become active.
+      location: where that module is (`flax.linen.governing.Location`); it stays when other rules come.
       cloned: path of the module that was cloned to be a function, and so has lost its parent.
       model: weak reference to what made the rules active: a wrapped module, its class, or an interceptor.
-      half_modules: for each module that has run since the outermost one was called, by its path, its class if
-        it uses its parameters in half precision, else None; None as a whole outside of such a call.
+      half_modules: by path, the class of each module that has run in the outermost call, if it uses its
+        parameters in half precision, else None; None as a whole outside of such a call.
       last: the last blocks of the outermost module (`recipes.last_blocks`), where a recipe asks for them.
-      seen: modules that the rules were resolved for and rules that matched; shared by all scopes below one
-        entry, to find rules that matched nothing.
-      key: stands for rules, `mark_only` and caller, and is all that scopes are compared and hashed by: jit
-        looks the active scope up hundreds of times in one trace.
+      seen: what has run; shared by all scopes below one entry, to find rules that matched nothing.
+      key: for rules, `mark_only` and caller: all that scopes are compared and hashed by, since jit looks the
+        active one up hundreds of times in a trace.
     """
 
     rules: PolicyMap = dataclasses.field(compare=False)

@@ -52,16 +52,9 @@ from jmp_policy._src.weight_grads.param_casts import cast_weight
 def shadow(
     scope: Scope, module: nn.Module, precision: ModulePrecision, location: Location, inputs: Any
 ) -> Callable[[], None]:
-    """Replaces the fields and methods of a module that its precision changes.
+    """Replaces the fields and methods of a module that its precision changes, for a call with some inputs.
 
-    Args:
-      scope: the active scope.
-      module: the module that is called.
-      precision, location: what the rules mean for it, and where it is.
-      inputs: what it is called with.
-
-    Returns:
-      A function that puts back what was there.
+    The result is a function that puts back what was there.
     """
     state = module.__dict__
     path = scope.relative(location.path) if precision.policy.recipe else ""
