@@ -1,5 +1,6 @@
 """Puts Flax modules of either kind under a policy, and imports that kind's implementation when needed."""
 
+import functools
 import importlib
 from typing import Any, TypeVar
 
@@ -68,19 +69,11 @@ def register_frameworks(linen: str, nnx: str) -> None:
       linen, nnx: names of the public module of each. It gives the classes and functions of its framework the
         names that pickles show, so that it is imported along with the implementation.
     """
+    for kind, public in (("linen", linen), ("nnx", nnx)):
+        _PUBLIC[f"flax.{kind}"] = public
+        register_framework(f"flax.{kind}", "Module", functools.partial(_load, kind, public))
 
-    def load_linen() -> Framework:
-        from jmp_policy._src.flax.linen.framework import LinenFramework
 
-        importlib.import_module(linen)
-        return LinenFramework()
-
-    def load_nnx() -> Framework:
-        from jmp_policy._src.flax.nnx.framework import NNXFramework
-
-        importlib.import_module(nnx)
-        return NNXFramework()
-
-    for framework, public, load in (("flax.linen", linen, load_linen), ("flax.nnx", nnx, load_nnx)):
-        _PUBLIC[framework] = public
-        register_framework(framework, "Module", load)
+def _load(kind: str, public: str) -> Framework:
+    importlib.import_module(public)
+    return importlib.import_module(f"jmp_policy._src.flax.{kind}.framework").FRAMEWORK

@@ -33,8 +33,7 @@ from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
-from jmp_policy._src.policy.recipes import role_by_name
-from jmp_policy._src.policy.worthwhile import without_target
+from jmp_policy._src.policy.recipes import role_by_name, without_target
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8

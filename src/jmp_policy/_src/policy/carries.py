@@ -9,13 +9,7 @@ from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_change
 
 
 def cast_with_carry(
-    out: Any,
-    given: Any,
-    cast: Callable[[Any], Any],
-    *,
-    is_pair: bool,
-    may_be_whole: bool,
-    is_leaf: Callable[[Any], bool] | None,
+    out: Any, given: Any, cast: Callable[[Any], Any], is_pair: bool, may_be_whole: bool, is_leaf: Any
 ) -> Any:
     """Casts what a method returned, with a carry in it.
 

@@ -282,6 +282,4 @@ def cast_outputs(
 
     if not (given and (returns_carry or may_return_carry_only)):
         return map_changed(cast, out, is_leaf)
-    return carries.cast_with_carry(
-        out, given[0], cast, is_pair=returns_carry, may_be_whole=may_return_carry_only, is_leaf=is_leaf
-    )
+    return carries.cast_with_carry(out, given[0], cast, returns_carry, may_return_carry_only, is_leaf)

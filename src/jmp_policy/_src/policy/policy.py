@@ -14,8 +14,7 @@ from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.policy_text import dtypes_text, parse_assignments, parse_policy, policy_text
-from jmp_policy._src.policy.recipes import checked_recipe
-from jmp_policy._src.policy.worthwhile import worthwhile
+from jmp_policy._src.policy.recipes import checked_recipe, worthwhile
 
 
 @dataclasses.dataclass(frozen=True)

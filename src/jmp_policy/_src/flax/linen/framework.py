@@ -83,3 +83,6 @@ def tapped() -> Iterator[None]:
 
     with nn.intercept_methods(interceptor):
         yield
+
+
+FRAMEWORK = LinenFramework()

@@ -101,3 +101,6 @@ class NNXFramework(Framework):
         from jmp_policy._src.flax.nnx.states import Split
 
         return Split(args, kwargs)
+
+
+FRAMEWORK = NNXFramework()

@@ -11,8 +11,14 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.matrix_products import Size, size_of
-from jmp_policy._src.policy.recipes import DELAYED, parts_of_nvfp4, passes_of, role_by_name
-from jmp_policy._src.policy.worthwhile import loses_by, target_of
+from jmp_policy._src.policy.recipes import (
+    DELAYED,
+    loses_by,
+    parts_of_nvfp4,
+    passes_of,
+    role_by_name,
+    target_of,
+)
 from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS, has_blocks
 
 #: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.

@@ -19,8 +19,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.matrix_products import size_of
-from jmp_policy._src.policy.recipes import DELAYED
-from jmp_policy._src.policy.worthwhile import staying, without_target
+from jmp_policy._src.policy.recipes import DELAYED, staying, without_target
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
