@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 import jmp_policy as jmpp
-from jmp_policy._src.autocast import joined_parts, parts
+from jmp_policy._src.autocast import joined_parts
 
 ROWS, WIDTH = 16, 64
 HALVES = ("float16", "bfloat16")
@@ -74,7 +74,7 @@ def loss_without_parts(function, half, monkeypatch):
 
     def unjoined(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(parts, "join", lambda plan, joined_step: plan.program)
+            patch.setattr(joined_parts, "join", lambda plan: plan.program)
             return loss(*args)
 
     return unjoined
