@@ -74,6 +74,17 @@ def test_recipes_gain_at_the_width_of_large_models_and_not_at_that_of_bert(recip
     assert profit_of(size(8192, 16384, 4096), recipe, TARGETS[card]).gains == gains
 
 
+def test_fp8_alone_is_what_gains_on_an_h100():
+    policy = jmpp.Policy("mixed_bfloat16, r=fp8")
+    assert policy.recipe == "fp8_current@H100"
+    assert jmpp.get_policy("mixed_bfloat16, recipe=fp8") == jmpp.get_policy(str(policy)) == policy
+    assert jmpp.report.worthwhile("fp8", target="B200") == "fp8_current@B200"
+    rows = jmpp.explain(lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x) @ w) @ w), lower="fp8")(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (32, 64)))
+    )
+    assert "no gain on H100" in rows.of("dot_general")[0].why
+
+
 def test_a_layer_follows_a_recipe_where_it_gains_and_reports_say_why_not():
     found = products(jmpp.wrap(Net(), WHERE_IT_PAYS))
     in_float8 = [(p.path, p.scales) for p in found if p.scales]
@@ -132,8 +143,8 @@ def test_texts_of_recipes_with_a_device():
         jmpp.get_policy("mixed_bfloat16, r=fp8_current@H1000")
     with pytest.raises(ValueError, match="Unknown recipe 'fp8_curent'.*Did you mean 'fp8_current'"):
         jmpp.get_policy("mixed_bfloat16, r=fp8_curent@H100")
-    with pytest.raises(ValueError, match="Unknown recipe 'fp8'"):
-        jmpp.report.worthwhile("fp8", target="H100")
+    with pytest.raises(ValueError, match="Unknown recipe 'fp9'"):
+        jmpp.report.worthwhile("fp9", target="H100")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.policy_text import dtypes_text, parse_assignments, parse_policy, policy_text
-from jmp_policy._src.policy.recipes import checked_recipe, worthwhile
+from jmp_policy._src.policy.recipes import checked_recipe, in_full, worthwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Policy:
                 object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))
         if self.recipe is not None:
             text = self.recipe if isinstance(self.recipe, str) else shown(self.recipe)
-            given, at, target = text.partition("@")
+            given, at, target = in_full(text).partition("@")
             recipe = checked_recipe(given, self.compute_dtype, dtypes_text(self))
             object.__setattr__(self, "recipe", worthwhile(recipe, target) if at else recipe)
 

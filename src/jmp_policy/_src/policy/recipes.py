@@ -67,7 +67,7 @@ def parts_of_nvfp4(recipe: str | None) -> frozenset[str] | None:
 
 def needs_key(recipe: str | None) -> bool:
     """Whether gradients are rounded at random by a recipe of both passes or one."""
-    return "sr" in (parts_of_nvfp4(passes_of((recipe or "").partition("@")[0]).bwd) or ())
+    return "sr" in (parts_of_nvfp4(passes_of(without_target(recipe or "")).bwd) or ())
 
 
 def _is_known(name: str) -> bool:
@@ -94,7 +94,7 @@ def passes_of(recipe: str) -> Passes:
       recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current"; the
         device on which it must gain may follow: "fp8_current@H100".
     """
-    recipe = recipe.partition("@")[0]
+    recipe = without_target(recipe)
     if _is_known(recipe):
         return Passes(recipe, recipe)
     parts = [part.partition(":") for part in recipe.split("+")]
@@ -276,14 +276,23 @@ def worthwhile(recipe: str, target: str) -> str:
     return f"{without_target(recipe)}@{card.name}"
 
 
+def in_full(recipe: str) -> str:
+    """Returns a recipe with its device: "fp8" alone is `fp8_current` where it gains on an H100."""
+    return f"{_DEFAULT}@H100" if recipe == "fp8" else recipe
+
+
+#: The recipe that "fp8" means.
+_DEFAULT = "fp8_current"
+
+
 def without_target(recipe: str) -> str:
     """Returns a recipe as it is where it is followed: "fp8_current" for "fp8_current@H100"."""
-    return recipe.partition("@")[0]
+    return in_full(recipe).partition("@")[0]
 
 
 def target_of(recipe: str) -> Target | None:
     """Returns the device on which a recipe must gain; None for one that is followed everywhere."""
-    _, _, target = recipe.partition("@")
+    _, _, target = in_full(recipe).partition("@")
     return find_target(target) if target else None
 
 
