@@ -39,6 +39,23 @@ def test_steps_that_are_skipped_one_after_the_other():
     assert "12 steps in a row were skipped at a loss scale of 0.25" in found.verdict
 
 
+def test_of_several_losses_the_one_is_named():
+    scales = {"actor": jmpp.DynamicLossScale(2.0**10), "critic": jmpp.StaticLossScale(8.0)}
+    tx = jmpp.loss_scaled(optax.sgd(0.1), scales)
+    state = tx.init(PARAMS)
+    for _ in range(12):
+        parts = {
+            name: jax.tree.map(lambda p, bad=name == "actor": p * (np.nan if bad else 1), PARAMS)
+            for name in scales
+        }
+        _, state = tx.update(parts, state, PARAMS)
+    (change,) = jmpp.advise(state).changes
+    assert (
+        change.finding
+        == "12 steps in a row were skipped for gradients of loss 'actor' at a loss scale of 0.25"
+    )
+
+
 def test_a_scale_that_grows_too_often():
     steps = [(1.0, 1.0)] * 4 + [(np.inf, 1.0)]
     (change,) = jmpp.advise(trained(steps * 30, jmpp.DynamicLossScale(8.0, growth_interval=4))).changes
@@ -74,7 +91,9 @@ def test_errors_and_spectra():
     found = jmpp.advise(state, {"loss": 3.0, "drift/gradient_error": np.float32(0.4)})
     assert "40% off float32's (drift/gradient_error)" in found.verdict
     assert not jmpp.advise(state, {"loss": 3.0}).changes
-    assert jmpp.advise(state, {"drift/gradient_error": np.nan}).changes
+    assert "not finite" in jmpp.advise(state, {"drift/gradient_error": np.nan}).verdict
+    with pytest.raises(TypeError, match="advise takes numbers; 'norms' is "):
+        jmpp.advise(state, {"norms": jnp.ones(3)})
     spectrum = jmpp.report.SpectrumState.create(jnp.ones(3)).update(jnp.full(3, 1e6))
     (change,) = jmpp.advise(state, spectrum=spectrum).changes
     assert "gradients overflow above" in change.finding

@@ -161,6 +161,17 @@ def test_eight_bits_keep_range_and_a_second_moment_that_is_not_zero():
     assert float(jnp.abs(updates).max()) < 4
 
 
+def test_eight_bits_of_a_moment_that_has_a_sign():
+    # What SM3 calls `nu` is its momentum.
+    params = jnp.ones((4, 8))
+    tx = jmpp.half_moments(optax.sm3(0.1), nu="fp8_block", mu="float32")
+    state = tx.update(-jnp.ones((4, 8)), tx.init(params), params)[1]
+    updates, _ = tx.update(-jnp.ones((4, 8)), state, params)
+    exact = optax.sm3(0.1)
+    want, _ = exact.update(-jnp.ones((4, 8)), exact.update(-jnp.ones((4, 8)), exact.init(params))[1])
+    assert np.allclose(updates, want, rtol=0.15)
+
+
 def test_eight_bits_of_what_is_not_finite():
     tx = eight_bits(optax.trace(0.9))
     state = tx.update(jnp.ones(256).at[3].set(jnp.inf), tx.init(jnp.zeros(256)))[1]

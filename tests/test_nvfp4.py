@@ -267,6 +267,45 @@ def test_results_do_not_depend_on_the_number_of_devices(axis_type):
         assert error(gradient(*spread), gradient(X, W)) < 0.02
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", ["nvfp4", "fp8_current", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("backward", ["nvfp4-sr", "fp8_current", "fp8_rowwise", "mxfp8"])
+def test_each_pass_has_its_own_numbers(forward, backward):
+    def gradients(product):
+        return jax.grad(lambda x, w: jnp.tanh(product(x, w, DIMS).astype(jnp.float32)).sum(), (0, 1))(X, W)
+
+    found = gradients(product(f"fwd:{forward}+bwd:{backward}"))
+    errors = [error(a, b) for a, b in zip(found, gradients(jax.lax.dot_general), strict=True)]
+    assert max(errors) < (0.25 if "nvfp4" in (forward, backward[:5]) else 0.1)
+
+
+@pytest.mark.slow
+def test_keys_of_a_batch_draw_their_own_bits():
+    def gradient(key):
+        return jax.grad(lambda w: product("bwd:nvfp4-rht", key)(X, w, DIMS).astype(jnp.float32).sum() * 1.3)(
+            W
+        )
+
+    found = jax.vmap(gradient)(jax.random.split(KEY, 3))
+    assert not np.array_equal(found[0], found[1])
+    assert not np.array_equal(found[1], found[2])
+
+
+@pytest.mark.slow
+def test_parts_of_an_array_in_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    half = jmpp.autocast(lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x) @ w) @ w).sum(), lower="nvfp4-sr")
+
+    def loss(w, x):
+        run = lambda w, x: jax.lax.psum(half(w, x), "data")  # noqa: E731
+        return jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
+
+    x = jnp.asarray(RNG.normal(size=(8 * 32, 64)), jnp.float32)
+    w = jnp.asarray(RNG.normal(size=(64, 64)) / 8, jnp.float32)
+    exact = jax.grad(lambda w: jnp.tanh(jnp.tanh(jnp.tanh(x) @ w) @ w).sum())(w)
+    assert error(jax.jit(jax.grad(loss))(w, x), exact) < 0.3
+
+
 def test_texts_of_the_recipe():
     policy = jmpp.Policy("mixed_bfloat16, r=nvfp4-rht-2d")
     assert policy.recipe == "nvfp4-2d-rht"

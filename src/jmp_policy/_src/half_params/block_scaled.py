@@ -53,11 +53,12 @@ def narrowed_by_blocks(x: jax.Array, bits: Any, *, is_square: bool) -> BlockScal
     Returns:
       The moment; that of what `widened` gives is the same, bit for bit.
     """
-    x = jnp.sqrt(x) if is_square else x
+    # With its sign, which what some optimizers call `nu` has.
+    x = jnp.sign(x) * jnp.sqrt(jnp.abs(x)) if is_square else x
     scales, largest = _scales(x)
     new = rounded(x / _repeated(scales, x), FORMAT, bits)
     if is_square:
-        new = jnp.where((x > 0) & (new == 0), _SMALLEST, new)
+        new = jnp.where((x != 0) & (new == 0), jnp.sign(x) * _SMALLEST, new)
     # The largest of a block is above half of the range, and must not become half: it would get another scale.
     is_half = (jnp.abs(x) == _repeated(largest, x)) & (jnp.abs(new) == _MAX / 2)
     new = jnp.where(is_half, jnp.sign(x) * _ABOVE_HALF, new)
@@ -67,7 +68,7 @@ def narrowed_by_blocks(x: jax.Array, bits: Any, *, is_square: bool) -> BlockScal
 def widened(x: BlockScaled, *, is_square: bool) -> jax.Array:
     """The float32 moment that was rounded."""
     wide = x.values.astype(jnp.float32) * _repeated(x.scales, x.values)
-    return jnp.square(wide) if is_square else wide
+    return wide * jnp.abs(wide) if is_square else wide
 
 
 def _scales(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,12 +4,15 @@ Flax's layers and `jnp.einsum` take such functions as arguments, so the policy h
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.products.primitives import primitive_for
 
 
@@ -30,8 +33,14 @@ def _call(function: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any) -> Any:
         return function(lhs, rhs, *args, **kwargs)
     # Only JAX knows what its arguments come to (padding by name, the default precision).
     types = jax.typeof(lhs), jax.typeof(rhs)
-    (eqn,) = jax.make_jaxpr(lambda lhs, rhs: function(lhs, rhs, *args, **kwargs))(*types).eqns
-    return primitive_for(eqn.primitive, types, eqn.params).bind(lhs, rhs, **eqn.params)
+    jaxpr = jax.make_jaxpr(lambda lhs, rhs: function(lhs, rhs, *args, **kwargs))(*types)
+
+    def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        # Inside shard_map an operand may be marked as varying first.
+        ours = primitive_for(eqn.primitive, operands, eqn.params)
+        return compat.bind_primitive(ours, operands, eqn.params)
+
+    return evaluate(jaxpr, (lhs, rhs), step)[0]
 
 
 def stand_in(function: Any, dtype: Any) -> Any:

@@ -290,7 +290,10 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
-        formats = [(known if known and value == VALUE else value) if x is other else format for x in values]
+        formats = [
+            (known if known == GRADIENT and value == VALUE else value) if x is other else format
+            for x in values
+        ]
         weights = [i for i, x in enumerate(values) if x is other and params["weight"] == 1 - place]
         gradients = [i for i, x in enumerate(values) if x is not other]
         kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
@@ -319,6 +322,10 @@ def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequen
 
 def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """Batches the product as JAX does; a scale per tensor is that of the whole batch."""
+    if dims[4] is not None and dims[0] is dims[1] is None and needs_key(params["recipe"]):
+        # Of equal operands under other keys each is rounded in its own way.
+        operands = [jnp.broadcast_to(operands[0], (axis.size, *operands[0].shape)), *operands[1:]]
+        dims = [0, *dims[1:]]
     arrays, scales, jaxs, out_dim = operands[:2], operands[2:5], _jaxs_params(params), None
 
     def call(*arrays: Any) -> Any:

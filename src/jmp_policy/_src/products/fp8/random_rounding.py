@@ -32,7 +32,9 @@ def rounding_key(key: Any) -> Iterator[None]:
     """Gives the recipe "nvfp4" a key, in a with-block, to round gradients at random.
 
     It has to be around the forward pass, inside of what is differentiated and compiled. Each product draws
-    its own bits. Linen modules may get `rngs={"sr_rng": key}` in its place, which goes first.
+    its own bits; what is traced once and runs often, as the body of a loop or a `jax.jit` inside, draws the
+    same each time, unless it opens a block of its own, with `jax.random.fold_in(key, i)`. Linen modules may
+    get `rngs={"sr_rng": key}` in its place, which goes first.
 
     Args:
       key: one of `jax.random.key`, another one in each step: a scalar.

@@ -113,8 +113,10 @@ def advise(
       >>> jmpp.advise(state).rules
       {'': 'mixed_bfloat16'}
     """
-    values = {name: float(np.asarray(value)) for name, value in metrics(opt_state).items()}
-    values |= {name: float(np.asarray(value)) for name, value in (scalars or {}).items()}
+    for name, value in (scalars or {}).items():
+        if np.shape(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+            raise TypeError(f"advise takes numbers; {name!r} is {value!r}.")
+    values = {n: float(np.asarray(value)) for n, value in (metrics(opt_state) | dict(scalars or {})).items()}
     if isinstance(spectrum, SpectrumState):
         spectrum = spectrum.report()
     if not isinstance(spectrum, GradientSpectrum | None):
@@ -132,12 +134,22 @@ def advise(
 
 def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
     in_a_row, steps, skipped = (values[name] for name in ("consecutive_skips", "steps", "skipped_steps"))
-    if values.get("stuck") or in_a_row >= _IN_A_ROW:
-        at = f" at a loss scale of {values['loss_scale']:g}" if "loss_scale" in values else ""
-        change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
-        what = f"{in_a_row:.0f} steps in a row were skipped" if in_a_row >= _IN_A_ROW else "overflows go on"
-        yield Change("", f"{what}{at}", change, "mixed_bfloat16")
-    elif steps >= _ENOUGH and skipped / steps > _SKIPPED:
+    losses = [name.partition("/")[2] for name in values if name.startswith("loss_scale/")]
+    # Of several losses each has its own; a step is skipped if the gradients of one are not finite.
+    each = {f"of loss {n!r} ": (values[f"consecutive_nonfinite/{n}"], f"/{n}") for n in losses}
+    bad = False
+    for of, (row, name) in (each or {"": (in_a_row, "")}).items():
+        if values.get(f"stuck{name}") or row >= _IN_A_ROW:
+            bad = True
+            change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
+            what = f"{row:.0f} steps in a row were skipped" if row >= _IN_A_ROW else "overflows go on"
+            finding = f"{what} for gradients {of}" if of else f"{what} "
+            yield Change(
+                "", f"{finding}at a loss scale of {values[f'loss_scale{name}']:g}", change, "mixed_bfloat16"
+            )
+    if bad:
+        return
+    if steps >= _ENOUGH and skipped / steps > _SKIPPED:
         finding = f"{skipped / steps:.0%} of {steps:.0f} steps were skipped"
         if isinstance(interval, int) and 1 / (interval + 1) > _SKIPPED / 2:
             yield Change("", finding, f"Let the scale grow less often: growth_interval=2000, not {interval}")
@@ -179,7 +191,8 @@ def _of_errors(values: Mapping[str, float]) -> Iterator[Change]:
     for name, error in values.items():
         if name.rpartition("/")[2] == "gradient_error" and not error <= _ERROR:
             change = "Call drift for the place, or recommend(loss_fn, params, batch) for a policy"
-            yield Change("", f"the gradient is {error:.0%} off float32's ({name})", change)
+            off = f"{error:.0%} off float32's" if np.isfinite(error) else "not finite"
+            yield Change("", f"the gradient is {off} ({name})", change)
 
 
 def _of_histories(state: PyTree) -> Iterator[Change]:
