@@ -382,7 +382,7 @@ REPORTS: dict[str, tuple[Callable[[], Any], str]] = {
         "'H100'",
     ),
     "a small letter in a card": (lambda: jmpp.lowering_report(square, PARAMS, target="h10"), "H100"),
-    "a recipe that is none": (lambda: jmpp.Policy("mixed_bfloat16, r=fp8"), "fp8_current"),
+    "a recipe that is none": (lambda: jmpp.Policy("mixed_bfloat16, r=fp8_curent"), "fp8_current"),
     "recommend without parameters": (lambda: jmpp.recommend(square), "params|arguments"),
     "recommend of a wrapped model": (
         lambda: jmpp.recommend(

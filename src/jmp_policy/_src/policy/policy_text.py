@@ -73,7 +73,7 @@ def parse_policy(text: Any) -> dict[str, Any]:
     if "=" in name:
         return _parse_assignments(text)
     known = (*_MIXED, *_PURE, *_OTHER_WORDS)
-    if is_recipe(name):
+    if is_recipe(name) and name != "fp8":  # Which is taken for a policy, as fp16 is one.
         raise ValueError(
             f"{text!r} is a recipe, which goes with the dtypes of a policy: 'mixed_bfloat16,recipe={name}'."
         )

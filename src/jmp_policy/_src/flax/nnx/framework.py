@@ -61,7 +61,7 @@ def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Pa
     return carried_out(plan), plan.met
 
 
-def policy_of(module: nnx.Module) -> Policy | None:
+def policy_of(module: Any) -> Policy | None:
     """The policy that a wrapped module computes under.
 
     None for bare modules, and for layers of Flax that follow their policy by settings alone: they are what
