@@ -90,7 +90,7 @@ def step_rows(size: str) -> list[dict[str, Any]]:
 
 
 BLOCK_SIZE = 8192
-BLOCK_RECIPES = ("bfloat16", "fp8_current", "fp8_block", "mxfp8")
+BLOCK_RECIPES = ("bfloat16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
 def layer(recipe: str) -> Any:
@@ -98,7 +98,8 @@ def layer(recipe: str) -> Any:
     product = lax.dot_general if recipe == "bfloat16" else Float8DotGeneral(recipe)
 
     def run(x: Any, w: Any, ct: Any) -> Any:
-        out, vjp = jax.vjp(lambda x, w: product(jax.nn.gelu(x), w, (((1,), (0,)), ((), ()))), x, w)
+        with jmpp.rounding_key(jax.random.key(0)):
+            out, vjp = jax.vjp(lambda x, w: product(jax.nn.gelu(x), w, (((1,), (0,)), ((), ()))), x, w)
         return out, *vjp(ct)
 
     return run
@@ -148,7 +149,9 @@ def kernels(recipe: str, tokens: int, features: int, between: int) -> tuple[Kern
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.square(model.apply(params, x).astype(jnp.float32)))  # type: ignore[union-attr]
+        with jmpp.rounding_key(jax.random.key(0)):
+            out = model.apply(params, x)
+        return jnp.mean(jnp.square(out.astype(jnp.float32)))  # type: ignore[union-attr]
 
     program = compiled_for_gpu(jax.jit(jax.grad(loss, (0, 1))), (params, x))
     return kernels_of(program.as_text(), H100)

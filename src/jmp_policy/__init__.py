@@ -111,7 +111,7 @@ else:
     _report, __dir__ = _publish_later(__name__, globals(), {"jmp_policy._src.api.reports": _REPORTS})
 
     def __getattr__(name: str) -> object:
-        """Imports the reports, and `jmp_policy.linen` and `jmp_policy.nnx`, when they are first asked for."""
+        """Imports the reports, and modules of names that few programs need, when they are first asked for."""
         if name in ("linen", "nnx", "remat_policies"):  # The first two need Flax.
             return _importlib.import_module(f"jmp_policy.{name}")
         if name in _MOVED:

@@ -339,7 +339,9 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
         if passes_of(own["recipe"]).fwd in _PER_TENSOR:
-            shared = [jnp.max(s) for s in scales]
+            # Experts, which have scales of their own, get new ones for each of the batch.
+            ranks = (s.ndim - batched for s, batched in zip(scales, is_batched, strict=True))
+            shared = [None if rank else jnp.max(s) for s, rank in zip(scales, ranks, strict=True)]
             return bind_float8(values, params=eqn.params, scales=shared, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
             none = [np.float32(1)] * 2

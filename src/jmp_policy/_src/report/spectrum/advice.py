@@ -101,7 +101,7 @@ def advise(
 
     Raises:
       ValueError: when `opt_state` holds no loss scale, or several without names.
-      TypeError: for a spectrum that is none.
+      TypeError: for scalars that are no numbers, and a spectrum that is none.
 
     Example:
       >>> import jax.numpy as jnp, optax, jmp_policy as jmpp
@@ -133,21 +133,21 @@ def advise(
 
 
 def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
-    in_a_row, steps, skipped = (values[name] for name in ("consecutive_skips", "steps", "skipped_steps"))
+    steps, skipped = values["steps"], values["skipped_steps"]
     losses = [name.partition("/")[2] for name in values if name.startswith("loss_scale/")]
     # Of several losses each has its own; a step is skipped if the gradients of one are not finite.
-    each = {f"of loss {n!r} ": (values[f"consecutive_nonfinite/{n}"], f"/{n}") for n in losses}
-    bad = False
-    for of, (row, name) in (each or {"": (in_a_row, "")}).items():
-        if values.get(f"stuck{name}") or row >= _IN_A_ROW:
-            bad = True
-            change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
-            what = f"{row:.0f} steps in a row were skipped" if row >= _IN_A_ROW else "overflows go on"
-            finding = f"{what} for gradients {of}" if of else f"{what} "
-            yield Change(
-                "", f"{finding}at a loss scale of {values[f'loss_scale{name}']:g}", change, "mixed_bfloat16"
+    each = [(f"/{n}", f" for gradients of loss {n!r}", values[f"consecutive_nonfinite/{n}"]) for n in losses]
+    stuck = False
+    for name, whose, in_a_row in each or [("", "", values["consecutive_skips"])]:
+        if values.get(f"stuck{name}") or in_a_row >= _IN_A_ROW:
+            what = (
+                f"{in_a_row:.0f} steps in a row were skipped" if in_a_row >= _IN_A_ROW else "overflows go on"
             )
-    if bad:
+            finding = f"{what}{whose} at a loss scale of {values[f'loss_scale{name}']:g}"
+            change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
+            yield Change("", finding, change, "mixed_bfloat16")
+            stuck = True
+    if stuck:
         return
     if steps >= _ENOUGH and skipped / steps > _SKIPPED:
         finding = f"{skipped / steps:.0%} of {steps:.0f} steps were skipped"
@@ -204,13 +204,16 @@ def _of_histories(state: PyTree) -> Iterator[Change]:
             continue
         largest = np.asarray(history, np.float64).reshape(-1, np.shape(history)[-1]).max(0)
         # The newest is the first, the one before it the last (`flax.linen.fp8_ops`).
-        seen = np.roll(largest, -1)[np.roll(largest, -1) > 0]
-        if len(seen) <= _ENOUGH or seen.max() <= _SPIKE * np.median(seen[-_ENOUGH:]):
+        seen = np.roll(largest, -1)
+        seen = seen[seen > 0]
+        if len(seen) <= _ENOUGH:
             continue
-        inside = layer.rpartition("_overwrite_with_gradient/")[2].rpartition("/")[0]
         times = seen.max() / np.median(seen[-_ENOUGH:])
-        finding = (
-            f"the scale of {name.removesuffix('_amax_history')} is that of a value {times:.0f} times as "
-        )
-        finding += f"large as those of the last {_ENOUGH} steps"
-        yield Change(inside, finding, "Take scales from each step", "mixed_bfloat16, r=fp8_current")
+        if times > _SPIKE:
+            inside = layer.rpartition("_overwrite_with_gradient/")[2].rpartition("/")[0]
+            what = name.removesuffix("_amax_history")
+            finding = (
+                f"the scale of {what} is that of a value {times:.0f} times as large as those of the last "
+            )
+            finding += f"{_ENOUGH} steps"
+            yield Change(inside, finding, "Take scales from each step", "mixed_bfloat16, r=fp8_current")
