@@ -329,42 +329,6 @@ def test_rounded_operands_are_kept_and_not_rounded_again(recipe):
         assert error(found, plain) < 0.1
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4-sr"])
-@pytest.mark.parametrize("weight_first", [False, True])
-def test_experts_have_scales_of_their_own(recipe, weight_first):
-    sizes = jnp.float32([1, 1e-3, 1e-6, 30])[:, None, None]
-    w = jnp.asarray(RNG.normal(size=(4, 32, 64)) / 6, jnp.float32) * sizes
-    x = jnp.asarray(RNG.normal(size=(4, 32, 32)), jnp.float32)
-
-    def outputs(w, x):
-        x, equation = jnp.tanh(x), "etd,edf->etf"
-        h = jnp.einsum("edf,etd->etf", w, x) if weight_first else jnp.einsum(equation, x, w)
-        return jnp.einsum(equation, jax.nn.relu(h), jnp.swapaxes(w, 1, 2))
-
-    half = jmpp.autocast(outputs, lower=recipe)
-    whys = {row.path: row.why for row in jmpp.explain(outputs, lower=recipe)(w, x).of("dot_general")}
-    assert "in float8" in next(iter(whys.values()))
-    loss = lambda f: lambda w: jnp.sum(jnp.square(f(w, x)) / jnp.square(sizes) ** 2)  # noqa: E731
-    found, exact = (jax.jit(jax.grad(loss(f)))(w) for f in (half, outputs))
-    # With one scale for all, what the smallest expert holds would be 0.
-    assert max(error(a, b) for a, b in zip(found, exact, strict=True)) < (0.3 if "fp4" in recipe else 0.12)
-    both = jax.vmap(lambda x: half(w, x))(jnp.stack([x, 2 * x]))
-    # Of each expert, also the smallest.
-    each = zip(both[0], outputs(w, x), strict=True)
-    assert max(error(a, b) for a, b in each) < (0.3 if "fp4" in recipe else 0.12)
-
-
-def test_attention_is_no_batch_of_experts():
-    def attention(w, x):
-        q, k = jnp.tanh(x @ w[0]), jnp.tanh(x @ w[1])
-        return jnp.tanh(jnp.einsum("bqd,bkd->bqk", q, k)) @ jnp.tanh(x)
-
-    rows = jmpp.explain(attention, lower="fp8_current")(jnp.ones((2, 32, 32)), jnp.ones((2, 32, 32)))
-    whys = [row.why for row in rows.of("dot_general")]
-    assert ["batches, as in attention" in why for why in whys] == [False, False, True, False]
-    assert "the result is float32" in whys[3]
-
-
 class LlamaBlock(nn.Module):
     @nn.compact
     def __call__(self, x):

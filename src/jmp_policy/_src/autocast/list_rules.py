@@ -37,6 +37,7 @@ from jmp_policy._src.policy.recipes import role_by_name, without_target
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
+from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
 from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
@@ -304,12 +305,12 @@ def choose(eqn: Any, ins: Sequence[Value], region: Region) -> tuple[Any, str]:
 
 
 def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name not in MATRIX_PRODUCTS:
         return f"recipes are for matrix products, not for {eqn.primitive.name}"
     if region.lower:
         return "the region asks for half"
-    is_weight = [value.source == "leaf" for value in ins]
-    if any(eqn.params["dimension_numbers"][1]) and not any(is_weight):
+    is_weight = [value.source == "leaf" for value in ins[:2]]
+    if any(eqn.params.get("dimension_numbers", ((), ()))[1]) and not any(is_weight):
         return "it is one of batches, as in attention"
     if all(is_weight):
         return "both operands are arguments, as in a first layer"
@@ -317,7 +318,9 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
     if role:
         return f"by its name it belongs to {role}"
     recipe = region.recipe or ""
-    return stays_because(eqn, recipe) or loses(size_of(eqn), recipe)
+    # Rows of all groups are multiplied with each matrix, as XLA has it on a GPU.
+    size = size_of(eqn)
+    return stays_because(eqn, recipe) or loses(size._replace(k=size.k * matrices(eqn)), recipe)
 
 
 class _Float8Product(NamedTuple):
@@ -329,7 +332,8 @@ class _Float8Product(NamedTuple):
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
         params = {**step.eqn.params, "preferred_element_type": None, "precision": None}
         recipe = without_target(step.region.recipe)
-        return [computed(bind_float8(arrays, recipe, params, weight=self.weight))]
+        like = step.eqn.primitive
+        return [computed(bind_float8(arrays, recipe, params, weight=self.weight, like=like))]
 
 
 #: By whether the weight is the left operand.

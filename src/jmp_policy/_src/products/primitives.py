@@ -91,26 +91,24 @@ def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=4096)
-def transposed_jaxpr(
-    like: Any, place: int, types: tuple[Any, Any, Any], params: tuple[Any, ...], _: Any
-) -> Any:
+def transposed_jaxpr(like: Any, place: int, types: tuple[Any, ...], params: tuple[Any, ...], _: Any) -> Any:
     """The jaxpr of JAX's transpose of a product by one operand.
 
     Args:
       like: JAX's primitive.
       place: of the operand.
-      types: of the cotangent, the other operand and this one.
+      types: of the cotangent, the other operand, this one and further operands.
       params: items of the product's parameters.
       _: the mesh, on which the transpose depends too.
     """
-    cotangent, other, linear = types
+    cotangent, other, linear, *more = types
 
-    def call(cotangent: Any, other: Any) -> Any:
-        operands = [other, other]
+    def call(cotangent: Any, other: Any, *more: Any) -> Any:
+        operands = [other, other, *more]
         operands[place] = ad.UndefinedPrimal(linear)
         return ad.primitive_transposes[like](cotangent, *operands, **dict(params))[place]
 
-    return jax.make_jaxpr(call)(cotangent, other)
+    return jax.make_jaxpr(call)(cotangent, other, *more)
 
 
 def _evaluated(closed: Any, given: Mapping[Any, Any], *values: Any) -> list[Any]:

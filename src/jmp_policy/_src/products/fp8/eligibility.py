@@ -19,6 +19,7 @@ from jmp_policy._src.policy.recipes import (
     role_by_name,
     target_of,
 )
+from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, groups_rows
 from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS, has_blocks
 
 #: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.
@@ -52,6 +53,8 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
       is_asked_for: whether somebody asked for this very product, so that only the hardware's limits count.
     """
     size, dtype = size_of(eqn), ir.dtype_of(eqn.invars[0])
+    if not groups_rows(eqn):
+        return "its groups are not those of rows"
     if eqn.params["preferred_element_type"] not in (None, dtype):
         return f"its result is asked for in {eqn.params['preferred_element_type']}"
     if ir.asks_for_precision(eqn):
@@ -82,9 +85,9 @@ def why_not(eqn: Any, path: str) -> str:
     """
     if formats_of(eqn) or not all(is_half(ir.dtype_of(atom)) for atom in eqn.invars[:2]):
         return ""
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name not in MATRIX_PRODUCTS:
         return f"recipes are for matrix products, not for {eqn.primitive.name}"
-    if any(eqn.params["dimension_numbers"][1]):
+    if any(eqn.params.get("dimension_numbers", ((), ()))[1]):
         return "one of batches, as in attention"
     if "recipe" in eqn.params:
         return "" if None in eqn.params["formats"] else "the recipe is for gradients"

@@ -10,6 +10,7 @@ from jmp_policy._src.policy.recipes import DELAYED
 from jmp_policy._src.products.fp8 import nvfp4
 from jmp_policy._src.products.fp8.eligibility import recipe_of
 from jmp_policy._src.products.fp8.primitive import rounder
+from jmp_policy._src.products.fp8.ragged import axes_of
 from jmp_policy._src.products.fp8.scales import as_matrices, has_blocks, quantised
 
 
@@ -25,7 +26,7 @@ def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
       zero, and how many finite ones are beyond the range of their scale.
     """
     recipe = recipe_of(eqn)
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = axes_of(eqn.params)
     transforms = nvfp4.is_transformed(recipe, eqn.params["weight"], eqn.params["gradient"])
     found = []
     for place, format in enumerate(eqn.params["formats"]):

@@ -1,6 +1,8 @@
 """The float8 product as a primitive: JAX's `dot_general` of half operands, computed from float8 ones.
 
-It has five more operands. Three are scales: of both, and of the cotangent where that is known beforehand.
+That of `ragged_dot_general`, of the rows of each expert with its weight, is another one, of the same rules.
+
+They have five more operands. Three are scales: of both, and of the cotangent where that is known beforehand.
 Those of blocks it computes itself; where gradients are rounded at random, the third is the data of a key. Two
 are the bits of the rounded operands, which it multiplies where they are given. They have a name, so that a
 policy of `jax.checkpoint` can keep them. The half operands are there to be differentiated by; XLA drops them.
@@ -35,7 +37,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, parts_of_nvfp4, passes_of
-from jmp_policy._src.products.fp8 import nvfp4, random_rounding
+from jmp_policy._src.products.fp8 import nvfp4, ragged, random_rounding
 from jmp_policy._src.products.fp8.scales import (
     BLOCKS,
     FLOAT4,
@@ -43,6 +45,7 @@ from jmp_policy._src.products.fp8.scales import (
     VALUE,
     Scaled,
     has_blocks,
+    like_result,
     named_bits,
     quantised,
     rounded_by_blocks,
@@ -50,12 +53,6 @@ from jmp_policy._src.products.fp8.scales import (
     scaled_product,
 )
 from jmp_policy._src.products.primitives import checkpointed, primitive_for, run_alone, transposed_jaxpr
-
-_JAXS = primitives.dot_general_p
-
-#: Has JAX's name and parameters, and four of its own: `recipe`, of this product and its gradients;
-#: `formats`, the dtype of each operand, None for a tangent; `weight` and `gradient`, which of them is one.
-FLOAT8_DOT_GENERAL = Primitive("dot_general")
 
 #: Recipes with one scale per tensor, which forward and gradients share.
 _PER_TENSOR = ("fp8_current", DELAYED)
@@ -77,11 +74,12 @@ def bind_float8(
     rounded: Sequence[Any] = (None, None),
     weight: int | None = 1,
     gradient: int | None = None,
+    like: Primitive = primitives.dot_general_p,
 ) -> Any:
     """Binds the product of two half operands.
 
     Args:
-      operands: two float16 or bfloat16 arrays.
+      operands: two float16 or bfloat16 arrays, and the sizes of groups if the product has them.
       recipe: of this product and of its gradients, as a policy has it.
       params: those of JAX's primitive.
       formats: dtype of each operand; None for that of values.
@@ -92,7 +90,10 @@ def bind_float8(
       rounded: the bits of the operands in float8 as uint8, as far as they are known.
       weight: the operand whose blocks are those of weights, if any.
       gradient: the operand that is a gradient, if any.
+      like: JAX's primitive, `dot_general` or `ragged_dot_general`.
     """
+    operands, sizes = operands[:2], operands[2:]
+    recipe = ragged.without_transform(recipe) if sizes else recipe
     this = passes_of(recipe).fwd
     none = np.float32(1)
     formats = formats or [_value_format(this)] * 2
@@ -100,7 +101,7 @@ def bind_float8(
         scales = [none, none, scales[2]]
     if scales[2] is None and needs_key(recipe):
         scales = [*scales[:2], random_rounding.next_key()]
-    contracted, batch = params["dimension_numbers"]
+    contracted, batch = ragged.axes_of(params)
     if this != "fp8_rowwise":  # One for the whole, or for each of a batch: of experts, say.
         each = zip(operands, batch, strict=True)
         contracted = [[i for i in range(x.ndim) if i not in own] if own else None for x, own in each]
@@ -118,7 +119,7 @@ def bind_float8(
         ]
     rounded = [none if q is None else q for q in rounded]
     own = {"recipe": recipe, "formats": tuple(formats), "weight": weight, "gradient": gradient}
-    return FLOAT8_DOT_GENERAL.bind(*operands, *scales, *rounded, **own, **params)
+    return float8_like(like).bind(*operands, *scales, *rounded, *sizes, **own, **params)
 
 
 def _keeps_scales(recipe: str) -> bool:
@@ -132,12 +133,15 @@ def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compute(
+    like: Primitive,
     lhs: Any,
     rhs: Any,
     lhs_scale: Any,
     rhs_scale: Any,
     third: Any,
-    *rounded: Any,
+    lhs_bits: Any,
+    rhs_bits: Any,
+    *sizes: Any,
     on_cpu: bool = False,
     scaled: bool = False,
     **params: Any,
@@ -145,9 +149,11 @@ def _compute(
     """Computes the product.
 
     Args:
+      like: JAX's primitive.
       lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
       lhs_scale, rhs_scale, third: their scales, and that of the cotangent or data of a key.
-      rounded: the bits of the operands in float8, or numbers where they are not known.
+      lhs_bits, rhs_bits: of the operands in float8, or numbers where they are not known.
+      sizes: those of groups, if the product has them.
       on_cpu: XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
       scaled: whether the compiler has products with scales for blocks.
       params: of the primitive.
@@ -155,23 +161,26 @@ def _compute(
     given, recipe, jaxs = params["formats"], passes_of(params["recipe"]).fwd, _jaxs_params(params)
     result = jaxs["preferred_element_type"] or lhs.dtype
     if recipe is None or None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
-        return primitive_for(_JAXS, (lhs, rhs), jaxs).bind(lhs, rhs, **jaxs)
+        return primitive_for(like, (lhs, rhs), jaxs).bind(lhs, rhs, *sizes, **jaxs)
     if has_blocks(recipe):
         of_scales = nvfp4.SCALE if FLOAT4 in given else jnp.float8_e8m0fnu
 
         def product(lhs: Any, rhs: Any, third: Any) -> Any:
-            both, of_types = (lhs, rhs), (given, of_scales)
-            return scaled_product(both, rounder(params, third), of_types, jaxs, result=result, scaled=scaled)
+            both, of_types, rounded = (lhs, rhs), (given, of_scales), rounder(params, third)
+            if sizes:
+                sums = jaxs | {"preferred_element_type": jnp.dtype(jnp.float32)}
+                values = ragged.rounded_in_place(both, sizes[0], rounded, jaxs)
+                return like.bind(*values, *sizes, **sums).astype(result)
+            return scaled_product(both, rounded, of_types, jaxs, result=result, scaled=scaled)
 
-        return _on_any_mesh(product, _JAXS.abstract_eval(*map(jax.typeof, (lhs, rhs)), **jaxs)[0])(
-            lhs, rhs, third
-        )
+        types = map(jax.typeof, (lhs, rhs, *sizes))
+        return _on_any_mesh(product, like.abstract_eval(*types, **jaxs)[0])(lhs, rhs, third)
     # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
     # value before as after. It is half as large.
     sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
     jaxs["preferred_element_type"] = jnp.dtype(sums)
     saturates = recipe == DELAYED
-    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, rounded, strict=True)
+    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, (lhs_bits, rhs_bits), strict=True)
     operands = [
         lax.bitcast_convert_type(bits, jnp.dtype(format))
         if bits.dtype == jnp.uint8
@@ -179,14 +188,19 @@ def _compute(
         for x, scale, format, bits in both
     ]
     scales, order = [lhs_scale, rhs_scale], None
-    if _is_of_weight(given, jaxs):
+    if not sizes and _is_of_weight(given, jaxs):
         jaxs, order = _exchanged(operands, jaxs)
         operands, scales = operands[::-1], scales[::-1]
     if on_cpu:
         operands = [x.astype(jnp.bfloat16) for x in operands]
-    out = primitive_for(_JAXS, operands, jaxs).bind(*operands, **jaxs)
-    for place, scale in enumerate(scales):
-        out = out * _like_result(scale, place, out.ndim, jaxs["dimension_numbers"]).astype(out.dtype)
+    out = primitive_for(like, operands, jaxs).bind(*operands, *sizes, **jaxs)
+    if sizes:
+        scales = ragged.scales_like_result(like, operands, scales, sizes, jaxs)
+    else:
+        numbers = jaxs["dimension_numbers"]
+        scales = [like_result(scale, place, out.ndim, numbers) for place, scale in enumerate(scales)]
+    for scale in scales:
+        out = out * scale.astype(out.dtype)
     return (out if order is None else lax.transpose(out, order)).astype(result)
 
 
@@ -239,34 +253,23 @@ def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[st
     return exchanged, sorted(range(rank), key=there.__getitem__)
 
 
-def _like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
-    """Returns the scales of an operand's rows with the axes of the result: batches, left rows, right rows."""
-    if scale.ndim == 0:
-        return scale
-    contracted, batch = (axes[place] for axes in dimension_numbers)
-    free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
-    ordered = lax.transpose(scale, (*batch, *free, *contracted))
-    ordered = lax.squeeze(ordered, range(len(batch) + len(free), scale.ndim))
-    others = rank - ordered.ndim
-    start = len(batch) if place == 1 else ordered.ndim
-    return lax.expand_dims(ordered, range(start, start + others))
-
-
-def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _differentiate(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
     """Differentiates by the operands; scales count as constants, as everywhere in quantised training."""
-    out = FLOAT8_DOT_GENERAL.bind(*primals, **params)
+    out = primitive.bind(*primals, **params)
     terms = []
     for place, tangent in enumerate(tangents[:2]):
         if not isinstance(tangent, ad.Zero):
             operands, formats = [*primals], [*params["formats"]]
             operands[place], operands[5 + place], formats[place] = tangent, np.float32(1), None
-            terms.append(FLOAT8_DOT_GENERAL.bind(*operands, **{**params, "formats": tuple(formats)}))
+            terms.append(primitive.bind(*operands, **{**params, "formats": tuple(formats)}))
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, functools.reduce(ad.add_tangents, terms)
 
 
-def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     found: list[Any] = [None] * len(operands)
     place = next(i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand))
     if isinstance(cotangent, ad.Zero) or place > 1:
@@ -274,9 +277,9 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         return found
     other, known = operands[1 - place], params["formats"][1 - place]
     forward, recipe = passes_of(params["recipe"])
-    types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
-    jaxs = tuple(_jaxs_params(params).items())
-    jaxpr = transposed_jaxpr(_JAXS, place, types, jaxs, jax.sharding.get_abstract_mesh())
+    sizes, jaxs = operands[7:], tuple(_jaxs_params(params).items())
+    types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval, *map(jax.typeof, sizes)
+    jaxpr = transposed_jaxpr(like, place, types, jaxs, jax.sharding.get_abstract_mesh())
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
     value = _value_format(recipe)
@@ -287,9 +290,10 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     if needs_key(recipe):
         random_rounding.check_key(operands[4])
 
-    def product(eqn: Any, values: Sequence[Any]) -> Any:
+    def product(eqn: Any, operands_and_sizes: Sequence[Any]) -> Any:
+        values = operands_and_sizes[:2]
         if recipe is None or not all(is_half(value.dtype) for value in values):
-            return primitive_for(_JAXS, values, eqn.params).bind(*values, **eqn.params)
+            return primitive_for(like, values, eqn.params).bind(*operands_and_sizes, **eqn.params)
         formats = [
             (known if known == GRADIENT and value == VALUE else value) if x is other else format
             for x in values
@@ -301,11 +305,10 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         weight, gradient = next(iter(weights), None), next(iter(gradients), None)
         # One that is not known in 8 bits is rounded where it is multiplied.
         rounded = [operands[6 - place] if x is other and is_rounded else np.float32(1) for x in values]
-        return bind_float8(
-            values, recipe, eqn.params, formats, scales, rounded=rounded, weight=weight, gradient=gradient
-        )
+        own = {"weight": weight, "gradient": gradient, "like": like}
+        return bind_float8(operands_and_sizes, recipe, eqn.params, formats, scales, rounded=rounded, **own)
 
-    found[place] = _evaluated(jaxpr, (cotangent, other), product)
+    found[place] = _evaluated(jaxpr, (cotangent, other, *sizes), product)
     return found
 
 
@@ -313,24 +316,27 @@ def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequen
     """Evaluates a jaxpr with a product of ours in place of JAX's; returns its first result."""
 
     def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if eqn.primitive is _JAXS:
+        if eqn.primitive.name in ragged.MATRIX_PRODUCTS:
             return [product(eqn, operands)]
         return compat.bind_primitive(eqn.primitive, operands, eqn.params)
 
     return evaluate(jaxpr, values, step)[0]
 
 
-def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _batch(
+    like: Primitive, axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
     """Batches the product as JAX does; a scale per tensor is that of the whole batch."""
     if dims[4] is not None and dims[0] is dims[1] is None and needs_key(params["recipe"]):
         # Of equal operands under other keys each is rounded in its own way.
         operands = [jnp.broadcast_to(operands[0], (axis.size, *operands[0].shape)), *operands[1:]]
         dims = [0, *dims[1:]]
-    arrays, scales, jaxs, out_dim = operands[:2], operands[2:5], _jaxs_params(params), None
+    arrays, scales, jaxs, out_dim = (*operands[:2], *operands[7:]), operands[2:5], _jaxs_params(params), None
 
     def call(*arrays: Any) -> Any:
         nonlocal out_dim
-        out, out_dim = batching.fancy_primitive_batchers[_JAXS](axis, arrays, dims[:2], **jaxs)
+        own_dims = (*dims[:2], *dims[7:])
+        out, out_dim = batching.fancy_primitive_batchers[like](axis, arrays, own_dims, **jaxs)
         return out
 
     jaxpr = jax.make_jaxpr(call)(*map(jax.typeof, arrays))
@@ -342,35 +348,43 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
             # Experts, which have scales of their own, get new ones for each of the batch.
             ranks = (s.ndim - batched for s, batched in zip(scales, is_batched, strict=True))
             shared = [None if rank else jnp.max(s) for s, rank in zip(scales, ranks, strict=True)]
-            return bind_float8(values, params=eqn.params, scales=shared, **own)
+            return bind_float8(values, params=eqn.params, scales=shared, like=like, **own)
         if None in own["formats"]:  # Of a tangent; the other operand's scale is not used.
             none = [np.float32(1)] * 2
-            return FLOAT8_DOT_GENERAL.bind(*values, *scales, *none, **own, **eqn.params)
+            given = (*values[:2], *scales, *none, *values[2:])
+            return float8_like(like).bind(*given, **own, **eqn.params)
         # Of a key for each of the batch one will do: the bits are drawn for the whole.
         third = scales[2] if not is_batched[2] else jnp.moveaxis(scales[2], dims[4], 0)[0]
-        return bind_float8(values, params=eqn.params, scales=(None, None, third), **own)
+        return bind_float8(values, params=eqn.params, scales=(None, None, third), like=like, **own)
 
     return _evaluated(jaxpr, arrays, product), out_dim
 
 
-def _abstract(lhs: Any, rhs: Any, *_: Any, **params: Any) -> Any:
-    return _JAXS.abstract_eval(lhs, rhs, **_jaxs_params(params))
+@functools.cache
+def float8_like(like: Primitive) -> Primitive:
+    """Makes the primitive of a product in few bits; one for each of JAX's.
 
+    It has JAX's name and parameters, and four of its own: `recipe`, of this product and its gradients;
+    `formats`, the dtype of each operand, None for a tangent; `weight` and `gradient`, which of them is one.
+    """
+    primitive = Primitive(like.name)
 
-def _lowering(**where: bool) -> Callable[..., Any]:
-    return mlir.lower_fun(functools.partial(_compute, **where), multiple_results=False)
+    def abstract(lhs: Any, rhs: Any, *others: Any, **params: Any) -> Any:
+        return like.abstract_eval(lhs, rhs, *others[5:], **_jaxs_params(params))
 
+    def lowering(**where: bool) -> Callable[..., Any]:
+        return mlir.lower_fun(functools.partial(_compute, like, **where), multiple_results=False)
 
-def _lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    return _lowering(scaled=compat.is_for_one_device(ctx))(ctx, *operands, **params)
+    def lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return lowering(scaled=compat.is_for_one_device(ctx))(ctx, *operands, **params)
 
-
-FLOAT8_DOT_GENERAL.def_impl(functools.partial(run_alone, FLOAT8_DOT_GENERAL))
-FLOAT8_DOT_GENERAL.def_effectful_abstract_eval(_abstract)
-ad.primitive_jvps[FLOAT8_DOT_GENERAL] = _differentiate
-ad.primitive_transposes[FLOAT8_DOT_GENERAL] = _transpose
-batching.fancy_primitive_batchers[FLOAT8_DOT_GENERAL] = _batch
-mlir.register_lowering(FLOAT8_DOT_GENERAL, _lowering())
-mlir.register_lowering(FLOAT8_DOT_GENERAL, _lowering(on_cpu=True), platform="cpu")
-mlir.register_lowering(FLOAT8_DOT_GENERAL, _lower_for_cuda, platform="cuda")
-compat.set_checkpoint_rule(FLOAT8_DOT_GENERAL, functools.partial(checkpointed, _JAXS))
+    primitive.def_impl(functools.partial(run_alone, primitive))
+    primitive.def_effectful_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = functools.partial(_differentiate, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, like)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, like)
+    mlir.register_lowering(primitive, lowering())
+    mlir.register_lowering(primitive, lowering(on_cpu=True), platform="cpu")
+    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    compat.set_checkpoint_rule(primitive, functools.partial(checkpointed, like))
+    return primitive

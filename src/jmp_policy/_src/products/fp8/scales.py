@@ -81,11 +81,11 @@ def float8_scale(x: Any, format: str, axes: tuple[int, ...] | None, over: tuple[
     if axes is None:
         (scale,) = _OF_TENSOR[format](x)
     else:
-        scale = _power_for(jnp.max(jnp.abs(x), axis=axes, keepdims=True), format)
+        scale = power_for(jnp.max(jnp.abs(x), axis=axes, keepdims=True), format)
     return lax.pmax(scale, over) if over else scale
 
 
-def _power_for(largest: jax.Array, format: str) -> jax.Array:
+def power_for(largest: jax.Array, format: str) -> jax.Array:
     """Returns the least powers of two by which largest values can be divided to fit a format."""
     # Half as much more, a little less for exact powers, rounds to the next power of two.
     more = largest.astype(jnp.float32) * np.float32(1.499 / _MAX[format])
@@ -95,7 +95,7 @@ def _power_for(largest: jax.Array, format: str) -> jax.Array:
 
 def _at_once(format: str, x: jax.Array) -> list[jax.Array]:
     """Reduces a tensor, then computes the scale: several devices communicate one scalar."""
-    return [_power_for(jnp.max(jnp.abs(x)), format)]
+    return [power_for(jnp.max(jnp.abs(x)), format)]
 
 
 def _in_two_kernels(format: str, x: jax.Array) -> list[jax.Array]:
@@ -109,7 +109,7 @@ def _in_two_kernels(format: str, x: jax.Array) -> list[jax.Array]:
         if x.shape[0] > _ROWS or x.shape[1] > _ROW_SIZE:
             return _at_once(format, x)
         x = jnp.max(jnp.abs(x), axis=1)
-    return [jnp.max(_power_for(jnp.abs(x), format))]
+    return [jnp.max(power_for(jnp.abs(x), format))]
 
 
 #: What XLA reduces in one kernel: so many rows of so many elements to one value each, and their results to
@@ -329,3 +329,16 @@ def _result_shape(operands: Sequence[Any], contracted: Any, batch: Any) -> list[
     for x, *axes in zip(operands, contracted, batch, strict=True):
         shape += [x.shape[axis] for axis in _free(x, *axes)]
     return shape
+
+
+def like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:
+    """Returns the scales of an operand's rows with the axes of the result: batches, left rows, right rows."""
+    if scale.ndim == 0:
+        return scale
+    contracted, batch = (axes[place] for axes in dimension_numbers)
+    free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
+    ordered = lax.transpose(scale, (*batch, *free, *contracted))
+    ordered = lax.squeeze(ordered, range(len(batch) + len(free), scale.ndim))
+    others = rank - ordered.ndim
+    start = len(batch) if place == 1 else ordered.ndim
+    return lax.expand_dims(ordered, range(start, start + others))

@@ -21,7 +21,6 @@ from jmp_policy._src.jaxpr.ir import flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
-from jmp_policy._src.products.fp8.primitive import FLOAT8_DOT_GENERAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
@@ -191,7 +190,7 @@ class _InHalf(Interpreter):
 
     def operation(self, eqn: Any, values: Sequence[Any], where: Any) -> Sequence[Any]:
         # Scales are computed by nobody: XLA leaves out what nothing uses.
-        changed = {"formats": (None, None)} if eqn.primitive is FLOAT8_DOT_GENERAL else {}
+        changed = {"formats": (None, None)} if "formats" in eqn.params else {}
         return self.bind(eqn, *values, **changed)
 
 

@@ -1,0 +1,124 @@
+"""Scales of products of ragged groups: of the rows of each expert with the weight of that expert.
+
+`jax.lax.ragged_dot(x, w, sizes)` multiplies the first `sizes[0]` rows of `x` by `w[0]`, the next `sizes[1]`
+by `w[1]`, and so on. Each expert's weight has scales of its own, by which the result's rows are multiplied.
+
+The gradient of the weights sums over the rows of each group. Blocks of rows reach into the next group there,
+so rows are divided by the largest value of their group first. A Hadamard transform of rows is left out, since
+it would mix those of two experts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.policy.recipes import NVFP4
+from jmp_policy._src.products.fp8.scales import VALUE, Scaled, as_matrices, like_result, power_for
+
+#: JAX's products of matrices, without and with groups.
+MATRIX_PRODUCTS = ("dot_general", "ragged_dot_general")
+
+_NUMBERS = "ragged_dot_dimension_numbers"
+
+
+def axes_of(params: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The axes of both operands that are summed over, and those along which there are matrices of their own.
+
+    Args:
+      params: of a product, ragged or not.
+    """
+    numbers = params.get(_NUMBERS)
+    if numbers is None:
+        return params["dimension_numbers"]
+    contracted, (left, right) = numbers.dot_dimension_numbers
+    return contracted, (left, (*right, *numbers.rhs_group_dimensions))
+
+
+def groups_rows(eqn: Any) -> bool:
+    """Whether groups of a product, if it has any, are of rows, each with a matrix of its own."""
+    numbers = eqn.params.get(_NUMBERS)
+    if numbers is None:
+        return True
+    (summed, _), _ = numbers.dot_dimension_numbers
+    has_groups = bool(numbers.rhs_group_dimensions) and not set(numbers.lhs_ragged_dimensions) & set(summed)
+    return has_groups and eqn.params["group_offset"] is None
+
+
+def matrices(eqn: Any) -> int:
+    """How many matrices the rows of a product are multiplied with: more than one in a ragged product."""
+    numbers = eqn.params.get(_NUMBERS)
+    groups = () if numbers is None else numbers.rhs_group_dimensions
+    return math.prod(ir.shape_of(eqn.invars[1])[axis] for axis in groups)
+
+
+def without_transform(recipe: str) -> str:
+    """A recipe of 4 bits without its Hadamard transform, any other as it is."""
+    passes = (f"{name}-rht" if NVFP4 in name and "-rht" not in name else name for name in recipe.split("+"))
+    return "+".join(passes)
+
+
+def scales_like_result(
+    product: Any, operands: Sequence[Any], scales: Sequence[Any], sizes: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """The scales of both operands with the axes of the result.
+
+    Args:
+      product: JAX's primitive.
+      operands: two arrays.
+      scales: theirs; of shape (), or of the operand's shape with 1 for axes that share one.
+      sizes: of the groups.
+      params: of the primitive.
+    """
+    numbers = params[_NUMBERS]
+    (left, _), (batch, _) = dots = numbers.dot_dimension_numbers
+    if not numbers.rhs_group_dimensions:  # The result has the groups first.
+        rank = sum(x.ndim for x in operands) - 2 * len(left) - len(batch)
+        return [like_result(scale, place, rank, dots)[None] for place, scale in enumerate(scales)]
+    lhs, of_rhs = operands[0], scales[1]
+    ones = jnp.ones([1 if axis in left else size for axis, size in enumerate(lhs.shape)], jnp.float32)
+    # The same product takes the scale of its group to each row, exactly: all other terms are 0.
+    of_rows = product.bind(
+        ones, of_rhs, *sizes, **params | {"preferred_element_type": jnp.dtype(jnp.float32)}
+    )
+    return [like_result(scales[0], 0, of_rows.ndim, dots), of_rows]
+
+
+def rounded_in_place(
+    operands: Sequence[Any], sizes: Any, rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
+) -> list[Any]:
+    """Operands whose blocks are rounded, in bfloat16, which holds the rounded values times their scales.
+
+    Args:
+      operands: two half arrays.
+      sizes: of the groups.
+      rounded: rounds an operand, given which one it is and its values as (batch, rows, terms).
+      params: of the product.
+    """
+    found, sums_rows = [], not params[_NUMBERS].rhs_group_dimensions
+    for place, (x, summed, own) in enumerate(zip(operands, *axes_of(params), strict=True)):
+        matrix = as_matrices(x, summed, own)
+        of_rows = _scales_of_rows(matrix, sizes) if sums_rows else None
+        scaled = rounded(place, matrix if of_rows is None else matrix.astype(jnp.float32) / of_rows)
+        values = scaled.in_bfloat16
+        for scale in (scaled.whole, of_rows):
+            values = values if scale is None else values * scale.astype(jnp.bfloat16)
+        order = [*own, *(i for i in range(x.ndim) if i not in (*own, *summed)), *summed]
+        there = values.reshape([x.shape[axis] for axis in order])
+        found.append(lax.transpose(there, np.argsort(order)))
+    return found
+
+
+def _scales_of_rows(x: Any, sizes: Any) -> Any:
+    """For each of (batch, features, rows) the scale of its group, (batch, 1, rows); 1 for rows of none."""
+    ends = jnp.cumsum(jnp.broadcast_to(sizes, (x.shape[0], sizes.shape[-1])), 1)[:, None]
+    rows = jnp.arange(x.shape[2])[:, None]
+    is_in = (rows < ends) & (rows >= ends - sizes.reshape(-1, 1, sizes.shape[-1]))
+    largest = jnp.max(jnp.abs(x), 1)[..., None].astype(jnp.float32)
+    of_groups = power_for(jnp.max(jnp.where(is_in, largest, 0), 1, keepdims=True), VALUE)
+    of_rows = jnp.max(jnp.where(is_in, of_groups, 0), 2)
+    return jnp.where(of_rows > 0, of_rows, 1)[:, None]
