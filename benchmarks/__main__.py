@@ -45,7 +45,8 @@ ON_GPU = {
     **({"times.zoo_torch": ("zoo_torch",)} if importlib.util.find_spec("torch") else {}),
     "counts.zoo_gpu": ("zoo_gpu",),
     "counts.zoo_cards": ("zoo_cards", "zoo_tpu"),
-    "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_profit"),
+    "counts.float8": ("fp8_gpu", "fp8_blocks", "fp8_attention", "fp8_profit"),
+    "counts.scaling_out": ("scaling_out", "experts_sent"),
     "times.peers": ("zoo_peers",),
 }
 #: Only when they are named: one takes hours, others want PyTorch, its wheel, or rejax.

@@ -1,9 +1,12 @@
 """Trains on devices of several processes, in two ways, and writes down what each process knows at the end.
 
 test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT` once for each, and imports it for a
-training on the devices of one.
+training on the devices of one. With `CHECKPOINTS DIES_AFTER` behind, sharded training goes on from the newest
+checkpoint there, with one after each step; the last process kills itself after that step.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -77,24 +81,51 @@ def start(mesh, way):
     return params, state, jax.jit(step, out_shardings=(*places, NamedSharding(mesh, P())))
 
 
+def batch_of(mesh, n):
+    """The batch of a step, of which each process has its rows."""
+    part = BATCH // jax.process_count()
+    rows = slice(jax.process_index() * part, (jax.process_index() + 1) * part)
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), global_batch(n)[rows])
+
+
+def go_on(checkpoints, dies_after):
+    """What this process knows at the end of a training that goes on from the newest checkpoint, by name."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    *run, step = start(mesh, "jit")
+    with ocp.CheckpointManager(checkpoints) as manager:
+        newest = manager.latest_step()
+        if newest is not None:
+            run = manager.restore(newest, args=ocp.args.StandardRestore(run))
+        for n in range(0 if newest is None else newest + 1, STEPS):
+            *run, _ = step(*run, batch_of(mesh, n))
+            manager.save(n, args=ocp.args.StandardSave(run))
+            manager.wait_until_finished()
+            if n == dies_after and jax.process_index() == jax.process_count() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return known_by(mesh, run)
+
+
+def known_by(mesh, tree):
+    """All of a tree, by path."""
+    gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    leaves = jax.tree_util.tree_leaves_with_path(gather(tree))
+    return {jax.tree_util.keystr(path): own(leaf) for path, leaf in leaves}
+
+
 def train(way):
     """What this process knows at the end, by name."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     params, state, step = start(mesh, way)
-    part = BATCH // jax.process_count()
-    rows = slice(jax.process_index() * part, (jax.process_index() + 1) * part)
     found = {name: [] for name in ("finite", "scale", "loss", "moved")}
     for n in range(STEPS):
-        x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), global_batch(n)[rows])
+        x = batch_of(mesh, n)
         before = local_bits(params)
         params, state, loss = step(params, state, x)
         found["finite"].append(own(state.grads_finite))
         found["scale"].append(own(state.loss_scale.loss_scale))
         found["loss"].append(own(loss))
         found["moved"].append([a != b for a, b in zip(before, local_bits(params), strict=True)])
-    gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gather({"params": params, "state": state})):
-        found[jax.tree_util.keystr(path)] = own(leaf)
+    found |= known_by(mesh, {"params": params, "state": state})
     return {f"{way} {name}": np.array(value) for name, value in found.items()}
 
 
@@ -109,14 +140,17 @@ def own(array):
     return np.asarray(array.addressable_data(0))
 
 
-def main(address, processes, process, out):
+def main(address, processes, process, out, checkpoints=None, dies_after=-1):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     assert jax.process_count() == jax.device_count() == int(processes)
-    found = {name: value for way in WAYS for name, value in train(way).items()}
+    if checkpoints is not None:
+        found = go_on(checkpoints, int(dies_after))
+    else:
+        found = {name: value for way in WAYS for name, value in train(way).items()}
     np.savez(Path(out) / f"{process}.npz", **found)
     jax.distributed.shutdown()
 

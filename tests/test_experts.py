@@ -67,17 +67,6 @@ def test_experts_have_scales_of_their_own(recipe, weight_first):
     assert max(error(a, b) for a, b in each) < (0.3 if "fp4" in recipe else 0.12)
 
 
-def test_attention_is_no_batch_of_experts():
-    def attention(w, x):
-        q, k = jnp.tanh(x @ w[0]), jnp.tanh(x @ w[1])
-        return jnp.tanh(jnp.einsum("bqd,bkd->bqk", q, k)) @ jnp.tanh(x)
-
-    rows = jmpp.explain(attention, lower="fp8_current")(jnp.ones((2, 32, 32)), jnp.ones((2, 32, 32)))
-    whys = [row.why for row in rows.of("dot_general")]
-    assert ["batches, as in attention" in why for why in whys] == [False, False, True, False]
-    assert "the result is float32" in whys[3]
-
-
 @functools.cache
 def arrays():
     return jnp.asarray(RNG.normal(size=(G, K, N)) / 6, jnp.float32) * SCALES, jnp.asarray(

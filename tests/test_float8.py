@@ -329,6 +329,76 @@ def test_rounded_operands_are_kept_and_not_rounded_again(recipe):
         assert error(found, plain) < 0.1
 
 
+def test_attention_is_no_batch_of_experts():
+    def attention(w, x):
+        q, k = jnp.tanh(x @ w[0]), jnp.tanh(x @ w[1])
+        return jnp.tanh(jnp.einsum("bqd,bkd->bqk", q, k)) @ jnp.tanh(x)
+
+    rows = jmpp.explain(attention, lower="fp8_current")(jnp.ones((2, 32, 32)), jnp.ones((2, 32, 32)))
+    whys = [row.why for row in rows.of("dot_general")]
+    assert ["batches, as in attention" in why for why in whys] == [False, False, True, False]
+    assert "the result is float32" in whys[3]
+
+
+def attention(ws, x):
+    q, k, v = (jnp.reshape(x @ w, (2, 64, 2, 32)) for w in ws)
+    return jnp.tanh(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)) @ jnp.eye(64)
+
+
+@pytest.mark.parametrize("asked", ["", "+scores", "+values", "+scores+values"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fwd:mxfp8"])
+def test_attention_is_in_float8_where_it_is_asked_for(recipe, asked):
+    ws, x = list(RNG.normal(size=(3, 64, 64)) / 8), jnp.asarray(RNG.normal(size=(2, 64, 64)), jnp.float32)
+    # The second head is a thousandth as large, and has scales of its own.
+    small = jnp.repeat(jnp.float32([1, 1e-3]), 32)
+    ws = [jnp.asarray(w, jnp.float32) * small for w in ws]
+    loss = lambda ws, x: jnp.sum(attention(ws, jnp.tanh(x)) ** 2 / small**2)  # noqa: E731
+    half = jmpp.autocast(loss, f"mixed_bfloat16, r={recipe}{asked}")
+    products = jmpp.audit(half, ws, x, grad=True).products
+    found = [p.lhs.startswith("float8") for p in products if p.batch > 1]
+    scores, values = "scores" in asked, "values" in asked
+    backward = [values] * 2 + [scores] * 2 if recipe == "fp8_current" else [False] * 4
+    assert found == [scores, values, *backward]
+    exact = jax.grad(loss)(ws, x)
+    assert max(map(error, jax.jit(jax.grad(half))(ws, x), exact)) < 0.2
+    assert (
+        max(error(a[:, 32:], b[:, 32:]) for a, b in zip(jax.grad(half)(ws, x)[2:], exact[2:], strict=True))
+        < 0.2
+    )
+
+
+def test_attention_words_are_for_autocast_only():
+    assert jmpp.Policy(f"{HALF}, r=fwd:fp8_current+values+scores").recipe == "fwd:fp8_current+scores+values"
+    for recipe in ("scores", "fp8_current+fp8_rowwise", "fp8_current+score"):
+        with pytest.raises(ValueError, match=r"Unknown recipe .* 'fp8_current\+scores\+values'"):
+            jmpp.Policy(f"{HALF}, r={recipe}")
+    with pytest.raises(ValueError, match="Leave out scores and values, or ask for it with autocast"):
+        jmpp.wrap(nn.Dense(32), f"{HALF}, r=fp8_current+scores+values").init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="Leave out values, or ask for it with autocast"):
+        jmpp.wrap(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), f"{HALF}, r=fp8_current+values")(X[:, :32])
+    rules = {"**/first": f"{HALF}, r=fp8_current+values"}
+
+    def two(ws, x):
+        with jax.named_scope("first"):
+            x = attention(ws, x)
+        return attention(ws, x)
+
+    rows = jmpp.explain(two, jmpp.PolicyMap(HALF, rules))(
+        [W[:, :1] * jnp.ones((64, 64))] * 3, jnp.ones((2, 64, 64))
+    )
+    in_float8 = ["in float8 by" in row.why for row in rows.of("dot_general")]
+    assert [in_float8[4], in_float8[10]] == [True, False]
+
+
+def test_a_region_takes_a_recipe_without_some_parts():
+    def product(w, x):
+        with jmpp.region(jmpp.Policy(f"{HALF}, r=nvfp4-sr")):
+            return jnp.tanh(jnp.tanh(x) @ w) @ jnp.eye(64)
+
+    rows = jmpp.explain(product, HALF)(jnp.ones((64, 64)), jnp.ones((32, 64))).of("dot_general")
+    assert "in float8 by the recipe nvfp4-sr" in rows[0].why
+
+
 class LlamaBlock(nn.Module):
     @nn.compact
     def __call__(self, x):

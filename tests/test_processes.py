@@ -1,6 +1,7 @@
-"""Loss scaling over processes: one of them overflows, and all skip the step."""
+"""Loss scaling over processes: one of them overflows, and all skip the step; one dies, and a run goes on."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run(processes, out):
+def run(processes, out, *more):
     """What each of so many processes has found; they end with this function, however it ends."""
     address = f"127.0.0.1:{free_port()}"
     # One device and one thread for computing each. This process's flags would give each eight.
@@ -31,7 +32,7 @@ def run(processes, out):
     running = []
     try:
         for process in range(processes):
-            command = [sys.executable, script.__file__, address, *map(str, (processes, process, out))]
+            command = [sys.executable, script.__file__, address, *map(str, (processes, process, out, *more))]
             with (out / f"{process}.log").open("w") as log:
                 running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + SECONDS
@@ -64,9 +65,10 @@ def check_decisions(found):
 
 
 @pytest.mark.once
-def test_one_process_overflows_and_all_skip(tmp_path):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_process_overflows_and_all_skip(processes, tmp_path):
     alone = {name: value for way in script.WAYS for name, value in script.train(way).items()}
-    found = run(4, tmp_path)
+    found = run(processes, tmp_path)
     for of_one in (alone, *found):
         check_decisions(of_one)
     for other in found[1:]:
@@ -79,6 +81,24 @@ def test_one_process_overflows_and_all_skip(tmp_path):
             np.testing.assert_allclose(found[0][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
         else:
             np.testing.assert_array_equal(found[0][name], value, err_msg=name)
+
+
+@pytest.mark.once
+def test_a_process_dies_and_the_run_goes_on_in_as_many_or_more(tmp_path):
+    """The step after the checkpoint is the one that all skip."""
+    whole, *_ = run(2, tmp_path, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match=r"process 1, -9\b"):
+        run(2, tmp_path, tmp_path / "two", script.BAD_STEP - 1)
+    shutil.copytree(tmp_path / "two", tmp_path / "four")
+    again, *_ = run(2, tmp_path, tmp_path / "two")
+    assert {name: value.tobytes() for name, value in again.items()} == {
+        name: value.tobytes() for name, value in whole.items()
+    }
+    wider, *_ = run(4, tmp_path, tmp_path / "four")
+    assert wider.keys() == whole.keys()
+    for name, value in wider.items():
+        np.testing.assert_allclose(value, whole[name], rtol=2.0**-9, atol=2.0**-9, err_msg=name)
+    assert [whole[name] for name in whole if name.endswith(".loss_scale")] == [2.0**9]
 
 
 def test_what_a_process_says_is_shown_when_it_fails(tmp_path, monkeypatch):

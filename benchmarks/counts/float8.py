@@ -3,8 +3,10 @@
 Rooflines are those of `lowering_report`: a lower bound by kernel, launches included. `fp8_gpu`: steps on an
 H100. `fp8_blocks`: one product and its two gradients on H100 and B200. `fp8_profit`: whether layers gain, by
 the estimate of `worthwhile` and by what XLA's compiler makes of two of them with normalisation and GELU.
+`fp8_attention`: attention with its own products in float8, on an H100, and the error of a gradient.
 """
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 import jmp_policy as jmpp
 from benchmarks import steps
@@ -193,9 +196,53 @@ def estimated(row: dict[str, Any]) -> list[Profit]:
     ]
 
 
+ATTENTION_RECIPES = (
+    "",
+    "fp8_current",
+    *(f"fp8_current+{of}" for of in ("scores", "values", "scores+values")),
+)
+
+
+def attention_rows(length: str) -> list[dict[str, Any]]:
+    """An attention layer of 16 heads of 128, and the error of a smaller one's gradient."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        heads = 16 if x.shape[-1] == 2048 else 2
+        x = x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+        q, k, v = ((x @ w).reshape(*x.shape[:2], heads, -1) for w in params[:3])
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        return jnp.mean(jnp.square(x + out @ params[3] @ params[4]))
+
+    def arguments(width: int, length: int) -> Any:
+        keys = jax.random.split(jax.random.key(0), 6)
+        draw = jax.random.normal
+        return [draw(key, (width, width)) * width**-0.5 for key in keys[:5]], draw(
+            keys[5], (4, length, width)
+        )
+
+    params, x = arguments(128, 256)
+    exact = ravel_pytree(jax.grad(loss)(params, x))[0]
+    found, base = [], None
+    for recipe in ATTENTION_RECIPES:
+        half = jmpp.autocast(loss, policy_of(recipe or "bfloat16"))
+        error = jnp.linalg.norm(ravel_pytree(jax.grad(half)(params, x))[0] - exact) / jnp.linalg.norm(exact)
+        types = jax.eval_shape(functools.partial(arguments, 2048, int(length)))
+        report = jmpp.lowering_report(jax.grad(half, (0, 1)), *types, target="H100")
+        spent = next(e.seconds for e in report.estimates if e.program == "as given")
+        base = base or spent
+        found.append({
+            "recipe": recipe or "bfloat16",
+            "gradient_error": round(float(error), 4),
+            "roofline_ms": round(spent * 1e3, 3),
+            "of_bfloat16": round(spent / base, 3),
+        })  # fmt: skip
+    return found
+
+
 BLOCKS = {"target": "H100 and B200, compiled only", "size": BLOCK_SIZE}
 TABLES = (
     Table("fp8_gpu", step_rows, by={"size": SIZES}, about={"target": TARGET}),
     Table("fp8_blocks", block_rows, by={"target": ("H100", "B200")}, about=BLOCKS),
+    Table("fp8_attention", attention_rows, by={"length": ("2048", "8192")}, about={"target": TARGET}),
     Table("fp8_profit", layer_rows, about={"target": "NVIDIA H100, compiled only"}),
 )

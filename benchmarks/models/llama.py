@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from benchmarks.models._model import Model, cross_entropy
 from benchmarks.models.gpt import draw
@@ -53,10 +54,14 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated networks of which each token goes to two, within the room that an expert has."""
+    """Gated networks of which each token goes to two, within the room that an expert has.
+
+    `axis` is that of the mesh over which experts lie; tokens are sent to them and back.
+    """
 
     width: int
     experts: int
+    axis: str | None = None
     room: float = 1.25
 
     @nn.compact
@@ -75,12 +80,16 @@ class Experts(nn.Module):
             for name in ("up", "gate")
         )
         down = self.param("down", INIT, (self.experts, self.width, features), jnp.float32)
-        inside = jnp.einsum("blec,bld->ebcd", dispatch, x)
+        inside = self.placed(jnp.einsum("blec,bld->ebcd", dispatch, x), self.axis)
         inside = nn.silu(jnp.einsum("ebcd,edf->ebcf", inside, gate)) * jnp.einsum(
             "ebcd,edf->ebcf", inside, up
         )
-        outside = jnp.einsum("ebcf,efd->ebcd", inside, down)
+        outside = self.placed(jnp.einsum("ebcf,efd->ebcd", inside, down), self.axis)
+        outside = self.placed(outside, None, self.axis)
         return jnp.einsum("blec,ebcd->bld", combine.astype(x.dtype), outside)
+
+    def placed(self, x: jax.Array, *axes: Any) -> jax.Array:
+        return x if self.axis is None else jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
 class Layer(nn.Module):
@@ -90,16 +99,21 @@ class Layer(nn.Module):
     groups: int
     width: int
     experts: int = 0
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x, _=None):
         x = x + Attention(self.heads, self.groups)(nn.RMSNorm()(x))
-        network = Experts(self.width, self.experts) if self.experts else Gated(self.width)
+        network = Experts(self.width, self.experts, self.axis) if self.experts else Gated(self.width)
         return x + network(nn.RMSNorm()(x)), None
 
 
 class Llama(nn.Module):
-    """Tokens `[B, L]` to logits of those that follow; `scanned` compiles the equal layers once."""
+    """Tokens `[B, L]` to logits of those that follow.
+
+    `scanned` compiles the equal layers once, and `remat` keeps only what goes from one to the next. `axis` is
+    that of the mesh over which experts lie.
+    """
 
     vocabulary: int = 32000
     length: int = 2048
@@ -110,19 +124,22 @@ class Llama(nn.Module):
     layers: int = 4
     experts: int = 0
     scanned: bool = False
+    remat: bool = False
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(self.vocabulary, self.hidden, embedding_init=INIT)(tokens)
-        each = self.heads, self.groups, self.width, self.experts
+        each = self.heads, self.groups, self.width, self.experts, self.axis
+        kind = nn.remat(Layer, prevent_cse=not self.scanned) if self.remat else Layer
         if self.scanned:
             layer = nn.scan(
-                Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+                kind, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
             )
             x, _ = layer(*each, name="layers")(x, None)
         else:
             for i in range(self.layers):
-                x, _ = Layer(*each, name=f"layers_{i}")(x)
+                x, _ = kind(*each, name=f"layers_{i}")(x)
         return dense(self.vocabulary, name="head")(nn.RMSNorm()(x))
 
 

@@ -33,7 +33,7 @@ from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
-from jmp_policy._src.policy.recipes import role_by_name, without_target
+from jmp_policy._src.policy.recipes import SCORES, VALUES, of_attention, role_by_name, without_target
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
@@ -144,11 +144,12 @@ class Lower(Rule):
             return self._plan_other(eqn, region)
         if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
             return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
-        if _wanted_full(eqn, case.outs) and not region.lower:
+        wanted = _wanted_full(eqn, case.outs) and not region.lower
+        rule, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
+        if wanted and rule is None:
             stays = f", in {half} and not in float8" if region.recipe else ""
             why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, reads_in(eqn, half), results_in(eqn, FLOAT32), why, how=How.LOWERED)
-        rule, why = choose(eqn, ins, region) if region.recipe else (None, "")
         why = f"lower: {reason}{why}"
         return EqnPlan(eqn, rule or self, reads_in(eqn, half), results_in(eqn, half), why, how=How.LOWERED)
 
@@ -290,43 +291,49 @@ class Full(Rule):
 FOLLOW = Promote()
 
 
-def choose(eqn: Any, ins: Sequence[Value], region: Region) -> tuple[Any, str]:
+def choose(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool) -> tuple[Any, str]:
     """Returns the rule of a product, None for that of half products, and the reason as `explain` shows it.
 
     Args:
-      eqn: a product that is lowered, with a half result.
+      eqn: a product that is lowered.
       ins: what is known of its operands.
       region: where it is.
+      is_wanted_full: whether only float32 operations use the result, as of a head, or of attention's scores.
     """
-    why_not = _why_not(eqn, ins, region)
+    why_not = _why_not(eqn, ins, region, is_wanted_full)
     if why_not:
         return None, f"; in {region.half} and not in float8: {why_not}"
-    return FLOAT8[ins[0].source == "leaf"], f"; in float8 by the recipe {region.recipe}"
+    weight = next((place for place, value in enumerate(ins[:2]) if value.source == "leaf"), None)
+    return FLOAT8[weight], f"; in float8 by the recipe {region.recipe}"
 
 
-def _why_not(eqn: Any, ins: Sequence[Value], region: Region) -> str:
+def _why_not(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool) -> str:
     if eqn.primitive.name not in MATRIX_PRODUCTS:
         return f"recipes are for matrix products, not for {eqn.primitive.name}"
     if region.lower:
         return "the region asks for half"
-    is_weight = [value.source == "leaf" for value in ins[:2]]
-    if any(eqn.params.get("dimension_numbers", ((), ()))[1]) and not any(is_weight):
+    recipe, is_weight = region.recipe or "", [value.source == "leaf" for value in ins[:2]]
+    is_attention = any(eqn.params.get("dimension_numbers", ((), ()))[1]) and not any(is_weight)
+    if is_attention and (SCORES if is_wanted_full else VALUES) in of_attention(recipe):
+        return stays_because(eqn, recipe, is_asked_for=True) or loses(size_of(eqn), recipe)
+    if is_attention:
         return "it is one of batches, as in attention"
+    if is_wanted_full:
+        return "only float32 operations use the result"
     if all(is_weight):
         return "both operands are arguments, as in a first layer"
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))), size_of(eqn).n)
     if role:
         return f"by its name it belongs to {role}"
-    recipe = region.recipe or ""
     # Rows of all groups are multiplied with each matrix, as XLA has it on a GPU.
     size = size_of(eqn)
     return stays_because(eqn, recipe) or loses(size._replace(k=size.k * matrices(eqn)), recipe)
 
 
 class _Float8Product(NamedTuple):
-    """A product of float8 operands, made of half ones; `weight` is the operand that is one."""
+    """A product of float8 operands, made of half ones; `weight` is the operand that is one, if any."""
 
-    weight: int
+    weight: int | None
 
     def run(self, step: Any, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
@@ -336,8 +343,8 @@ class _Float8Product(NamedTuple):
         return [computed(bind_float8(arrays, recipe, params, weight=self.weight, like=like))]
 
 
-#: By whether the weight is the left operand.
-FLOAT8: Any = {True: _Float8Product(0), False: _Float8Product(1)}
+#: By which operand is the weight.
+FLOAT8: Any = {weight: _Float8Product(weight) for weight in (0, 1, None)}
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:

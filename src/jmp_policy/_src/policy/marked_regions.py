@@ -16,7 +16,7 @@ from jmp_policy._src.core.dtype_words import check_has_range, parse_dtype
 from jmp_policy._src.policy.patterns import matches
 from jmp_policy._src.policy.recipes import is_staying
 
-_MARKER = re.compile(r"autocast\[([\w:+@]+)\]")
+_MARKER = re.compile(r"autocast\[([\w:+@-]+)\]")
 
 
 class Region(NamedTuple):

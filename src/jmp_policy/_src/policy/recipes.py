@@ -7,6 +7,8 @@ A recipe is one word, so that policies, rules and scopes can name it: "fp8_curre
 "fwd:fp8_current" for those of the forward pass, "bwd:fp8_current" for those of gradients, and
 "fwd:fp8_rowwise+bwd:fp8_current" for both in different ways.
 
+"fp8_current+scores+values" is for attention's own products as well, under `autocast`.
+
 "fp8_current@H100" is followed only where it gains on that device. That depends on the size of a product,
 which no rule sees: a layer of 2048 features gains with many tokens and loses with few. So the device is part
 of the recipe, and it is decided where a product is made.
@@ -38,6 +40,9 @@ RECIPES = {
 #: without the random Hadamard transform, "nvfp4-2d" without square blocks of weights.
 NVFP4, _PARTS = "nvfp4", ("2d", "sr", "rht")
 
+#: Attention's own products, of queries with keys and of probabilities with values.
+SCORES, VALUES = "scores", "values"
+
 #: The recipe that keeps state: scales and largest values, in variables of Flax Linen.
 DELAYED = "fp8_delayed"
 
@@ -63,6 +68,12 @@ def parts_of_nvfp4(recipe: str | None) -> frozenset[str] | None:
     if name != NVFP4 or not set(without) <= set(_PARTS):
         return None
     return frozenset(_PARTS) - frozenset(without)
+
+
+def of_attention(recipe: str | None) -> tuple[str, ...]:
+    """Those of attention's own products that a recipe is for: `SCORES`, `VALUES`."""
+    words = without_target(recipe or "").split("+")
+    return tuple(word for word in (SCORES, VALUES) if word in words)
 
 
 def needs_key(recipe: str | None) -> bool:
@@ -91,13 +102,13 @@ def passes_of(recipe: str) -> Passes:
     """Returns what a recipe means for the two passes: compute dtype in both for a text that is no recipe.
 
     Args:
-      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current"; the
-        device on which it must gain may follow: "fp8_current@H100".
+      recipe: "fp8_current", "fwd:fp8_current", "bwd:fp8_current" or "fwd:fp8_rowwise+bwd:fp8_current";
+        "+scores" and "+values" may follow, and the device on which it must gain: "fp8_current@H100".
     """
-    recipe = without_target(recipe)
-    if _is_known(recipe):
-        return Passes(recipe, recipe)
-    parts = [part.partition(":") for part in recipe.split("+")]
+    words = [word for word in without_target(recipe).split("+") if word not in (SCORES, VALUES)]
+    if len(words) == 1 and _is_known(words[0]):
+        return Passes(words[0], words[0])
+    parts = [part.partition(":") for part in words]
     given = {key: name for key, _, name in parts if key in Passes._fields and _is_known(name)}
     is_whole = len(given) == len(parts)
     return Passes(given.get("fwd"), given.get("bwd")) if is_whole else Passes(None, None)
@@ -122,13 +133,15 @@ def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
     """
     if not isinstance(recipe, str) or not is_recipe(recipe):
         names = re.split(r"[:+]", recipe) if isinstance(recipe, str) else []
-        wrong = [name for name in names if not _is_known(name) and name not in Passes._fields]
+        known_words = (*Passes._fields, SCORES, VALUES)
+        wrong = [name for name in names if not _is_known(name) and name not in known_words]
         hint = did_you_mean(wrong[0], RECIPES) if wrong else ""
         known = ", ".join(f"{name!r} ({why})" for name, why in RECIPES.items())
         raise ValueError(
             f"Unknown recipe {recipe!r} in policy {policy!r}.{hint} Known: {known}; for one pass alone "
             "'fwd:fp8_current' or 'bwd:fp8_current', for two 'fwd:fp8_rowwise+bwd:fp8_current'; nvfp4 "
-            "without some of its parts as 'nvfp4-2d-sr-rht'."
+            "without some of its parts as 'nvfp4-2d-sr-rht'; for attention's own products, too, as "
+            "'fp8_current+scores+values'."
         )
     if compute_dtype.name not in ("bfloat16", "float16"):
         raise ValueError(
@@ -143,9 +156,9 @@ def checked_recipe(recipe: object, compute_dtype: np.dtype, policy: str) -> str:
             f"cannot be the recipe of one of them. Write recipe={DELAYED}."
         )
     names = {key: _shortest(name) for key, name in passes._asdict().items() if name}
-    if len(names) == 2 and names["fwd"] == names["bwd"]:
-        return names["fwd"]
-    return "+".join(f"{key}:{name}" for key, name in names.items())
+    is_one = len(names) == 2 and names["fwd"] == names["bwd"]
+    words = [names["fwd"]] if is_one else [f"{key}:{name}" for key, name in names.items()]
+    return "+".join([*words, *of_attention(recipe)])
 
 
 def check_has_no_state(recipe: str | None, what: str) -> None:

@@ -19,7 +19,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.matrix_products import size_of
-from jmp_policy._src.policy.recipes import DELAYED, staying, without_target
+from jmp_policy._src.policy.recipes import DELAYED, of_attention, staying, without_target
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
@@ -41,6 +41,13 @@ class Float8DotGeneral:
     is_asked_for: bool = False
     instead_of: Any = dataclasses.field(default=None, compare=False, repr=False)
     key: Callable[[], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if words := of_attention(self.recipe):
+            raise ValueError(
+                f"The recipe {self.recipe} is for attention's own products, too, which no layer hands on. "
+                f"Leave out {' and '.join(words)}, or ask for it with autocast."
+            )
 
     def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the product of two arrays; the arguments are those of `lax.dot_general`."""
