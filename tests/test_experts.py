@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import ir
@@ -138,6 +140,33 @@ def test_each_of_a_batch_of_ragged_products():
     loss = lambda f: lambda *args: jnp.sum(jax.vmap(f)(*args) ** 2)  # noqa: E731
     found, exact = (jax.grad(loss(f), (0, 1))(*batch) for f in (half, ragged))
     assert max(map(error, found, exact)) < 0.12
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", ["ragged", "batched"])
+def test_experts_of_several_devices_have_scales_of_their_own(kind, check_vma):
+    mesh = jax.make_mesh((4,), ("experts",), (AxisType.Auto,), devices=jax.devices()[:4])
+    sizes = jnp.float32([1, 1, 1e-7, 1e-7, 1, 1, 1, 1])[:, None, None]
+    w = jnp.asarray(RNG.normal(size=(8, K, N)) / 6, jnp.float32) * sizes
+
+    def local(w, x):
+        if kind == "batched":
+            h = jnp.einsum("emk,ekn->emn", jnp.tanh(x).reshape(2, 16, K), w)
+        else:
+            h = lax.ragged_dot(jnp.tanh(x), w, 4 + 24 * jnp.arange(2) + 0 * w[:, 0, 0].astype(int))
+        return h @ jnp.eye(N)
+
+    place = NamedSharding(mesh, P("experts"))
+    x = jnp.asarray(RNG.normal(size=(4 * 32, K)), jnp.float32)
+    w, x = jax.device_put((w, x), place)
+    whole = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("experts"),) * 2, out_specs=P("experts"), check_vma=check_vma
+    )
+    half = jmpp.autocast(whole, lower="fp8_current")
+    loss = lambda f: lambda w, x: jnp.sum(f(w, x) ** 2)  # noqa: E731
+    found, exact = (jax.jit(jax.grad(loss(f), (0, 1)))(w, x) for f in (half, whole))
+    assert max(map(error, found[0], exact[0])) < 0.12
+    assert max(error(a, b) for a, b in zip(*(jnp.split(g[1], 4) for g in (found, exact)), strict=True)) < 0.12
 
 
 def test_remat_keeps_the_bits_of_ragged_products():

@@ -174,6 +174,24 @@ def float8_blocks() -> str:
     return folded_section("Recipes by card", "float8 blocks", rows)
 
 
+def float8_attention() -> str:
+    """A row per recipe, with its time for both lengths."""
+    found = grouped(load("fp8_attention")["rows"], "recipe", "length")
+    rows = [
+        by["2048"] | {"short": by["2048"]["of_bfloat16"], "long": by["8192"]["of_bfloat16"]}
+        for by in found.values()
+    ]
+    return section("float8 attention", rows)
+
+
+def scaling_out() -> str:
+    return folded_section("Per device", "scaling out", load("scaling_out")["rows"])
+
+
+def experts() -> str:
+    return folded_section("Experts on eight devices", "experts", load("experts_sent")["rows"])
+
+
 def float8_choices() -> str:
     """How many layers `worthwhile` chooses, and how many of them lose."""
     rows, chosen, missed = load("fp8_profit")["rows"], [], []
@@ -263,20 +281,23 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
         (float8_steps,),
         (float8_choices,),
         (float8_blocks,),
+        (float8_attention,),
         (float8_losses, float8_gradients),
     ),
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((zoo.performance,),),
-    "docs/reliability.md": (("faults",), (agents,), ("checkpoints",)),
+    "docs/reliability.md": ((agents,), ("checkpoints",)),
     "docs/reports.md": ((reports,), (planted_faults, healthy_models, planted_parts)),
+    "docs/scaling_out.md": ((scaling_out,),),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
         (overhead, gpu),
-        (float32_gradients, collectives, communication, "accumulation"),
+        (float32_gradients, collectives, communication, experts, "accumulation"),
         ("rounding",),
         ("first call",),
         ("drift shares",),
     ),
+    "docs/results/faults.md": (("faults",),),
     "docs/results/mistakes.md": ((mistakes,),),
     "docs/results/models.md": ((zoo.results, nnx, autocast),),
 }

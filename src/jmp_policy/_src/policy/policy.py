@@ -31,12 +31,12 @@ class Policy:
         none.
       grad_dtype: dtype in which half-precision products return weight gradients; None leaves them in
         `compute_dtype` until the transpose of the parameter's cast.
-      recipe: how layers compute their products from scaled 8-bit operands: "fp8_current", "fp8_rowwise",
-        "fp8_block", "mxfp8" or "fp8_delayed".
-        For the forward pass alone "fwd:fp8_current", for gradients alone "bwd:fp8_current", and in different
-        ways "fwd:fp8_rowwise+bwd:fp8_current". "fp8_current@H100" does so where that gains on the device, at
-        each product's size (`worthwhile`). None for products in compute dtype. Heads, routers, first layers
-        and all else stay as without it.
+      recipe: how products are computed from scaled 8-bit or 4-bit operands: "fp8_current", "fp8_rowwise",
+        "fp8_block", "mxfp8", "fp8_delayed" or "nvfp4". For the forward pass alone "fwd:fp8_current", for
+        gradients alone "bwd:fp8_current", and in different ways "fwd:fp8_rowwise+bwd:fp8_current".
+        "fp8_current+scores+values" has attention's own products as well, under `autocast`.
+        "fp8_current@H100" is followed where that gains on the device, at each product's size (`worthwhile`).
+        None for products in compute dtype. Heads, routers, first layers and all else stay as without it.
 
     Raises:
       TypeError: when one of the three dtypes is missing.

@@ -107,8 +107,10 @@ def bind_float8(
         contracted = [[i for i in range(x.ndim) if i not in own] if own else None for x, own in each]
     *own_scales, of_cotangent = scales
     scales = [
-        scale_of(x, format, axes) if scale is None else scale
-        for x, format, axes, scale in zip(unmarked or operands, formats, contracted, own_scales, strict=True)
+        scale_of(x, format, axes, is_whole=bool(own)) if scale is None else scale
+        for x, format, axes, own, scale in zip(
+            unmarked or operands, formats, contracted, batch, own_scales, strict=True
+        )
     ]
     scales.append(none if of_cotangent is None else of_cotangent)
     if _keeps_scales(recipe):
@@ -195,7 +197,7 @@ def _compute(
         operands = [x.astype(jnp.bfloat16) for x in operands]
     out = primitive_for(like, operands, jaxs).bind(*operands, *sizes, **jaxs)
     if sizes:
-        scales = ragged.scales_like_result(like, operands, scales, sizes, jaxs)
+        scales = ragged.scales_like_result(operands, scales, sizes, jaxs)
     else:
         numbers = jaxs["dimension_numbers"]
         scales = [like_result(scale, place, out.ndim, numbers) for place, scale in enumerate(scales)]

@@ -42,7 +42,7 @@ FLOAT4 = "float4_e2m1fn"
 _MAX = {VALUE: 448.0, GRADIENT: 57344.0, FLOAT4: 6 * 448.0}
 
 
-def scale_of(x: Any, format: str, axes: Sequence[int] | None = None) -> jax.Array:
+def scale_of(x: Any, format: str, axes: Sequence[int] | None = None, *, is_whole: bool = False) -> jax.Array:
     """Computes the scale of an array from its largest absolute value; it has no gradient.
 
     Args:
@@ -50,13 +50,15 @@ def scale_of(x: Any, format: str, axes: Sequence[int] | None = None) -> jax.Arra
         whole array.
       format: name of the float8 dtype.
       axes: axes that share a scale; None for all.
+      is_whole: whether, inside `shard_map`, a device's part has scales of its own, as its experts have.
 
     Returns:
       float32 powers of two, of the shape of `x` with 1 for `axes`, or a scalar. Infinity where a value is not
       finite, which makes all of the product NaN; where all are 0 it is the smallest, and the product is 0.
     """
     x = lax.stop_gradient(x)
-    scale = float8_scale(x, format, None if axes is None else tuple(axes), _split_over(x))
+    over = () if is_whole else _split_over(x)
+    scale = float8_scale(x, format, None if axes is None else tuple(axes), over)
     return checkpoint_name(scale, QUANTISED)
 
 
