@@ -45,7 +45,7 @@ from jmp_policy._src.flax.linen.layers import (
     own_params,
     sums_few,
 )
-from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
+from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
@@ -170,8 +170,6 @@ def _call_shadowed(
         scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
         if isinstance(module, WEIGHT_NORMS):  # It computes with the weights of another layer, in float32.
             scope.half_modules[locate(module.layer_instance, scope.location).path] = None
-        if is_in_half:
-            cast_scope_reads(module.scope, module)
     with ACTIVE(scope.inside(precision.policy, location)):
         restore = shadow(scope, module, precision, location, (args, kwargs))
         try:

@@ -13,9 +13,7 @@ Such modules are noted in `Seen.drawn_in_half`, and `init` takes the parameters 
 """
 
 import functools
-import inspect
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -184,17 +182,11 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
 
 def _get_variable(module: nn.Module, get_variable: Any, /, col: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.get_variable`: casts what it reads from the parameters."""
-    value = get_variable(col, *args, **kwargs)
-    return _as_used(module, value) if col == "params" else value
-
-
-def _as_used(module: nn.Module, params: Any) -> Any:
-    """Parameters in the dtype in which a module uses them."""
-    scope = ACTIVE.value
-    if scope is None:
-        return params
+    value, scope = get_variable(col, *args, **kwargs), ACTIVE.value
+    if col != "params" or scope is None:
+        return value
     precision = module_precision(scope, module)
-    return cast_weight(params, precision.used_param_dtype, precision.policy)
+    return cast_weight(value, precision.used_param_dtype, precision.policy)
 
 
 def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -222,36 +214,3 @@ def _perturb(
 
 
 _SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable, "perturb": _perturb}
-
-
-def cast_scope_reads(scope: Any, module: nn.Module) -> None:
-    """Casts parameters that are read by `module.scope.get_variable` too, on Flax's scope and its children.
-
-    Scopes live as long as one `apply`. By weak references: one that holds itself would keep arrays alive.
-    """
-    if "get_variable" in vars(scope):
-        return
-    refs = weakref.ref(scope), weakref.ref(module)
-    vars(scope)["get_variable"] = functools.partial(_scope_get_variable, *refs)
-    for name in ("push", "rewound"):  # Scopes of children, and the one that a module has after a call.
-        vars(scope)[name] = functools.partial(_made, name, *refs)
-
-
-def _scope_get_variable(of_scope: Any, of_module: Any, col: str, name: str, default: Any = None) -> Any:
-    scope, module = of_scope(), of_module()
-    value = type(scope).get_variable(scope, col, name, default)
-    if col != "params" or module is None or _is_read_by_flax(inspect.currentframe()):
-        return value  # What Flax reads for a module, the module casts.
-    return _as_used(module, value)
-
-
-def _is_read_by_flax(frame: Any) -> bool:
-    return frame.f_back.f_globals.get("__name__", "").startswith("flax.")
-
-
-def _made(name: str, of_scope: Any, of_module: Any, *args: Any, **kwargs: Any) -> Any:
-    scope, module = of_scope(), of_module()
-    new = getattr(type(scope), name)(scope, *args, **kwargs)
-    if module is not None:
-        cast_scope_reads(new, module)
-    return new
