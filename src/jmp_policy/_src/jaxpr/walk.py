@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.policy.marked_regions import is_marker
 
@@ -128,7 +128,7 @@ class _Walk:
                 self._visitor.loop(eqn, site)
             return self._loop(eqn, operands, site, silent)
         if kind in (Kind.COND, Kind.PLATFORM):
-            branches = [self.inside(j, operands[1:], site, silent) for j in calls.branches(eqn)]
+            branches = [self.inside(j, operands[1:], site, silent) for j in control_flow.branches(eqn)]
             return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
         called = calls.looked_into(eqn)
         if called is not None:
@@ -147,7 +147,7 @@ class _Walk:
         return [self.new(provenance, times=site.times) for _ in eqn.outvars]
 
     def _loop(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        loop = calls.loop(eqn, operands)
+        loop = control_flow.loop(eqn, operands)
         if loop.trips is None:
             trips = dataclasses.replace(site, counted=False)
         else:

@@ -28,7 +28,7 @@ import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32, flattened
@@ -113,7 +113,7 @@ class DualValues(Interpreter):
         """Does an operation itself."""
         return binding.bind(eqn, *arrays, **changed)
 
-    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+    def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """Carries are activations: a weight that changes from trip to trip is none."""
         return Carries(_activations(map(read, loop.start)))
 

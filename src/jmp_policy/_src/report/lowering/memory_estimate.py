@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import calls, compat, ir
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
@@ -166,7 +166,7 @@ class _Accounting:
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
-        loop = calls.loop(eqn, [value._replace(made=frozenset()) for value in operands])
+        loop = control_flow.loop(eqn, [value._replace(made=frozenset()) for value in operands])
         arguments = [*loop.fixed, *[_Value()] * len(loop.start), *loop.xs]
         results = self._inside(loop.body, arguments, backward=False)
         return [
