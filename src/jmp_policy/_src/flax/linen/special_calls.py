@@ -1,7 +1,8 @@
 """The rarer ways in which Linen modules run.
 
-Marked for `autocast`; with float32 gradients; once more, for initial values that half ones had a part in; and
-with an NNX module inside (`flax.nnx.bridge.ToLinen`), which follows the model's rules.
+Marked for `autocast`; with float32 gradients; once more, for initial values that half ones had a part in;
+with the last blocks in compute dtype; and with an NNX module inside (`flax.nnx.bridge.ToLinen`), which
+follows the model's rules.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from jmp_policy._src.flax.linen.governing import governed, locate
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import matches
+from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import transform
@@ -60,14 +62,29 @@ def call_with_float32_gradients(
         return compat.over_variables(transformed, function, module, args, kwargs)
 
 
-def with_params_of(variables: Any, bare: Any) -> Any:
-    """The variables with the parameters of the bare model, cast to the dtypes that they have."""
+def with_params_of(out: Any, bare: Any) -> Any:
+    """What `init` and its like gave, with the parameters of the bare model in the dtypes that they have.
 
-    def as_stored(stored: Any, value: Any) -> Any:
-        return cast_leaf(value, stored.dtype) if is_floating_array(stored) else value
+    Args:
+      out, bare: variables of the wrapped and of the bare model, or pairs of the model's result and these.
+    """
+    if isinstance(out, tuple):
+        return out[0], with_params_of(out[1], bare[1])
+    params = jax.tree.map(
+        lambda stored, value: cast_leaf(value, stored.dtype) if is_floating_array(stored) else value,
+        out["params"],
+        bare["params"],
+    )
+    return type(out)({**out, "params": params})
 
-    params = jax.tree.map(as_stored, variables["params"], bare["params"])
-    return type(variables)({**variables, "params": params})
+
+def last_blocks_inside(scope: Scope, module: nn.Module) -> frozenset[str]:
+    """Paths of the last blocks of a module, which recipes of 4 bits leave in compute dtype."""
+    assert module.scope is not None
+    paths = (names for names, _ in jax.tree.leaves_with_path(module.scope.variables().get("params", {})))
+    blocks = last_blocks([str(getattr(name, "key", name)) for name in names] for names in paths)
+    start = locate(module, scope.location).path
+    return frozenset(scope.relative((*start, *block.split("/"))) for block in blocks)
 
 
 def class_under_rules(scope: Scope, module: Any, path: str, precision: ModulePrecision) -> Callable[..., Any]:
