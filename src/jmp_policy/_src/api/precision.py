@@ -15,13 +15,17 @@ from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
-from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import check_losses
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state
 from jmp_policy._src.loss_scaling.scale_dict import SPELLINGS
-from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
+from jmp_policy._src.loss_scaling.scale_types import (
+    TYPES,
+    NoOpLossScale,
+    loss_scale_from_dict,
+    loss_scale_to_dict,
+)
 from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.policy.named import get_policy
 from jmp_policy._src.policy.policy import Policy

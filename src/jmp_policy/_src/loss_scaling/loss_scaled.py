@@ -30,7 +30,6 @@ from jax import lax
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import float8_state, loss_scales
-from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
 from jmp_policy._src.loss_scaling.forgotten_scale import Division, ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.gradients import Decision, all_finite, everywhere, fusable_flag
 from jmp_policy._src.loss_scaling.loss_scale import (
@@ -42,6 +41,7 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     tree_to_float32,
 )
 from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
+from jmp_policy._src.loss_scaling.scale_types import StaticLossScale
 from jmp_policy._src.loss_scaling.state import LossScaledState, check_no_number
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
