@@ -107,26 +107,19 @@ class Scaling(FromDict):
     loss_scale: jax.Array
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating and complex leaves by the loss scale.
+        """Multiplies floating and complex leaves of a pytree by the loss scale, half ones as float32.
 
-        Args:
-          tree: the loss, or any pytree.
-
-        Returns:
-          The tree with float leaves of 16 bits or fewer cast to float32 before the product: a loss of
-          3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
+        A loss of 3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
         SCALE_USE.note_product(self, tree)
         map_gradients = map_derivatives if holds_float8_state(tree) else map_changed
         return map_gradients(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Divides floating and complex leaves by the loss scale.
+        """Divides floating and complex leaves by the loss scale, half ones as float32.
 
-        Returns:
-          The tree with float leaves of 16 bits or fewer as float32; float64 and complex keep their
-          type. Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's
-          float8 layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
+        Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's float8
+        layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
         """
         gradients, map_gradients = tree, map_changed
         if holds_float8_state(tree):
@@ -206,13 +199,9 @@ class DynamicLossScale(Scaling):
             "hysteresis": positive_int(hysteresis, "hysteresis"),
             **bounds(min_loss_scale, max_loss_scale),
         }
+        low, high = config["min_loss_scale"], config["max_loss_scale"]
         leaves = {
-            "loss_scale": scale_leaf(
-                loss_scale,
-                "loss_scale",
-                config["min_loss_scale"],
-                config["max_loss_scale"],
-            ),
+            "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
             "growth_tracker": jnp.zeros((), jnp.int32),
             "hysteresis_tracker": jnp.full((), config["hysteresis"], jnp.int32),
             "stuck": jnp.zeros((), jnp.bool_),
@@ -220,14 +209,11 @@ class DynamicLossScale(Scaling):
         set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
-        """The scale, grown or backed off, and its counters.
+        """The scale, grown or backed off, and its counters; leaves keep their types.
 
         Args:
           grads_finite: whether all gradients were finite; boolean scalar.
           grads: ignored.
-
-        Returns:
-          The next state, with leaves of the same types.
         """
         finite = jnp.asarray(grads_finite, jnp.bool_)
         clean = jnp.where(finite, self.growth_tracker + 1, 0)

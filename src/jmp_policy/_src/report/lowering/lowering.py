@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
-from jmp_policy._src.core.dtypes import FEW_BITS, few_bits
 from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
 from jmp_policy._src.jaxpr import control_flow, ir
@@ -28,6 +27,7 @@ from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Gain, Kernel, estimates, gains, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
+from jmp_policy._src.report.lowering.products import FEW_BITS, few_bits
 
 #: By precision the name of a program, and the program.
 Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
