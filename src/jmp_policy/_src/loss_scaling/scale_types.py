@@ -215,7 +215,7 @@ class StatisticLossScale(Scaling):
         ideal = jnp.clip(ideal, self.min_loss_scale, self.max_loss_scale)
         failed = usable & (self.failed_scale < _UNKNOWN)
         again = failed & (ideal * _power_of_two(-widened) >= self.failed_scale)
-        needed = _exponent_above(ideal) - _exponent_below(self.loss_scale)
+        needed = _exponent_above(ideal) - (jnp.frexp(self.loss_scale)[1] - 1)
         widened = jnp.where(again, jnp.maximum(widened, needed), widened)
         # While the first scale is still too large, nothing is wrong with the margin.
         widened = jnp.where(again | failed & (self.clean_scale < _UNKNOWN), widened + _MORE, widened)
@@ -371,11 +371,6 @@ def _exponent_above(x: jax.Array) -> jax.Array:
     """
     mantissa, exponent = jnp.frexp(x)
     return jnp.where(mantissa == 0.5, exponent - 1, exponent)
-
-
-def _exponent_below(x: jax.Array) -> jax.Array:
-    """The largest e with 2**e <= x; int32."""
-    return jnp.frexp(x)[1] - 1
 
 
 def _power_of_two(exponent: Any) -> jax.Array:

@@ -35,7 +35,7 @@ import jax
 
 from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.linen import layers, special_calls, stored_variables
+from jmp_policy._src.flax.linen import layers, special_calls
 from jmp_policy._src.flax.linen.governing import Location, governed, locate
 from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
@@ -154,15 +154,13 @@ def _call_shadowed(
     if scope.half_modules is None and not module.is_initializing():
         last = special_calls.last_blocks_inside(scope, module) if any_is_nvfp4(scope.rules) else frozenset()
         scope = dataclasses.replace(scope, half_modules={}, last=last)
-        stored = functools.partial(stored_variables.in_half, scope, module)
-        with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
+        stored = functools.partial(special_calls.stored_in_half, scope, module)
+        with float32_products.watched(scope.model(), stored, special_calls.REPAIR):
             return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
         scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
-        if isinstance(
-            module, layers.WEIGHT_NORMS
-        ):  # It computes with the weights of another layer, in float32.
+        if isinstance(module, layers.WEIGHT_NORMS):  # With the weights of another layer, in float32.
             scope.half_modules[locate(module.layer_instance, scope.location).path] = None
     with ACTIVE(scope.inside(precision.policy, location)):
         restore = shadow(scope, module, precision, location, (args, kwargs))

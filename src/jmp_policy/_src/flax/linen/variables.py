@@ -10,7 +10,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 
 from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, widened
 from jmp_policy._src.flax.linen.governing import module_precision
@@ -74,7 +73,9 @@ def _cast_variable(
         return CastVariable(made, lambda value: cast_weight(value, dtype, policy))
     is_new = not module.has_variable(col, name)
     made = own(col, name, init_fn, *args, **kwargs)
-    if is_new or init_fn is None or not _may_differ(made.value, precision.compute_dtype):
+    compute, stored = precision.compute_dtype, jax.tree.leaves(made.value)
+    others = {x.dtype for x in stored if is_floating_array(x) and x.dtype != compute}
+    if is_new or init_fn is None or not any(is_half(compute) or is_half(dtype) for dtype in others):
         return made
     kwargs.pop("unbox", None)
     wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
@@ -101,12 +102,6 @@ class CastVariable(nn.Variable):
         if jax.tree.structure(stored) == jax.tree.structure(value):
             value = jax.tree.map(_in_dtype_of, stored, value)
         nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
-
-
-def _may_differ(stored: Any, compute: np.dtype) -> bool:
-    """Whether a cache may be one that the module would make in another dtype."""
-    dtypes = {x.dtype for x in jax.tree.leaves(stored) if is_floating_array(x)} - {compute}
-    return any(is_half(compute) or is_half(dtype) for dtype in dtypes)
 
 
 def _in_dtype_of(like: Any, x: Any) -> Any:
