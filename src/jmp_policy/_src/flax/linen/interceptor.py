@@ -151,25 +151,22 @@ def _call_shadowed(
 
     Inputs are cast, if it is said how.
     """
+    watching: Any = contextlib.nullcontext()
     if scope.half_modules is None and not module.is_initializing():
         last = special_calls.last_blocks_inside(scope, module) if any_is_nvfp4(scope.rules) else frozenset()
         scope = dataclasses.replace(scope, half_modules={}, last=last)
         stored = functools.partial(special_calls.stored_in_half, scope, module)
-        with float32_products.watched(scope.model(), stored, special_calls.REPAIR):
-            return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
+        watching = float32_products.watched(scope.model(), stored, special_calls.REPAIR)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
         scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
         if isinstance(module, layers.WEIGHT_NORMS):  # With the weights of another layer, in float32.
             scope.half_modules[locate(module.layer_instance, scope.location).path] = None
-    with ACTIVE(scope.inside(precision.policy, location)):
-        restore = shadow(scope, module, precision, location, (args, kwargs))
-        try:
-            if cast is not None:
-                args, kwargs = cast((args, kwargs))
-            return call(*args, **kwargs)
-        finally:
-            restore()
+    active = ACTIVE(scope.inside(precision.policy, location))
+    with watching, active, shadow(scope, module, precision, location, (args, kwargs)):
+        if cast is not None:
+            args, kwargs = cast((args, kwargs))
+        return call(*args, **kwargs)
 
 
 def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:

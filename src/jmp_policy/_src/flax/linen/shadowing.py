@@ -12,9 +12,10 @@ float32, with the module's own fields. But what they close over may have been co
 Such modules are noted in `Seen.drawn_in_half`, and `init` takes the parameters of the bare model instead.
 """
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -31,13 +32,11 @@ from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
+@contextlib.contextmanager
 def shadow(
     scope: Scope, module: nn.Module, precision: ModulePrecision, location: Location, inputs: Any
-) -> Callable[[], None]:
-    """Replaces the fields and methods of a module that its precision changes, for a call with some inputs.
-
-    The result is a function that puts back what was there.
-    """
+) -> Iterator[None]:
+    """Replaces the fields and methods of a module that its precision changes, for a call with some inputs."""
     state = module.__dict__
     path = scope.relative(location.path) if precision.policy.recipe else ""
     new = layers.overridden_fields(module, precision, scope, path, inputs)
@@ -54,13 +53,12 @@ def shadow(
     for name, stand_in in _SHADOWS.items():
         if name not in before:
             state[name] = functools.partial(stand_in, module, getattr(module, name))
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         for name in names:
             state.pop(name, None)
         state.update(before)
-
-    return restore
 
 
 # Of the arguments only what was given is handed on: the module's class may have a `param` without `unbox`.
