@@ -110,7 +110,7 @@ class _Walk:
     ) -> list[ValueInfo]:
         def step(eqn: Any, operands: list[ValueInfo]) -> list[ValueInfo]:
             # Where exactly matters to nobody in silent rounds.
-            site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
+            site = outer if silent and not compat.is_transposed(eqn) else site_of(eqn, outer)
             return self._equation(eqn, operands, site, silent)
 
         return ir.evaluate(
@@ -174,16 +174,11 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
     return frozenset().union(*(info.provenance for info in infos))
 
 
-def is_backward(eqn: Any) -> bool:
-    """Whether an operation's own name stack says that transposing a derivative put it there."""
-    return compat.is_transposed(eqn)
-
-
 def site_of(eqn: Any, outer: Site) -> Site:
     """Where an equation is, in a program that is called at another site."""
     names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))
-    backward = outer.backward or is_backward(eqn)
+    backward = outer.backward or compat.is_transposed(eqn)
     return dataclasses.replace(
         outer, path=path, backward=backward, line=source_lines.source_line(eqn) or outer.line
     )

@@ -433,17 +433,11 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class _Static:
     """A value that is known when the program is traced, among the residuals."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and other.value == self.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
+    value: Any
 
 
 def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any], Any]:

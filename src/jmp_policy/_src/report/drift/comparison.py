@@ -389,12 +389,10 @@ class Comparison:
         return self._errors.unit(self.nodes[number].site.backward)
 
     def _compared(self, twin: Twin) -> Compared:
-        if not jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
-            zero = jnp.zeros((), jnp.float32)
-            error = self._errors.difference(twin.half, twin.exact)
-            return Compared(squares(error), zero, zero, jnp.max(jnp.abs(error), initial=0.0))
         error = self._errors.difference(twin.half, twin.exact)
-        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
+        half = exact = jnp.zeros((), jnp.float32)
+        if jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
+            half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:

@@ -23,7 +23,6 @@ from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import is_backward
 from jmp_policy._src.products.fp8.eligibility import formats_of
 
 
@@ -116,7 +115,7 @@ class _Accounting:
 
     def _inside(self, jaxpr: Any, values: Sequence[_Value], backward: bool) -> list[_Value]:
         def step(eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-            return self._equation(eqn, operands, backward or is_backward(eqn))
+            return self._equation(eqn, operands, backward or compat.is_transposed(eqn))
 
         return evaluate(jaxpr, values, step, constant=lambda *_: _Value(), literal=lambda _: _Value())
 
