@@ -18,6 +18,7 @@ from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
+from jmp_policy._src.loss_scaling import scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
@@ -74,15 +75,7 @@ def check_loss_scale(loss_scale: Any, where: str = "") -> LossScale:
     """Raises TypeError for an argument of `loss_scaled` that is no loss scale."""
     if is_loss_scale(loss_scale):
         return loss_scale
-    hint = ""
-    if isinstance(loss_scale, type):
-        hint = f" Did you mean {loss_scale.__name__}()?"
-    elif isinstance(loss_scale, int | float):
-        hint = f" Did you mean StaticLossScale({loss_scale})?"
-    raise TypeError(
-        f"loss_scaled needs a loss scale{where}, such as DynamicLossScale(), StaticLossScale(1024.0) or "
-        f"NoOpLossScale(); got {loss_scale!r}.{hint}"
-    )
+    raise scale_mistakes.no_loss_scale(loss_scale, where)
 
 
 def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
@@ -280,11 +273,7 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
     if not isinstance(value, jax.core.Tracer):
         concrete = number(value, name)
         if not low <= concrete <= high:
-            raise ValueError(
-                f"{name} is {concrete:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
-                "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
-                "become 0 or inf."
-            )
+            raise scale_mistakes.outside(name, concrete, low, high)
         # YAML reads 1e4 as a text.
         value = concrete if isinstance(value, str) else value
     return jnp.asarray(value, jnp.float32)
@@ -295,10 +284,7 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
     low, high = number(low, "min_loss_scale"), number(high, "max_loss_scale")
     for value, name in ((low, "min_loss_scale"), (high, "max_loss_scale")):
         if not SMALLEST_SCALE <= value <= float(jnp.finfo(jnp.float32).max):
-            raise ValueError(
-                f"{name} is {value:g}; it must be a positive, finite, normal float32 number, at least "
-                f"{SMALLEST_SCALE:g}: a scale of 0 or inf makes every gradient NaN."
-            )
+            raise scale_mistakes.no_bound(name, value, SMALLEST_SCALE)
     high = min(high, LARGEST_SCALE)
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
