@@ -1,6 +1,7 @@
-"""What may be wrong with a loss scale: in the optimizer state, and in the history of gradients.
+"""What may be wrong with a loss and its scale: as they are given, in the state, in the history of gradients.
 
-Right states ask for nothing here, nor do gradients that plainly come scaled out of a backward pass.
+Right steps ask for nothing here: what is given is tested where it is used, and gradients that plainly come
+scaled out of a backward pass are not looked at.
 """
 
 import collections
@@ -65,6 +66,27 @@ def no_boolean(overflowed: Any) -> TypeError:
     return TypeError(
         "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
         f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
+    )
+
+
+def no_loss(out: Any, has_aux: bool) -> TypeError:
+    """Makes the error for what a loss function returned, if that is no loss."""
+    if has_aux:
+        return TypeError(
+            f"With has_aux=True the loss function must return (loss, aux), got {type(out).__name__}."
+        )
+    return TypeError(
+        f"The loss function must return one scalar, got {jax.tree.structure(out)}. To return more "
+        "beside the loss, use has_aux=True."
+    )
+
+
+def too_few(given: int, argnums: Any) -> TypeError:
+    """Makes the error for a call without the argument that is to be differentiated."""
+    return TypeError(
+        "scaled_value_and_grad(loss_fn) is called as (opt_state, params, ...): the optimizer state, "
+        f"then the arguments of loss_fn. Behind the state came {given}, too few for "
+        f"argnums={argnums}."
     )
 
 

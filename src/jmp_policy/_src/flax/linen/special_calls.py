@@ -18,6 +18,7 @@ from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.governing import governed, locate
+from jmp_policy._src.flax.linen.layers import all_params
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import matches
@@ -82,8 +83,7 @@ def with_params_of(out: Any, bare: Any) -> Any:
 
 def last_blocks_inside(scope: Scope, module: nn.Module) -> frozenset[str]:
     """Paths of the last blocks of a module, which recipes of 4 bits leave in compute dtype."""
-    assert module.scope is not None
-    paths = (names for names, _ in jax.tree.leaves_with_path(module.scope.variables().get("params", {})))
+    paths = (names for names, _ in jax.tree.leaves_with_path(all_params(module)))
     blocks = last_blocks([str(getattr(name, "key", name)) for name in names] for names in paths)
     start = locate(module, scope.location).path
     return frozenset(scope.relative((*start, *block.split("/"))) for block in blocks)
