@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.core.folded_rows import folded
+from jmp_policy._src.core.report_base import folded
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 LINES = Path(__file__).read_text().splitlines()

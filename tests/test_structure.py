@@ -146,7 +146,7 @@ def test_definitions_have_docstrings():
 
 #: The files that may hold facts about primitives, and those that may know what is inside a loop or branch.
 FACTS = {f"{SOURCE}.jaxpr.op_table", f"{SOURCE}.jaxpr.calls"}
-CONTROL_FLOW = {f"{SOURCE}.jaxpr.{name}" for name in ("calls", "compat", "control_flow", "ir")}
+CONTROL_FLOW = {f"{SOURCE}.jaxpr.{name}" for name in ("compat", "control_flow", "ir")}
 WORDS_OF_CONTROL_FLOW = ("cond_jaxpr", "body_jaxpr", "scan_sizes", '"branches"', "num_carry")
 
 PRIMITIVES = {p.name for p in vars(primitives).values() if hasattr(p, "name")}

@@ -29,10 +29,6 @@ from jmp_policy._src.half_params.half_weights import kahan_summation as kahan_su
 from jmp_policy._src.half_params.half_weights import master_weights as master_weights
 from jmp_policy._src.half_params.half_weights import stochastic_rounding as stochastic_rounding
 from jmp_policy._src.loss_scaling.accumulate import accumulate_gradients as accumulate_gradients
-from jmp_policy._src.loss_scaling.adaptive_scale import PIDLossScale as PIDLossScale
-from jmp_policy._src.loss_scaling.adaptive_scale import StatisticLossScale as StatisticLossScale
-from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale as NoOpLossScale
-from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale as StaticLossScale
 from jmp_policy._src.loss_scaling.gradients import all_finite as all_finite
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_policy._src.loss_scaling.loss_scale import LossScale as LossScale
@@ -41,6 +37,10 @@ from jmp_policy._src.loss_scaling.metrics import MetricsLogger as MetricsLogger
 from jmp_policy._src.loss_scaling.metrics import grads_finite as grads_finite
 from jmp_policy._src.loss_scaling.metrics import metrics as metrics
 from jmp_policy._src.loss_scaling.restore import restore_state as restore_state
+from jmp_policy._src.loss_scaling.scale_types import NoOpLossScale as NoOpLossScale
+from jmp_policy._src.loss_scaling.scale_types import PIDLossScale as PIDLossScale
+from jmp_policy._src.loss_scaling.scale_types import StaticLossScale as StaticLossScale
+from jmp_policy._src.loss_scaling.scale_types import StatisticLossScale as StatisticLossScale
 from jmp_policy._src.loss_scaling.selection import select_tree as select_tree
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
 from jmp_policy._src.policy.named import get_policy as get_policy

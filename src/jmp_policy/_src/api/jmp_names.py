@@ -13,13 +13,7 @@ from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, s
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import selection
-from jmp_policy._src.loss_scaling.loss_scale import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    Scaling,
-    scale_leaf,
-    within,
-)
+from jmp_policy._src.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, Scaling, scale_leaf, within
 from jmp_policy._src.policy import named
 from jmp_policy._src.policy.policy import Policy
 

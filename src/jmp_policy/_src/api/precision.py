@@ -15,18 +15,22 @@ from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
-from jmp_policy._src.loss_scaling.fixed_scale import NoOpLossScale
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import check_losses
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state
 from jmp_policy._src.loss_scaling.scale_dict import SPELLINGS
-from jmp_policy._src.loss_scaling.scale_types import TYPES, loss_scale_from_dict, loss_scale_to_dict
+from jmp_policy._src.loss_scaling.scale_types import (
+    TYPES,
+    NoOpLossScale,
+    loss_scale_from_dict,
+    loss_scale_to_dict,
+)
 from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.policy.named import get_policy
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.policy_text import POLICY_KEYS
-from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map
+from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map, policies_of
 
 T = TypeVar("T")
 
@@ -65,7 +69,8 @@ class Precision:
     def __init__(self, policy: PolicyMapLike = "float32", loss_scale: Any = "auto"):
         object.__setattr__(self, "policy", as_policy_map(policy))
         if _is_word(loss_scale, "auto"):
-            loss_scale = "dynamic" if _computes_in_float16(self.policy) else "none"
+            is_float16 = any(p.compute_dtype == np.float16 for p in policies_of(self.policy))
+            loss_scale = "dynamic" if is_float16 else "none"
         _loss_scale(loss_scale)  # Raises for what is none.
         # A copy: whoever made the mapping may go on to change it.
         object.__setattr__(self, "_loss_scale_setting", copy.deepcopy(loss_scale))
@@ -243,8 +248,3 @@ def _is_word(value: Any, *words: str) -> bool:
 def _plain(settings: Any) -> dict[str, Any]:
     """A mapping as a dict; a ConfigDict is none, but can be turned into one."""
     return dict(settings.items())
-
-
-def _computes_in_float16(rules: PolicyMap) -> bool:
-    policies = (rules.default, *(p for _, p in rules.overrides))
-    return any(p.compute_dtype == np.float16 for p in policies)

@@ -166,7 +166,7 @@ class Loop(_Call):
     """
 
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        loop = calls.loop(eqn, eqn.invars)
+        loop = control_flow.loop(eqn, eqn.invars)
         ins = planner.demands(loop.body, self._wanted(planner, loop, outs, region), region).ins
         if loop.test is None:
             return ins
@@ -176,7 +176,9 @@ class Loop(_Call):
         return [*test[:tested], *ins[:fixed], *carry]
 
     @staticmethod
-    def _wanted(planner: Planner, loop: calls.Loop, outs: Sequence[Demand], region: Region) -> list[Demand]:
+    def _wanted(
+        planner: Planner, loop: control_flow.Loop, outs: Sequence[Demand], region: Region
+    ) -> list[Demand]:
         """What is wanted of the body's results: of carries also what the next trip wants of them."""
         first, carries = len(loop.fixed), len(loop.start)
 
@@ -188,7 +190,7 @@ class Loop(_Call):
 
     def plan(self, case: Case) -> EqnPlan:
         planner, eqn, ins, outs, region = case
-        loop = calls.loop(eqn, ins)
+        loop = control_flow.loop(eqn, ins)
         if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
             return as_traced(self, eqn, "as traced: it takes references")
         wanted, atoms = self._wanted(planner, loop, outs, region), eqn.outvars[: len(loop.start)]
@@ -223,7 +225,7 @@ class Cond(_Call):
     def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
         if self._is_opaque(eqn):
             return AS_TRACED.demand(planner, eqn, outs, region)
-        branches = [planner.demands(branch, outs, region).ins for branch in calls.branches(eqn)]
+        branches = [planner.demands(branch, outs, region).ins for branch in control_flow.branches(eqn)]
         demands = list(branches[0])
         for branch in branches[1:]:
             demands = [_both(a, b) for a, b in zip(demands, branch, strict=True)]
@@ -239,7 +241,7 @@ class Cond(_Call):
         if self._is_opaque(eqn):
             step = AS_TRACED.plan(case)
             return as_traced(self, eqn, step.why, step.note)
-        plans = [planner.plan(branch, ins[1:], outs, region) for branch in calls.branches(eqn)]
+        plans = [planner.plan(branch, ins[1:], outs, region) for branch in control_flow.branches(eqn)]
         results = []
         for var, *values in zip(eqn.outvars, *(plan.outs for plan in plans), strict=True):
             dtypes = {value.dtype for value in values}

@@ -69,25 +69,17 @@ def make_subclass(
       TypeError: for a class that Python does not let anyone subclass.
     """
     meta: Any = metaclass or type(bare)
-    known = next(m for m in meta.__mro__ if m.__module__.partition(".")[0] in _packages(root))
+    packages = sys.stdlib_module_names | {root.__module__.partition(".")[0]}
+    known = next(m for m in meta.__mro__ if m.__module__.partition(".")[0] in packages)
     names = {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
     # Python calls the nearest `__init_subclass__` above the new class: that of a first base, which does
     # nothing, and is a base no longer afterwards.
-    cls = known.__new__(
-        meta, bare.__name__, (_without_hook(_base_without_dict(bare)), bare), names | namespace
-    )
+    base: Any = bare
+    while base.__dictoffset__:
+        base = base.__base__
+    cls = known.__new__(meta, bare.__name__, (_without_hook(base), bare), names | namespace)
     type.__setattr__(cls, "__bases__", (bare,))
     finish(cls)
-    return cls
-
-
-def _packages(root: type) -> frozenset[str]:
-    return sys.stdlib_module_names | {root.__module__.partition(".")[0]}
-
-
-def _base_without_dict(cls: Any) -> type:
-    while cls.__dictoffset__:
-        cls = cls.__base__
     return cls
 
 

@@ -145,12 +145,3 @@ def called_in_float32(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyT
     """Calls a function with a pytree widened; the result, of the same structure, has the tree's dtypes."""
     out = function(widened(tree))
     return jax.tree.map(lambda x, y: cast_leaf(y, x.dtype) if is_floating_array(x) else y, tree, out)
-
-
-#: Kinds of arithmetic of the products of recipes.
-FEW_BITS = ("float8", "float4")
-
-
-def few_bits(dtype: str) -> str:
-    """The kind of arithmetic of a dtype that recipes round to, "float8" or "float4"; "" for another one."""
-    return next((kind for kind in FEW_BITS if dtype.startswith(kind)), "")

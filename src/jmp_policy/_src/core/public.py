@@ -18,12 +18,6 @@ def publish(module: str, names: dict[str, Any], also: Iterable[Any] = ()) -> Non
       names: globals of the public module.
       also: private classes and functions that pickles of public objects refer to. Pickle looks them up in the
         module by name, so that each is put there, with an underscore in front of its name.
-
-    Example:
-      >>> names = {}
-      >>> publish("jmp_policy.example", names, also=[type("Row", (), {})])
-      >>> names
-      {'_Row': <class 'jmp_policy.example._Row'>}
     """
     for name, value in names.items():
         if name.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
@@ -49,12 +43,6 @@ def publish_later(
       module, names: name and globals of the public module.
       sources: the modules to import, and the names that the public module takes from each; None for all
         public ones.
-
-    Example:
-      >>> names = {}
-      >>> get, _ = publish_later("example", names, {"fractions": ["Fraction"]})
-      >>> get("Fraction"), list(names)
-      (<class 'fractions.Fraction'>, ['Fraction'])
     """
     for source, taken in sources.items():
         _LATER.setdefault(source, []).append((module, names, taken))

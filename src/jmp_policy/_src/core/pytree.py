@@ -33,16 +33,6 @@ def made_from(argument: str) -> Any:
     return dataclasses.field(metadata={_MADE_FROM: argument})
 
 
-def leaf_fields(cls: Any) -> tuple[str, ...]:
-    """Names of the fields of a pytree dataclass, or of an instance of one, that are children."""
-    return tuple(f.name for f in dataclasses.fields(cls) if not f.metadata.get(_STATIC))
-
-
-def static_fields(cls: Any) -> tuple[str, ...]:
-    """Names of the fields of a pytree dataclass that are configuration."""
-    return tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get(_STATIC))
-
-
 def replace(obj: T, **changes: Any) -> T:
     """A copy with some fields changed, as `dataclasses.replace` does, but without running `__init__`.
 
@@ -72,7 +62,9 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)  # pyright: ignore
     if own_init is not None:
         cls.__init__ = _accepting_fields(own_init, cls)  # type: ignore[method-assign]
-    leaves, config = leaf_fields(cls), static_fields(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    config = tuple(f.name for f in fields if f.metadata.get(_STATIC))
+    leaves = tuple(f.name for f in fields if f.name not in config)
     keys = tuple(map(jax.tree_util.GetAttrKey, leaves))
 
     def flatten_with_keys(obj: Any) -> Any:

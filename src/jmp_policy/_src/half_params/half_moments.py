@@ -5,24 +5,25 @@ again. Peers round to nearest, or only the first moment (`mu_dtype` of optax): a
 `1 - b2` of itself in a step, 0.1 % with the usual 0.999, which is less than half the distance between
 neighbours in bfloat16, 0.2 to 0.4 %, so that it would stay where it is. Rounded at random it is right on
 average. Kahan summation would take the 2 bytes for which this is done.
+
+In 8 bits each 128 numbers have a float32 scale. A second moment is kept as its square root, which has half
+the range: the squares of two gradients that differ by 2**18, as far as float8 reaches below the largest of a
+block, differ by 2**36. A square root that is not zero does not become zero either, or the first moment
+would be divided by `eps` alone.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.half_params.block_scaled import (
-    FP8_BLOCK,
-    is_block_scaled,
-    narrowed_by_blocks,
-    widened,
-)
 from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner
 
@@ -30,6 +31,16 @@ from jmp_policy._src.loss_scaling.transformation import check_inner, check_state
 _FIELDS = {"mu": "mu", "trace": "mu", "m": "mu", "nu": "nu", "nu_max": "nu", "n": "nu"}
 #: States whose moments are subtracted from each other: rounded, the difference could become negative.
 _EXACT = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
+
+#: Name by which a user asks for it, that of the float8 recipe.
+FP8_BLOCK = "fp8_block"
+
+#: Numbers of the last axis that share a scale, and their dtype. torchao's 8-bit AdamW has blocks of 256.
+BLOCK, FORMAT = 128, jnp.float8_e4m3fn
+
+#: The number after half of the largest.
+_ABOVE_HALF = np.float32(240)
+_MAX, _SMALLEST = (np.float32(getattr(jnp.finfo(FORMAT), name)) for name in ("max", "smallest_subnormal"))
 
 
 class HalfMomentsState(NamedTuple):
@@ -148,19 +159,15 @@ def _map_moments(change: Callable[[Any, str], Any], state: Any) -> Any:
     """The state with other arrays in the place of the moments, in the order of the state's leaves."""
     names = getattr(state, "_fields", None)
     if names is not None and isinstance(state, tuple):
-        fields = {
-            name: (
-                jax.tree.map(
-                    lambda x, kind=_FIELDS[name]: change(x, kind) if _is_moment(x) else x,
-                    part,
-                    is_leaf=is_block_scaled,
-                )
-                if name in _FIELDS and _is_of_optax(state)
+        kinds = _FIELDS if _is_of_optax(state) else {}
+        return type(state)(
+            *(
+                jax.tree.map(functools.partial(_changed, change, kinds[name]), part, is_leaf=is_block_scaled)
+                if name in kinds
                 else _map_moments(change, part)
+                for name, part in zip(names, state, strict=True)
             )
-            for name, part in zip(names, state, strict=True)
-        }
-        return type(state)(**fields)
+        )
     children, structure = jax.tree.flatten(state, is_leaf=lambda node: node is not state)
     if jax.tree_util.treedef_is_leaf(structure):
         return state
@@ -174,8 +181,9 @@ def _is_of_optax(state: Any) -> bool:
     return is_like and name not in _EXACT
 
 
-def _is_moment(x: Any) -> bool:
-    return is_block_scaled(x) or (is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4))
+def _changed(change: Callable[[Any, str], Any], kind: str, x: Any) -> Any:
+    is_array = is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4)
+    return change(x, kind) if is_array or is_block_scaled(x) else x
 
 
 def _widen(x: Any, kind: str) -> Any:
@@ -206,3 +214,68 @@ def _bits(state: Any, dtypes: dict[str, Any], count: Any, seed: Any) -> list[Any
 
     _map_moments(note, state)
     return random_bits(seed, count, dict(enumerate(halves))).values()
+
+
+class BlockScaled(NamedTuple):
+    """A moment in 8 bits.
+
+    Attributes:
+      values: float8_e4m3fn of the moment's shape.
+      scales: float32 powers of two, by which values are multiplied; of the moment's shape, but for the last
+        axis, which has one for each 128 numbers.
+    """
+
+    values: Any
+    scales: Any
+
+
+def is_block_scaled(x: Any) -> bool:
+    """Whether a node of a state is a moment in 8 bits."""
+    return isinstance(x, BlockScaled)
+
+
+def narrowed_by_blocks(x: jax.Array, bits: Any, *, is_square: bool) -> BlockScaled:
+    """Rounds a moment to 8 bits.
+
+    Args:
+      x: float32 array of at least one axis.
+      bits: uint32 of its shape to round at random, None to round to nearest.
+      is_square: whether it is a second moment, which is kept as its square root.
+
+    Returns:
+      The moment; that of what `widened` gives is the same, bit for bit.
+    """
+    # With its sign, which what some optimizers call `nu` has.
+    x = jnp.sign(x) * jnp.sqrt(jnp.abs(x)) if is_square else x
+    scales, largest = _block_scales(x)
+    new = rounded(x / _repeated(scales, x), FORMAT, bits)
+    if is_square:
+        new = jnp.where((x != 0) & (new == 0), jnp.sign(x) * _SMALLEST, new)
+    # The largest of a block is above half of the range, and must not become half: it would get another scale.
+    is_half = (jnp.abs(x) == _repeated(largest, x)) & (jnp.abs(new) == _MAX / 2)
+    new = jnp.where(is_half, jnp.sign(x) * _ABOVE_HALF, new)
+    return BlockScaled(new.astype(FORMAT), scales)
+
+
+def widened(x: BlockScaled, *, is_square: bool) -> jax.Array:
+    """The float32 moment that was rounded."""
+    wide = x.values.astype(jnp.float32) * _repeated(x.scales, x.values)
+    return wide * jnp.abs(wide) if is_square else wide
+
+
+def _block_scales(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The least powers of two by which blocks can be divided to fit the format, and their largest numbers.
+
+    Of blocks of zeros the scale is 1; numbers that are not finite do not count.
+    """
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)]
+    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    blocks = jnp.pad(finite, padding).reshape(*x.shape[:-1], -(-x.shape[-1] // BLOCK), BLOCK)
+    largest = blocks.max(-1)
+    fraction, exponent = jnp.frexp(largest / _MAX)
+    exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
+    return jnp.where(fraction > 0, jnp.ldexp(np.float32(1), jnp.maximum(exponent, -100)), 1), largest
+
+
+def _repeated(values: jax.Array, x: Any) -> jax.Array:
+    return jnp.repeat(values, BLOCK, axis=-1)[..., : x.shape[-1]]

@@ -1,6 +1,7 @@
 """Which operations run a jaxpr: the one table of calls, loops and branches.
 
-Whoever runs or walks a program asks here what an operation is, and has a rule for each `Kind`.
+Whoever runs or walks a program asks here what an operation is, and has a rule for each `Kind`. What is inside
+a loop or branch is in `control_flow`.
 """
 
 import enum
@@ -111,52 +112,6 @@ def inner_jaxprs(eqn: Any) -> Sequence[Any]:
         return ()
     one = looked_into(eqn)
     return tuple(ir.subjaxprs(eqn)) if one is None else (one.jaxpr,)
-
-
-class Loop(NamedTuple):
-    """A scan or while loop, with its operands (or what is known of them) taken apart.
-
-    Args:
-      body: jaxpr of a trip: `fixed`, carries and a slice of each of `xs`, to carries and a slice of outputs.
-      fixed: constants of the body.
-      start: the first carries.
-      xs: inputs that have a slice for each trip.
-      trips: how many there are; None where only the test knows.
-      test: jaxpr of `tested` and the carries, to whether there is another trip; None for a scan.
-      tested: constants of the test.
-    """
-
-    body: Any
-    fixed: Sequence[Any]
-    start: Sequence[Any]
-    xs: Sequence[Any]
-    trips: int | None
-    test: Any = None
-    tested: Sequence[Any] = ()
-
-
-def loop(eqn: Any, operands: Sequence[Any]) -> Loop:
-    """Takes the operands of a scan or while loop apart."""
-    params = eqn.params
-    if kind_of(eqn) is Kind.SCAN:
-        first, carries = compat.scan_sizes(params)
-        stop = first + carries
-        return Loop(
-            params["jaxpr"], operands[:first], operands[first:stop], operands[stop:], params["length"]
-        )
-    first, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    body, test = params["body_jaxpr"], params["cond_jaxpr"]
-    return Loop(body, operands[first:stop], operands[stop:], (), None, test, operands[:first])
-
-
-def ends_at_once(eqn: Any) -> bool:
-    """Whether a while loop ends for all its values at once; under vmap each example has its own end."""
-    return not ir.shape_of(compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0])
-
-
-def branches(eqn: Any) -> Sequence[Any]:
-    """The jaxprs of a cond or switch; they take the operands after the index."""
-    return eqn.params["branches"]
 
 
 def is_bound(eqn: Any) -> bool:

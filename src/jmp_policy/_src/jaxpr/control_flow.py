@@ -1,11 +1,11 @@
-"""The loop, branch, checkpoint, map or custom derivative of an equation once more, around other functions.
+"""Takes loops and branches apart, and runs them, and whatever else calls a jaxpr, around other functions.
 
 The functions here know how JAX writes these down; who calls them says what runs inside. Arguments and results
 of the functions inside are pytrees of arrays, one per operand and result.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -22,6 +22,52 @@ Function = Callable[..., Sequence[Any]]
 Run = Callable[[Any, Sequence[Any], Sequence[Any] | None], Sequence[Any]]
 
 
+class Loop(NamedTuple):
+    """A scan or while loop, with its operands (or what is known of them) taken apart.
+
+    Args:
+      body: jaxpr of a trip: `fixed`, carries and a slice of each of `xs`, to carries and a slice of outputs.
+      fixed: constants of the body.
+      start: the first carries.
+      xs: inputs that have a slice for each trip.
+      trips: how many there are; None where only the test knows.
+      test: jaxpr of `tested` and the carries, to whether there is another trip; None for a scan.
+      tested: constants of the test.
+    """
+
+    body: Any
+    fixed: Sequence[Any]
+    start: Sequence[Any]
+    xs: Sequence[Any]
+    trips: int | None
+    test: Any = None
+    tested: Sequence[Any] = ()
+
+
+def loop(eqn: Any, operands: Sequence[Any]) -> Loop:
+    """Takes the operands of a scan or while loop apart."""
+    params = eqn.params
+    if calls.kind_of(eqn) is calls.Kind.SCAN:
+        first, carries = compat.scan_sizes(params)
+        stop = first + carries
+        return Loop(
+            params["jaxpr"], operands[:first], operands[first:stop], operands[stop:], params["length"]
+        )
+    first, stop = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    body, test = params["body_jaxpr"], params["cond_jaxpr"]
+    return Loop(body, operands[first:stop], operands[stop:], (), None, test, operands[:first])
+
+
+def ends_at_once(eqn: Any) -> bool:
+    """Whether a while loop ends for all its values at once; under vmap each example has its own end."""
+    return not ir.shape_of(compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0])
+
+
+def branches(eqn: Any) -> Sequence[Any]:
+    """The jaxprs of a cond or switch; they take the operands after the index."""
+    return eqn.params["branches"]
+
+
 def scan(eqn: Any, trip: Callable[[Any, Any], Any], start: Any, xs: Any) -> Any:
     """Runs `trip(carry, x) -> carry, y` as often, and in the order, that a scan's equation says."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -30,14 +76,14 @@ def scan(eqn: Any, trip: Callable[[Any, Any], Any], start: Any, xs: Any) -> Any:
 
 def scan_over_arrays(eqn: Any, body: Function, operands: Sequence[Any]) -> list[Any]:
     """Runs a scan whose body takes constants, carries and one slice of each input, as its jaxpr does."""
-    loop = calls.loop(eqn, operands)
-    carries = len(loop.start)
+    parts = loop(eqn, operands)
+    carries = len(parts.start)
 
     def trip(carry: Any, xs: Any) -> Any:
-        outs = list(body(*loop.fixed, *carry, *xs))
+        outs = list(body(*parts.fixed, *carry, *xs))
         return outs[:carries], outs[carries:]
 
-    last, ys = scan(eqn, trip, loop.start, loop.xs)
+    last, ys = scan(eqn, trip, parts.start, parts.xs)
     return [*last, *ys]
 
 
@@ -45,17 +91,17 @@ def while_over_arrays(
     eqn: Any, test: Function, body: Function, operands: Sequence[Any], bind: Callable[..., Any]
 ) -> Sequence[Any]:
     """Runs a while loop whose test and body take constants and carries, as its jaxprs do."""
-    loop = calls.loop(eqn, operands)
-    if not calls.ends_at_once(eqn):  # The public function takes one end for all.
+    parts = loop(eqn, operands)
+    if not ends_at_once(eqn):  # The public function takes one end for all.
         jaxprs = {
-            "cond_jaxpr": jax.make_jaxpr(test)(*loop.tested, *loop.start),
-            "body_jaxpr": jax.make_jaxpr(body)(*loop.fixed, *loop.start),
+            "cond_jaxpr": jax.make_jaxpr(test)(*parts.tested, *parts.start),
+            "body_jaxpr": jax.make_jaxpr(body)(*parts.fixed, *parts.start),
         }
         return bind(eqn, *operands, **jaxprs)
     return lax.while_loop(
-        lambda carry: test(*loop.tested, *carry)[0],
-        lambda carry: body(*loop.fixed, *carry),
-        list(loop.start),
+        lambda carry: test(*parts.tested, *carry)[0],
+        lambda carry: body(*parts.fixed, *carry),
+        list(parts.start),
     )
 
 

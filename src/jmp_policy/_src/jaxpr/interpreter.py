@@ -93,7 +93,7 @@ class Interpreter:
         """The with-block in which an operation of a jaxpr that is run at `around` is done."""
         return compat.eqn_context(eqn)
 
-    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+    def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """How the carries of a loop go from trip to trip."""
         return Carries(loop.start)
 
@@ -180,7 +180,7 @@ class Interpreter:
 
     def scan(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Runs a lax.scan, as one."""
-        loop = calls.loop(eqn, values)
+        loop = control_flow.loop(eqn, values)
         carries, count, where = self.carries(eqn, loop, where), len(loop.start), self.in_loop(eqn, where)
 
         def trip(carry: Any, xs: Any) -> Any:
@@ -199,7 +199,7 @@ class Interpreter:
 
     def while_loop(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Runs a lax.while_loop that ends for all its values at once, as one."""
-        loop = calls.loop(eqn, values)
+        loop = control_flow.loop(eqn, values)
         carries, where = self.carries(eqn, loop, where), self.in_loop(eqn, where)
 
         def one_trip(carry: Any) -> Any:
@@ -224,7 +224,7 @@ class Interpreter:
         self.keep(record)
         return carries.last(last)
 
-    def goes_on(self, loop: calls.Loop, carries: Carries, carry: Any, where: Any) -> Any:
+    def goes_on(self, loop: control_flow.Loop, carries: Carries, carry: Any, where: Any) -> Any:
         """Whether a while loop has another trip; boolean scalar."""
         (found,) = self.run(loop.test, [*loop.tested, *carries.begin(carry)], where)
         return found
@@ -235,7 +235,7 @@ class Interpreter:
         def branch(jaxpr: Any) -> Callable[..., list[Any]]:
             return lambda *operands: self.inside(jaxpr, lambda: list(operands), where)[0]
 
-        return control_flow.cond(list(map(branch, calls.branches(eqn))), values)
+        return control_flow.cond(list(map(branch, control_flow.branches(eqn))), values)
 
 
 #: What runs those that are entered; the rest are plain calls.

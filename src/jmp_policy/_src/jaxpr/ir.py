@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import primitives as jax_primitives
 
+from jmp_policy._src.core.dtypes import ARRAYS
 from jmp_policy._src.jaxpr.compat import Literal, constants, open_jaxpr, platforms_of_branches, varying
 
 FLOAT32 = np.dtype(np.float32)
@@ -226,13 +227,10 @@ def fixed_point(start: Any, after: Callable[[Any], Any]) -> Any:
     return start
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
-
 def is_array(value: Any) -> bool:
     """Whether a leaf is an array that a trace takes, or its type; no Python scalar, no `float0`."""
     # By type: a scalar type (`np.float32`) has a `dtype` and a `shape` too.
-    return isinstance(value, _ARRAYS) and value.dtype != jax.dtypes.float0
+    return isinstance(value, ARRAYS) and value.dtype != jax.dtypes.float0
 
 
 class Split(NamedTuple):

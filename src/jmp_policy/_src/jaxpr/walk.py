@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.policy.marked_regions import is_marker
 
@@ -110,7 +110,7 @@ class _Walk:
     ) -> list[ValueInfo]:
         def step(eqn: Any, operands: list[ValueInfo]) -> list[ValueInfo]:
             # Where exactly matters to nobody in silent rounds.
-            site = outer if silent and not is_backward(eqn) else site_of(eqn, outer)
+            site = outer if silent and not compat.is_transposed(eqn) else site_of(eqn, outer)
             return self._equation(eqn, operands, site, silent)
 
         return ir.evaluate(
@@ -128,7 +128,7 @@ class _Walk:
                 self._visitor.loop(eqn, site)
             return self._loop(eqn, operands, site, silent)
         if kind in (Kind.COND, Kind.PLATFORM):
-            branches = [self.inside(j, operands[1:], site, silent) for j in calls.branches(eqn)]
+            branches = [self.inside(j, operands[1:], site, silent) for j in control_flow.branches(eqn)]
             return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
         called = calls.looked_into(eqn)
         if called is not None:
@@ -147,7 +147,7 @@ class _Walk:
         return [self.new(provenance, times=site.times) for _ in eqn.outvars]
 
     def _loop(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        loop = calls.loop(eqn, operands)
+        loop = control_flow.loop(eqn, operands)
         if loop.trips is None:
             trips = dataclasses.replace(site, counted=False)
         else:
@@ -174,16 +174,11 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
     return frozenset().union(*(info.provenance for info in infos))
 
 
-def is_backward(eqn: Any) -> bool:
-    """Whether an operation's own name stack says that transposing a derivative put it there."""
-    return compat.is_transposed(eqn)
-
-
 def site_of(eqn: Any, outer: Site) -> Site:
     """Where an equation is, in a program that is called at another site."""
     names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
     path = "/".join(filter(None, (outer.path, *names)))
-    backward = outer.backward or is_backward(eqn)
+    backward = outer.backward or compat.is_transposed(eqn)
     return dataclasses.replace(
         outer, path=path, backward=backward, line=source_lines.source_line(eqn) or outer.line
     )

@@ -18,6 +18,7 @@ from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
+from jmp_policy._src.loss_scaling import scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
@@ -74,15 +75,7 @@ def check_loss_scale(loss_scale: Any, where: str = "") -> LossScale:
     """Raises TypeError for an argument of `loss_scaled` that is no loss scale."""
     if is_loss_scale(loss_scale):
         return loss_scale
-    hint = ""
-    if isinstance(loss_scale, type):
-        hint = f" Did you mean {loss_scale.__name__}()?"
-    elif isinstance(loss_scale, int | float):
-        hint = f" Did you mean StaticLossScale({loss_scale})?"
-    raise TypeError(
-        f"loss_scaled needs a loss scale{where}, such as DynamicLossScale(), StaticLossScale(1024.0) or "
-        f"NoOpLossScale(); got {loss_scale!r}.{hint}"
-    )
+    raise scale_mistakes.no_loss_scale(loss_scale, where)
 
 
 def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
@@ -107,26 +100,19 @@ class Scaling(FromDict):
     loss_scale: jax.Array
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating and complex leaves by the loss scale.
+        """Multiplies floating and complex leaves of a pytree by the loss scale, half ones as float32.
 
-        Args:
-          tree: the loss, or any pytree.
-
-        Returns:
-          The tree with float leaves of 16 bits or fewer cast to float32 before the product: a loss of
-          3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
+        A loss of 3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
         SCALE_USE.note_product(self, tree)
         map_gradients = map_derivatives if holds_float8_state(tree) else map_changed
         return map_gradients(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Divides floating and complex leaves by the loss scale.
+        """Divides floating and complex leaves by the loss scale, half ones as float32.
 
-        Returns:
-          The tree with float leaves of 16 bits or fewer as float32; float64 and complex keep their
-          type. Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's
-          float8 layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
+        Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's float8
+        layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
         """
         gradients, map_gradients = tree, map_changed
         if holds_float8_state(tree):
@@ -206,13 +192,9 @@ class DynamicLossScale(Scaling):
             "hysteresis": positive_int(hysteresis, "hysteresis"),
             **bounds(min_loss_scale, max_loss_scale),
         }
+        low, high = config["min_loss_scale"], config["max_loss_scale"]
         leaves = {
-            "loss_scale": scale_leaf(
-                loss_scale,
-                "loss_scale",
-                config["min_loss_scale"],
-                config["max_loss_scale"],
-            ),
+            "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
             "growth_tracker": jnp.zeros((), jnp.int32),
             "hysteresis_tracker": jnp.full((), config["hysteresis"], jnp.int32),
             "stuck": jnp.zeros((), jnp.bool_),
@@ -220,14 +202,11 @@ class DynamicLossScale(Scaling):
         set_fields(self, **leaves, **config)
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
-        """The scale, grown or backed off, and its counters.
+        """The scale, grown or backed off, and its counters; leaves keep their types.
 
         Args:
           grads_finite: whether all gradients were finite; boolean scalar.
           grads: ignored.
-
-        Returns:
-          The next state, with leaves of the same types.
         """
         finite = jnp.asarray(grads_finite, jnp.bool_)
         clean = jnp.where(finite, self.growth_tracker + 1, 0)
@@ -294,11 +273,7 @@ def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float =
     if not isinstance(value, jax.core.Tracer):
         concrete = number(value, name)
         if not low <= concrete <= high:
-            raise ValueError(
-                f"{name} is {concrete:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
-                "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
-                "become 0 or inf."
-            )
+            raise scale_mistakes.outside(name, concrete, low, high)
         # YAML reads 1e4 as a text.
         value = concrete if isinstance(value, str) else value
     return jnp.asarray(value, jnp.float32)
@@ -309,10 +284,7 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
     low, high = number(low, "min_loss_scale"), number(high, "max_loss_scale")
     for value, name in ((low, "min_loss_scale"), (high, "max_loss_scale")):
         if not SMALLEST_SCALE <= value <= float(jnp.finfo(jnp.float32).max):
-            raise ValueError(
-                f"{name} is {value:g}; it must be a positive, finite, normal float32 number, at least "
-                f"{SMALLEST_SCALE:g}: a scale of 0 or inf makes every gradient NaN."
-            )
+            raise scale_mistakes.no_bound(name, value, SMALLEST_SCALE)
     high = min(high, LARGEST_SCALE)
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")

@@ -29,8 +29,7 @@ import optax
 from jax import lax
 
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import float8_state, loss_scales
-from jmp_policy._src.loss_scaling.fixed_scale import StaticLossScale
+from jmp_policy._src.loss_scaling import float8_state, loss_scales, scale_mistakes
 from jmp_policy._src.loss_scaling.forgotten_scale import Division, ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.gradients import Decision, all_finite, everywhere, fusable_flag
 from jmp_policy._src.loss_scaling.loss_scale import (
@@ -42,6 +41,7 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     tree_to_float32,
 )
 from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
+from jmp_policy._src.loss_scaling.scale_types import StaticLossScale
 from jmp_policy._src.loss_scaling.state import LossScaledState, check_no_number
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
@@ -89,18 +89,12 @@ def loss_scaled(
       (-0.0, 2.0)
     """
     transformation = check_inner(inner, "loss_scaled")
-    if count_mode not in ("hold", "advance"):
-        raise ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
-    if on_nonfinite not in ("skip_step", "drop_loss"):
-        raise ValueError(f"on_nonfinite must be 'skip_step' or 'drop_loss', got {on_nonfinite!r}.")
-    groups = monitor if isinstance(monitor, bool) else check_groups(monitor)
     several = isinstance(loss_scale, Mapping)
+    modes = ("skip_step", "drop_loss") if several else ("skip_step",)
+    if count_mode not in ("hold", "advance") or on_nonfinite not in modes:
+        raise scale_mistakes.unknown_mode(count_mode, on_nonfinite)
+    groups = monitor if isinstance(monitor, bool) else check_groups(monitor)
     initial = loss_scales.check(loss_scale) if several else {"": check_loss_scale(loss_scale)}
-    if on_nonfinite == "drop_loss" and not several:
-        raise ValueError(
-            "on_nonfinite='drop_loss' leaves one of several losses out, and this optimizer has one loss "
-            "scale for all. Give it a mapping from losses to loss scales."
-        )
     check_multiplied = ForgottenScaleCheck()
 
     def by_name(grads: Any) -> dict[str, PyTree]:
@@ -202,10 +196,7 @@ def _clean(finite: jax.Array, overflowed: Any, axis_name: Any) -> jax.Array:
     if overflowed is None:
         return finite
     if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
-        raise TypeError(
-            "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
-            f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
-        )
+        raise scale_mistakes.no_boolean(overflowed)
     if axis_name is None:
         return finite & ~jnp.asarray(overflowed)
     return finite & everywhere(~jnp.asarray(overflowed), axis_name)

@@ -1,6 +1,7 @@
-"""What may be wrong with a loss scale: in the optimizer state, and in the history of gradients.
+"""What may be wrong with a loss and its scale: as they are given, in the state, in the history of gradients.
 
-Right states ask for nothing here, nor do gradients that plainly come scaled out of a backward pass.
+Right steps ask for nothing here: what is given is tested where it is used, and gradients that plainly come
+scaled out of a backward pass are not looked at.
 """
 
 import collections
@@ -16,6 +17,77 @@ import optax
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.jax_sources import directory_of
+
+
+def no_loss_scale(given: Any, where: str) -> TypeError:
+    """Makes the error for what is no loss scale; `where` says for which loss it was given."""
+    hint = ""
+    if isinstance(given, type):
+        hint = f" Did you mean {given.__name__}()?"
+    elif isinstance(given, int | float):
+        hint = f" Did you mean StaticLossScale({given})?"
+    return TypeError(
+        f"loss_scaled needs a loss scale{where}, such as DynamicLossScale(), StaticLossScale(1024.0) or "
+        f"NoOpLossScale(); got {given!r}.{hint}"
+    )
+
+
+def outside(name: str, value: float, low: float, high: float) -> ValueError:
+    """Makes the error for a scale beyond its bounds."""
+    return ValueError(
+        f"{name} is {value:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
+        "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
+        "become 0 or inf."
+    )
+
+
+def no_bound(name: str, value: float, smallest: float) -> ValueError:
+    """Makes the error for a floor or ceiling that no scale may have."""
+    return ValueError(
+        f"{name} is {value:g}; it must be a positive, finite, normal float32 number, at least "
+        f"{smallest:g}: a scale of 0 or inf makes every gradient NaN."
+    )
+
+
+def unknown_mode(count_mode: Any, on_nonfinite: Any) -> ValueError:
+    """Makes the error for modes of `loss_scaled` that there are not, or not for one loss."""
+    if count_mode not in ("hold", "advance"):
+        return ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
+    if on_nonfinite != "drop_loss":
+        return ValueError(f"on_nonfinite must be 'skip_step' or 'drop_loss', got {on_nonfinite!r}.")
+    return ValueError(
+        "on_nonfinite='drop_loss' leaves one of several losses out, and this optimizer has one loss "
+        "scale for all. Give it a mapping from losses to loss scales."
+    )
+
+
+def no_boolean(overflowed: Any) -> TypeError:
+    """Makes the error for what does not say whether gradients overflowed."""
+    return TypeError(
+        "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
+        f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
+    )
+
+
+def no_loss(out: Any, has_aux: bool) -> TypeError:
+    """Makes the error for what a loss function returned, if that is no loss."""
+    if has_aux:
+        return TypeError(
+            f"With has_aux=True the loss function must return (loss, aux), got {type(out).__name__}."
+        )
+    return TypeError(
+        f"The loss function must return one scalar, got {jax.tree.structure(out)}. To return more "
+        "beside the loss, use has_aux=True."
+    )
+
+
+def too_few(given: int, argnums: Any) -> TypeError:
+    """Makes the error for a call without the argument that is to be differentiated."""
+    return TypeError(
+        "scaled_value_and_grad(loss_fn) is called as (opt_state, params, ...): the optimizer state, "
+        f"then the arguments of loss_fn. Behind the state came {given}, too few for "
+        f"argnums={argnums}."
+    )
 
 
 def not_one(state: str, paths: Sequence[str]) -> ValueError:

@@ -16,7 +16,7 @@ from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import float16_loss
+from jmp_policy._src.loss_scaling import float16_loss, scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state
 from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
@@ -124,11 +124,7 @@ def scaled_value_and_grad(
         check_no_nnx_module("scaled_value_and_grad", *[args[i] for i in numbers if i < len(args)])
         scale = find_loss_scale(scale_or_opt_state, loss)
         if len(args) <= max(numbers, default=0):
-            raise TypeError(
-                "scaled_value_and_grad(loss_fn) is called as (opt_state, params, ...): the optimizer state, "
-                f"then the arguments of loss_fn. Behind the state came {len(args)}, too few for "
-                f"argnums={argnums}."
-            )
+            raise scale_mistakes.too_few(len(args), argnums)
         if not retries:
             return once(scale, args, kwargs)
         result, scale = repeat_until_finite(lambda s: once(s, args, kwargs), scale, retries)
@@ -148,17 +144,10 @@ def _shift(argnums: int | Sequence[int]) -> Any:
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
     """Splits what a loss function returned into the loss and the auxiliary output."""
-    if has_aux:
-        if not isinstance(out, tuple | list) or len(out) != 2:
-            raise TypeError(
-                f"With has_aux=True the loss function must return (loss, aux), got {type(out).__name__}."
-            )
+    if has_aux and isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
-    if jax.tree.structure(out) != jax.tree.structure(0):
-        raise TypeError(
-            f"The loss function must return one scalar, got {jax.tree.structure(out)}. To return more "
-            "beside the loss, use has_aux=True."
-        )
+    if has_aux or jax.tree.structure(out) != jax.tree.structure(0):
+        raise scale_mistakes.no_loss(out, has_aux)
     return out, None
 
 

@@ -32,12 +32,8 @@ def cast_with_carry(
     rest = map_changed(cast, out[1], is_leaf)
     if carry is out[0] and rest is out[1]:
         return out
-    return (carry, rest) if type(out) is tuple else jax.tree.unflatten(_children_def(out), (carry, rest))
-
-
-def _children_def(pair: Any) -> Any:
-    """The tree structure of a pair (such as a NamedTuple) whose two children count as leaves."""
-    return jax.tree.structure(pair, is_leaf=lambda x: x is not pair)
+    pair = jax.tree.structure(out, is_leaf=lambda x: x is not out)  # A NamedTuple stays one.
+    return jax.tree.unflatten(pair, (carry, rest))
 
 
 def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None) -> Any:

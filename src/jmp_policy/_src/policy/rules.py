@@ -207,7 +207,7 @@ def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
     """
     named: Any = getattr(policy, "policy", policy)  # Of a `Precision`.
     rules = named if isinstance(named, PolicyMap) else PolicyMap(named)
-    for given in (rules.default, *[override for _, override in rules.overrides]):
+    for given in policies_of(rules):
         for dtype in (given.param_dtype, given.compute_dtype, given.output_dtype):
             if dtype.itemsize < 2:
                 check_has_range(dtype, f"The policy {str(given)!r}")
@@ -219,6 +219,11 @@ def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
     return dataclasses.replace(rules, overrides=overrides)
 
 
+def policies_of(rules: PolicyMap) -> tuple[Policy, ...]:
+    """The default policy, and those of all rules."""
+    return rules.default, *(policy for _, policy in rules.overrides)
+
+
 def path_text(path: str | Sequence[Any]) -> str:
     """The text of a path: names joined by slashes, "" for the root."""
     return path if isinstance(path, str) else "/".join(map(str, path))
@@ -226,10 +231,9 @@ def path_text(path: str | Sequence[Any]) -> str:
 
 def any_is_nvfp4(rules: PolicyMap) -> bool:
     """Returns whether a policy among rules has a recipe of 4 bits."""
-    recipes = (policy.recipe for policy in (rules.default, *(own for _, own in rules.overrides)))
-    return any(recipe is not None and arithmetic_of(recipe) == "float4" for recipe in recipes)
+    return any(p.recipe is not None and arithmetic_of(p.recipe) == "float4" for p in policies_of(rules))
 
 
 def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:
     """Returns whether a policy among rules asks for wider weight gradients."""
-    return any(map(wants_fp32_weight_grads, (rules.default, *(policy for _, policy in rules.overrides))))
+    return any(map(wants_fp32_weight_grads, policies_of(rules)))

@@ -61,7 +61,8 @@ class _Operation(NamedTuple):
     def __call__(self, *values: Any) -> list[Any]:
         given = list(values)
         for place in self.broadcast:
-            wide = _broadcast_to(given[place], self.shape)
+            axes = range(len(self.shape)) if given[place].ndim else ()
+            wide = jax.lax.broadcast_in_dim(given[place], self.shape, axes)
             given[place] = jax.lax.convert_element_type(wide, self.dtype)
         return bind_product(self.primitive, given, dict(self.params))
 
@@ -144,7 +145,3 @@ def converted(value: Any, dtype: Any) -> Any:
 
 #: Casts an array that is traced. JAX keeps the derivative, which takes half the time of deriving it again.
 converted_as_kept = jax.jit(jax.lax.convert_element_type, static_argnums=1, inline=compat.INLINED)
-
-
-def _broadcast_to(value: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.broadcast_in_dim(value, shape, range(len(shape)) if value.ndim else ())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import calls, compat, ir, matrix_products, op_table, source_lines
+from jmp_policy._src.jaxpr import compat, control_flow, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
@@ -315,7 +315,7 @@ class HalfSums(Visitor):
 
     def loop(self, eqn: Any, site: Site) -> None:
         """Takes note of a loop, as `Visitor.loop`."""
-        loop = calls.loop(eqn, eqn.invars)
+        loop = control_flow.loop(eqn, eqn.invars)
         if loop.trips is not None and loop.trips <= _FEW_TERMS:
             return
         body, first, carries = compat.open_jaxpr(loop.body), len(loop.fixed), len(loop.start)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr import calls
+from jmp_policy._src.jaxpr import calls, control_flow
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
@@ -326,7 +326,7 @@ def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) ->
     """The places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
     first, carries = 0, 0
     if calls.kind_of(step.eqn) is not Kind.SHARD_MAP:
-        loop = calls.loop(step.eqn, step.reads)
+        loop = control_flow.loop(step.eqn, step.reads)
         first, carries = len(loop.fixed), len(loop.start)
     wanted = {result for result, write in zip(inner.results, step.writes, strict=True) if write in forward}
     starts = inner.arguments[first : first + carries]
@@ -360,7 +360,7 @@ def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float
 
 def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
     """Yields the trips of a loop, each as a replay of its own."""
-    loop = calls.loop(step.eqn, [replay.values[place] for place in step.reads])
+    loop = control_flow.loop(step.eqn, [replay.values[place] for place in step.reads])
     trips: Iterable[int] = itertools.count() if loop.trips is None else range(loop.trips)
     if loop.trips is not None and step.eqn.params["reverse"]:
         trips = range(loop.trips - 1, -1, -1)

@@ -119,7 +119,7 @@ class EagerReplay(Interpreter):
 
     def cond(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
         """Runs the branch that is taken."""
-        branches = calls.branches(eqn)
+        branches = control_flow.branches(eqn)
         index = min(max(int(self.values[values[0]]), 0), len(branches) - 1)
         return self.run(branches[index], values[1:], where)
 

@@ -5,7 +5,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -13,35 +13,10 @@ T = TypeVar("T")
 _PATIENCE = 5.0
 
 
-class _Shown:
-    """A line on stderr: the report, what it does, steps done and of how many, seconds."""
-
-    def __init__(self, report: str):
-        from rich import console, progress
-
-        columns = ("[progress.description]{task.description}", "{task.fields[steps]}")
-        shown = console.Console(stderr=True)
-        self._line = progress.Progress(
-            *columns, progress.TimeElapsedColumn(), console=shown, transient=True, refresh_per_second=2
-        )
-        self._report = report
-        self._task = self._line.add_task(report, total=None, steps="")
-        self._timer = threading.Timer(_PATIENCE, self._line.start)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def step(self, what: str, done: int, of: int) -> None:
-        """Says what is being done, the how-manieth step it is, and of how many."""
-        steps = f"{done} of {of}" if of > 1 else ""
-        self._line.update(self._task, description=f"{self._report}: {what}", steps=steps)
-
-    def end(self) -> None:
-        """Takes the line away."""
-        self._timer.cancel()
-        self._line.stop()
-
-
-_CURRENT: contextvars.ContextVar[_Shown | None] = contextvars.ContextVar("progress", default=None)
+#: The report, its line on stderr as rich shows it, and the line's task.
+_CURRENT: contextvars.ContextVar[tuple[str, Any, Any] | None] = contextvars.ContextVar(
+    "progress", default=None
+)
 
 
 @contextlib.contextmanager
@@ -54,19 +29,30 @@ def showing(report: str) -> Iterator[None]:
     if _CURRENT.get() is not None or not sys.stderr.isatty():
         yield
         return
-    shown = _Shown(report)
-    token = _CURRENT.set(shown)
+    from rich import console, progress
+
+    columns = ("[progress.description]{task.description}", "{task.fields[steps]}")
+    shown = console.Console(stderr=True)
+    line = progress.Progress(
+        *columns, progress.TimeElapsedColumn(), console=shown, transient=True, refresh_per_second=2
+    )
+    token = _CURRENT.set((report, line, line.add_task(report, total=None, steps="")))
+    timer = threading.Timer(_PATIENCE, line.start)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
         _CURRENT.reset(token)
-        shown.end()
+        timer.cancel()
+        line.stop()
 
 
 def step(what: str, done: int = 1, of: int = 1) -> None:
-    """Says what is being done from now on."""
-    if (shown := _CURRENT.get()) is not None:
-        shown.step(what, done, of)
+    """Says what is being done from now on, the how-manieth step it is, and of how many."""
+    if (current := _CURRENT.get()) is not None:
+        report, line, task = current
+        line.update(task, description=f"{report}: {what}", steps=f"{done} of {of}" if of > 1 else "")
 
 
 def steps(what: str, items: Sequence[T]) -> Iterator[T]:

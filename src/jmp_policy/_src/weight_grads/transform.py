@@ -28,7 +28,7 @@ import jax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import calls, compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32, flattened
@@ -113,7 +113,7 @@ class DualValues(Interpreter):
         """Does an operation itself."""
         return binding.bind(eqn, *arrays, **changed)
 
-    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+    def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """Carries are activations: a weight that changes from trip to trip is none."""
         return Carries(_activations(map(read, loop.start)))
 
@@ -433,17 +433,11 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class _Static:
     """A value that is known when the program is traced, among the residuals."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and other.value == self.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
+    value: Any
 
 
 def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any], Any]:

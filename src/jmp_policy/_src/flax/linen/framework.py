@@ -3,18 +3,35 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.governing import Location, locate
 from jmp_policy._src.flax.linen.interceptor import is_method, pushed
-from jmp_policy._src.flax.linen.wrapped import policy_of, wrap_part
+from jmp_policy._src.flax.linen.wrapped import CHECKED, bare_class, policy_of, with_class, wrapped_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import Scope, Seen
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def wrap_part(module: M, rules: PolicyMap) -> M:
+    """Wraps a Linen module inside a larger model, whose owner checks that its rules match.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> from jmp_policy import PolicyMap
+      >>> part = wrap_part(nn.Dense(2), PolicyMap("mixed_float16", {"elsewhere/in/the/model": "float32"}))
+      >>> type(part).__name__
+      'Dense'
+    """
+    wrapped = with_class(module, wrapped_class(bare_class(module), rules))
+    wrapped.__dict__[CHECKED] = True
+    return wrapped
 
 
 class LinenFramework(Framework):

@@ -43,10 +43,6 @@ class Location:
     cls: type[nn.Module]
     rule: int | None = None
 
-    def is_of_same_module(self, other: "Location") -> bool:
-        """Whether two locations are of one module, or of clones of it that lifted transforms make."""
-        return self.path == other.path and self.cls is other.cls
-
 
 def locate(module: nn.Module, running: Location | None) -> Location:
     """Where a bound module is that is called by the module that is running, if there is one."""

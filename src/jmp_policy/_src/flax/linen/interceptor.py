@@ -35,17 +35,9 @@ import jax
 
 from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
 from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.linen import special_calls, stored_variables
+from jmp_policy._src.flax.linen import layers, special_calls
 from jmp_policy._src.flax.linen.governing import Location, governed, locate
-from jmp_policy._src.flax.linen.layers import (
-    WEIGHT_NORMS,
-    all_params,
-    has_few_results,
-    is_recurrent,
-    own_params,
-    sums_few,
-)
-from jmp_policy._src.flax.linen.shadowing import cast_scope_reads, shadow
+from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import (
     ModulePrecision,
@@ -54,7 +46,6 @@ from jmp_policy._src.policy.module_precision import (
     policy_changes,
     small_inputs,
 )
-from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.policy.rules import any_is_nvfp4, any_wants_fp32_weight_grads
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import param_casts
@@ -111,14 +102,15 @@ def is_method(module: nn.Module, name: str) -> bool:
 def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs one method: casts inputs that it reads, parameters at use, outputs where the policy changes."""
     precision, location = governed(scope, module)
-    sums_few_numbers = sums_few(module, precision, args, kwargs)
+    sums_few_numbers = layers.sums_few(module, precision, args, kwargs)
     small = small_inputs((args, kwargs))
-    own = None if precision.island else own_params(module)
+    own = None if precision.island else layers.own_params(module)
     if sums_few_numbers or (own and precision.keeps_small_inputs and small.are_all and own.sum_few()):
         precision = precision.as_island()
-    if scope.caller is not None and scope.location.is_of_same_module(location):
-        # A method called by a method of the same module: the policy does not change, and what it computed
-        # in float32 on purpose (logits for its loss method) must stay so.
+    running = scope.location
+    if scope.caller is not None and (running.path, running.cls) == (location.path, location.cls):
+        # A method called by a method of the same module, or of a clone in a lifted transform: the policy does
+        # not change, and what it computed in float32 on purpose (logits for its loss) must stay so.
         return _call_shadowed(scope, module, precision, location, call, args, kwargs)
     with small.inside():
         try:
@@ -132,16 +124,16 @@ def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], arg
             shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
             half_errors.explain(error, *shown, precision)
             raise
-    keeps = small.kept_outputs(out, precision, bool(all_params(module)))
+    keeps = small.kept_outputs(out, precision, bool(layers.all_params(module)))
     in_loop = scope.caller is not None and _is_loop_body(args, precision)
     return cast_outputs(
         out,
         args,
         precision.policy,
         policy_changes=policy_changes(scope.caller, precision.policy),
-        returns_carry=in_loop or (scope.caller is not None and is_recurrent(module)),
+        returns_carry=in_loop or (scope.caller is not None and layers.is_recurrent(module)),
         may_return_carry_only=in_loop,
-        keeps=(lambda x: has_few_results(module)) if sums_few_numbers else keeps,
+        keeps=(lambda x: layers.has_few_results(module)) if sums_few_numbers else keeps,
     )
 
 
@@ -159,33 +151,22 @@ def _call_shadowed(
 
     Inputs are cast, if it is said how.
     """
+    watching: Any = contextlib.nullcontext()
     if scope.half_modules is None and not module.is_initializing():
-        last = _last_blocks(scope, module, location) if any_is_nvfp4(scope.rules) else frozenset()
+        last = special_calls.last_blocks_inside(scope, module) if any_is_nvfp4(scope.rules) else frozenset()
         scope = dataclasses.replace(scope, half_modules={}, last=last)
-        stored = functools.partial(stored_variables.in_half, scope, module)
-        with float32_products.watched(scope.model(), stored, stored_variables.REPAIR):
-            return _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
+        stored = functools.partial(special_calls.stored_in_half, scope, module)
+        watching = float32_products.watched(scope.model(), stored, special_calls.REPAIR)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)
         scope.half_modules.setdefault(location.path, type(module) if is_in_half else None)
-        if isinstance(module, WEIGHT_NORMS):  # It computes with the weights of another layer, in float32.
+        if isinstance(module, layers.WEIGHT_NORMS):  # With the weights of another layer, in float32.
             scope.half_modules[locate(module.layer_instance, scope.location).path] = None
-        if is_in_half:
-            cast_scope_reads(module.scope, module)
-    with ACTIVE(scope.inside(precision.policy, location)):
-        restore = shadow(scope, module, precision, location, (args, kwargs))
-        try:
-            if cast is not None:
-                args, kwargs = cast((args, kwargs))
-            return call(*args, **kwargs)
-        finally:
-            restore()
-
-
-def _last_blocks(scope: Scope, module: nn.Module, location: Location) -> frozenset[str]:
-    paths = (names for names, _ in jax.tree.leaves_with_path(all_params(module)))
-    blocks = last_blocks([str(getattr(name, "key", name)) for name in names] for names in paths)
-    return frozenset(scope.relative((*location.path, *block.split("/"))) for block in blocks)
+    active = ACTIVE(scope.inside(precision.policy, location))
+    with watching, active, shadow(scope, module, precision, location, (args, kwargs)):
+        if cast is not None:
+            args, kwargs = cast((args, kwargs))
+        return call(*args, **kwargs)
 
 
 def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:

@@ -11,13 +11,7 @@ from typing import Any
 import flax.linen as nn
 from jax import lax
 
-from jmp_policy._src.core.dtypes import (
-    ARRAYS,
-    has_complex,
-    is_complex_or_integer,
-    is_dtype_or_none,
-    is_half,
-)
+from jmp_policy._src.core import dtypes
 from jmp_policy._src.flax.linen.attention import attention
 from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, OwnParams
 from jmp_policy._src.policy.scope import Scope
@@ -87,7 +81,7 @@ def sums_few(module: nn.Module, precision: ModulePrecision, args: Any, kwargs: A
     if not (isinstance(module, _HAS_PRODUCTS) and precision.keeps_small_inputs) or precision.island:
         return False
     x = next(iter((*args, *kwargs.values())), None)
-    if not is_half(precision.compute_dtype) or not isinstance(x, ARRAYS) or not x.shape:
+    if not dtypes.is_half(precision.compute_dtype) or not isinstance(x, dtypes.ARRAYS) or not x.shape:
         return False
     size = x.shape[-1]
     if isinstance(module, nn.DenseGeneral):
@@ -152,14 +146,14 @@ def overridden_fields(
     fields, new, rules = _field_names(type(module)), {}, scope.rules
     if "dtype" in fields:
         own = module.dtype  # type: ignore[attr-defined]
-        is_real = not (_has_uncast_params(module) or has_complex(inputs))
+        is_real = not (_has_uncast_params(module) or dtypes.has_complex(inputs))
         if own is None or not rules.keep_module_dtypes:
-            if own is None or is_dtype_or_none(own):
+            if own is None or dtypes.is_dtype_or_none(own):
                 # Flax casts what a layer computes with to its `dtype`, complex numbers too.
                 new["dtype"] = _dtype_field(module, precision) if is_real else own_field(module, "dtype")
             if precision.island and "force_float32_reductions" in fields:
                 new["force_float32_reductions"] = True
-        if is_real and rules.float32_islands and is_half(precision.compute_dtype):
+        if is_real and rules.float32_islands and dtypes.is_half(precision.compute_dtype):
             new.update(_attention_field(module))
     for field in fields & _PRODUCTS.keys():
         new.update(_product_field(module, field, precision, path, scope.last))
@@ -169,7 +163,7 @@ def overridden_fields(
 def _has_uncast_params(module: nn.Module) -> bool:
     """Whether a layer asks for parameters that no policy casts: complex ones, or integers."""
     try:
-        return is_complex_or_integer(getattr(module, "param_dtype", None))
+        return dtypes.is_complex_or_integer(getattr(module, "param_dtype", None))
     except TypeError:  # A field that happens to be called so.
         return False
 

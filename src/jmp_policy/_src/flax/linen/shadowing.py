@@ -12,73 +12,53 @@ float32, with the module's own fields. But what they close over may have been co
 Such modules are noted in `Seen.drawn_in_half`, and `init` takes the parameters of the bare model instead.
 """
 
+import contextlib
 import functools
-import inspect
 import types
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 
+from jmp_policy._src.core import dtypes
 from jmp_policy._src.core.classes import is_instance_of
-from jmp_policy._src.core.dtypes import (
-    ARRAYS,
-    called_in_float32,
-    cast_floating,
-    has_complex,
-    is_dtype_or_none,
-    is_half,
-    promote_dtype,
-    widened,
-)
+from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.governing import Location, locate, module_precision
-from jmp_policy._src.flax.linen.layers import (
-    IN_FLOAT32,
-    ISLANDS,
-    ORIGINAL,
-    original_fields,
-    overridden_fields,
-    own_field,
-)
 from jmp_policy._src.flax.linen.special_calls import class_under_rules
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
+@contextlib.contextmanager
 def shadow(
     scope: Scope, module: nn.Module, precision: ModulePrecision, location: Location, inputs: Any
-) -> Callable[[], None]:
-    """Replaces the fields and methods of a module that its precision changes, for a call with some inputs.
-
-    The result is a function that puts back what was there.
-    """
+) -> Iterator[None]:
+    """Replaces the fields and methods of a module that its precision changes, for a call with some inputs."""
     state = module.__dict__
     path = scope.relative(location.path) if precision.policy.recipe else ""
-    new = overridden_fields(module, precision, scope, path, inputs)
+    new = layers.overridden_fields(module, precision, scope, path, inputs)
     if "nnx_class" in state and is_instance_of(module, "flax.nnx.bridge", "ToLinen"):
         new["nnx_class"] = class_under_rules(scope, module, scope.relative(location.path), precision)
     # What an enclosing call of the same instance has put there already comes back afterwards.
-    names = (*new, ORIGINAL, IN_FLOAT32, *_SHADOWS)
+    names = (*new, layers.ORIGINAL, layers.IN_FLOAT32, *_SHADOWS)
     before = {name: state[name] for name in names if name in state}
-    original = {name: getattr(module, name) for name in new} | original_fields(module)
+    original = {name: getattr(module, name) for name in new} | layers.original_fields(module)
     state.update(new)
-    state[ORIGINAL] = original
-    if precision.island and not isinstance(module, ISLANDS):
-        state[IN_FLOAT32] = True
+    state[layers.ORIGINAL] = original
+    if precision.island and not isinstance(module, layers.ISLANDS):
+        state[layers.IN_FLOAT32] = True
     for name, stand_in in _SHADOWS.items():
         if name not in before:
             state[name] = functools.partial(stand_in, module, getattr(module, name))
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         for name in names:
             state.pop(name, None)
         state.update(before)
-
-    return restore
 
 
 # Of the arguments only what was given is handed on: the module's class may have a `param` without `unbox`.
@@ -94,12 +74,12 @@ def _param(
         return param(name, init_fn, *init_args, **init_kwargs)
     precision = module_precision(scope, module)
     # Of a parameter that exists, Flax asks for the shape alone.
-    is_drawn = is_half(precision.compute_dtype) and not module.has_variable("params", name)
+    is_drawn = dtypes.is_half(precision.compute_dtype) and not module.has_variable("params", name)
     if is_drawn and _may_see_half((init_fn, init_args, init_kwargs), set()):
         scope.seen.drawn_in_half.add(scope.relative(locate(module, scope.location).path))
     value = param(name, functools.partial(_draw, module, precision, init_fn), *init_args, **init_kwargs)
-    if has_complex(value) and "dtype" in original_fields(module):
-        module.__dict__["dtype"] = own_field(module, "dtype")
+    if dtypes.has_complex(value) and "dtype" in layers.original_fields(module):
+        module.__dict__["dtype"] = layers.own_field(module, "dtype")
     return cast_weight(value, precision.used_param_dtype, precision.policy)
 
 
@@ -109,21 +89,21 @@ def _draw(module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args:
     Modules hand `self.dtype` to initialisers, and close over it.
     """
     value = _as_bare(module, precision, init_fn, *args, **kwargs)
-    return cast_floating(value, precision.param_dtype)
+    return dtypes.cast_floating(value, precision.param_dtype)
 
 
 def _as_bare(
     module: nn.Module, precision: ModulePrecision, init_fn: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Initial values with the module's own fields."""
-    draw_dtype, compute_dtype = promote_dtype(precision.param_dtype), precision.compute_dtype
+    draw_dtype, compute_dtype = dtypes.promote_dtype(precision.param_dtype), precision.compute_dtype
 
     def as_drawn(value: Any) -> Any:
         return draw_dtype if _same_dtype(value, compute_dtype) else value
 
-    state, original = module.__dict__, original_fields(module)
+    state, original = module.__dict__, layers.original_fields(module)
     governed = {name: state[name] for name in original}
-    if is_half(compute_dtype):
+    if dtypes.is_half(compute_dtype):
         original = {name: as_drawn(value) for name, value in original.items()}
         args, kwargs = map(as_drawn, args), {name: as_drawn(value) for name, value in kwargs.items()}  # type: ignore[assignment]
     state.update(original)
@@ -131,16 +111,6 @@ def _as_bare(
         return init_fn(*args, **kwargs)
     finally:
         state.update(governed)
-
-
-def _first_value(
-    module: nn.Module, precision: ModulePrecision, col: str, init_fn: Any, /, *args: Any, **kwargs: Any
-) -> Any:
-    """The first value of a variable, as the bare module makes it; in half, running statistics stand still."""
-    value = _as_bare(module, precision, init_fn, *args, **kwargs)
-    if col != "batch_stats":
-        return value
-    return widened(value)
 
 
 def _same_dtype(value: Any, dtype: np.dtype) -> bool:
@@ -161,12 +131,12 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
     if id(value) in found:
         return False
     found.add(id(value))
-    if isinstance(value, ARRAYS):
-        return is_half(value.dtype)
+    if isinstance(value, dtypes.ARRAYS):
+        return dtypes.is_half(value.dtype)
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, type | np.dtype):
-        return is_dtype_or_none(value) and is_half(value)
+        return dtypes.is_dtype_or_none(value) and dtypes.is_half(value)
     parts: Any = ()
     if isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
@@ -184,32 +154,18 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
 
 def _get_variable(module: nn.Module, get_variable: Any, /, col: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.get_variable`: casts what it reads from the parameters."""
-    value = get_variable(col, *args, **kwargs)
-    return _as_used(module, value) if col == "params" else value
-
-
-def _as_used(module: nn.Module, params: Any) -> Any:
-    """Parameters in the dtype in which a module uses them."""
-    scope = ACTIVE.value
-    if scope is None:
-        return params
+    value, scope = get_variable(col, *args, **kwargs), ACTIVE.value
+    if col != "params" or scope is None:
+        return value
     precision = module_precision(scope, module)
-    return cast_weight(params, precision.used_param_dtype, precision.policy)
+    return cast_weight(value, precision.used_param_dtype, precision.policy)
 
 
-def _variable(module: nn.Module, variable: Any, /, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+def _variable(module: nn.Module, own: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.variable`: parameters and decode caches read in the dtype of use."""
-    scope = ACTIVE.value
-    if scope is None:
-        return variable(col, name, *args, **kwargs)
-    if col not in ("params", "cache"):
-        if args and args[0] is not None and not module.has_variable(col, name):
-            precision = module_precision(scope, module)
-            args = functools.partial(_first_value, module, precision, col, args[0]), *args[1:]
-        return variable(col, name, *args, **kwargs)
-    from jmp_policy._src.flax.linen.cast_variable import cast_variable  # Few modules have such variables.
+    from jmp_policy._src.flax.linen import variables  # Few modules make any.
 
-    return cast_variable(module, module_precision(scope, module), variable, col, name, *args, **kwargs)
+    return variables.variable(_as_bare, module, own, *args, **kwargs)
 
 
 def _perturb(
@@ -218,40 +174,7 @@ def _perturb(
     """Stands in for `module.perturb`: the variable is float32, as in the bare model; the value stays half."""
     if not (module.has_variable(collection, name) or module.is_mutable_collection(collection)):
         return perturb(name, value, collection)
-    return called_in_float32(lambda wide: perturb(name, wide, collection), value)
+    return dtypes.called_in_float32(lambda wide: perturb(name, wide, collection), value)
 
 
 _SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable, "perturb": _perturb}
-
-
-def cast_scope_reads(scope: Any, module: nn.Module) -> None:
-    """Casts parameters that are read by `module.scope.get_variable` too, on Flax's scope and its children.
-
-    Scopes live as long as one `apply`. By weak references: one that holds itself would keep arrays alive.
-    """
-    if "get_variable" in vars(scope):
-        return
-    refs = weakref.ref(scope), weakref.ref(module)
-    vars(scope)["get_variable"] = functools.partial(_scope_get_variable, *refs)
-    for name in ("push", "rewound"):  # Scopes of children, and the one that a module has after a call.
-        vars(scope)[name] = functools.partial(_made, name, *refs)
-
-
-def _scope_get_variable(of_scope: Any, of_module: Any, col: str, name: str, default: Any = None) -> Any:
-    scope, module = of_scope(), of_module()
-    value = type(scope).get_variable(scope, col, name, default)
-    if col != "params" or module is None or _is_read_by_flax(inspect.currentframe()):
-        return value  # What Flax reads for a module, the module casts.
-    return _as_used(module, value)
-
-
-def _is_read_by_flax(frame: Any) -> bool:
-    return frame.f_back.f_globals.get("__name__", "").startswith("flax.")
-
-
-def _made(name: str, of_scope: Any, of_module: Any, *args: Any, **kwargs: Any) -> Any:
-    scope, module = of_scope(), of_module()
-    new = getattr(type(scope), name)(scope, *args, **kwargs)
-    if module is not None:
-        cast_scope_reads(new, module)
-    return new

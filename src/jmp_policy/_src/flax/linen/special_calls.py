@@ -1,25 +1,30 @@
 """The rarer ways in which Linen modules run.
 
-Marked for `autocast`; with float32 gradients; once more, for initial values that half ones had a part in; and
-with an NNX module inside (`flax.nnx.bridge.ToLinen`), which follows the model's rules.
+Marked for `autocast`; with float32 gradients; once more, for initial values that half ones had a part in;
+with the last blocks in compute dtype; with an NNX module inside (`flax.nnx.bridge.ToLinen`), which follows
+the model's rules; and with float32 products, for which variables may be used as they are stored.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.linen.governing import governed, locate
+from jmp_policy._src.flax.linen.layers import all_params
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import matches
+from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.policy.regions import region
+from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import transform
 
@@ -60,14 +65,28 @@ def call_with_float32_gradients(
         return compat.over_variables(transformed, function, module, args, kwargs)
 
 
-def with_params_of(variables: Any, bare: Any) -> Any:
-    """The variables with the parameters of the bare model, cast to the dtypes that they have."""
+def with_params_of(out: Any, bare: Any) -> Any:
+    """What `init` and its like gave, with the parameters of the bare model in the dtypes that they have.
 
-    def as_stored(stored: Any, value: Any) -> Any:
-        return cast_leaf(value, stored.dtype) if is_floating_array(stored) else value
+    Args:
+      out, bare: variables of the wrapped and of the bare model, or pairs of the model's result and these.
+    """
+    if isinstance(out, tuple):
+        return out[0], with_params_of(out[1], bare[1])
+    params = jax.tree.map(
+        lambda stored, value: cast_leaf(value, stored.dtype) if is_floating_array(stored) else value,
+        out["params"],
+        bare["params"],
+    )
+    return type(out)({**out, "params": params})
 
-    params = jax.tree.map(as_stored, variables["params"], bare["params"])
-    return type(variables)({**variables, "params": params})
+
+def last_blocks_inside(scope: Scope, module: nn.Module) -> frozenset[str]:
+    """Paths of the last blocks of a module, which recipes of 4 bits leave in compute dtype."""
+    paths = (names for names, _ in jax.tree.leaves_with_path(all_params(module)))
+    blocks = last_blocks([str(getattr(name, "key", name)) for name in names] for names in paths)
+    start = locate(module, scope.location).path
+    return frozenset(scope.relative((*start, *block.split("/"))) for block in blocks)
 
 
 def class_under_rules(scope: Scope, module: Any, path: str, precision: ModulePrecision) -> Callable[..., Any]:
@@ -96,3 +115,27 @@ def class_under_rules(scope: Scope, module: Any, path: str, precision: ModulePre
         return new
 
     return wrapped
+
+
+#: What to do about a variable that is used as it is stored.
+REPAIR = (
+    'Read it with self.param or self.get_variable("params", name) in a method of the module that owns it, '
+    "or cast it (.astype(x.dtype))."
+)
+
+
+def stored_in_half(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The variables, as they are stored, of modules in half precision: asked for where a product is float32.
+
+    They are those of the outermost module and below it. What has not run belongs to the next module above it.
+    """
+    start, half_modules = locate(module, scope.location).path, scope.half_modules
+    bridge = imported_attr("flax.nnx.bridge", "ToLinen") or ()
+    for keys, array in jax.tree_util.tree_leaves_with_path(nn.meta.unbox(module.variables)):
+        collection, *names = (str(getattr(key, "key", key)) for key in keys)
+        path = (*start, *names)
+        owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
+        cls = half_modules[owner]
+        if cls is not None and not issubclass(cls, bridge):  # An NNX module looks at its variables itself.
+            text = path_text(path)
+            yield text if collection == "params" else f"{text} of {collection}", array

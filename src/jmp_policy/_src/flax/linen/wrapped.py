@@ -34,7 +34,7 @@ _RUNS = ("apply", "init_with_output", "lazy_init")
 _RULES, _BARE = "_jmp_policy_rules", "_jmp_policy_bare"
 
 #: Instance attributes: the rules were checked to match; where the rules count paths from.
-_CHECKED = "_jmp_policy_checked"
+CHECKED = "_jmp_policy_checked"
 _BASE = "_jmp_policy_base"
 
 
@@ -76,22 +76,7 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
     rules = as_policy_map(policy, name)
     if old not in (None, rules):
         raise wrapped_twice(name, old, rules)
-    return _with_class(module, _wrapped_class(bare_class(module), rules))
-
-
-def wrap_part(module: M, rules: PolicyMap) -> M:
-    """Wraps a Linen module inside a larger model, whose owner checks that its rules match.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> from jmp_policy import PolicyMap
-      >>> part = wrap_part(nn.Dense(2), PolicyMap("mixed_float16", {"elsewhere/in/the/model": "float32"}))
-      >>> type(part).__name__
-      'Dense'
-    """
-    wrapped = _with_class(module, _wrapped_class(bare_class(module), rules))
-    wrapped.__dict__[_CHECKED] = True
-    return wrapped
+    return with_class(module, wrapped_class(bare_class(module), rules))
 
 
 def policy_of(module: nn.Module) -> PolicyMap | None:
@@ -107,7 +92,7 @@ def policy_of(module: nn.Module) -> PolicyMap | None:
 
 def bare(module: M) -> M:
     """The module without a policy of its own; itself if it has none."""
-    return module if policy_of(module) is None else _with_class(module, bare_class(module))
+    return module if policy_of(module) is None else with_class(module, bare_class(module))
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
@@ -118,7 +103,7 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
     return vars(type(module)).get(_BARE, type(module))
 
 
-def _with_class(module: Any, cls: type[nn.Module]) -> Any:
+def with_class(module: Any, cls: type[nn.Module]) -> Any:
     """The module with another class, over the same scope if it is bound."""
     # A bound one is viewed: Flax replaces its `scope` after each call, and both objects must see that.
     new = module.clone(parent=module.parent) if module.scope is None else _view(module, type(module))
@@ -134,7 +119,7 @@ def _view(module: Any, cls: type[nn.Module]) -> Any:
 
 
 @functools.cache
-def _wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
+def wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
     """One class per module class and rules, so that equal wraps are equal and jit caches hit."""
     namespace: dict[str, Any] = {
         "__repr__": _repr(bare),
@@ -192,14 +177,12 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
         takes_short_way = is_plain and self.scope is None and not hasattr(bare, _RULES)
         with _active(self, check_all=whole, variables=variables) as scope:
             out = run(_view(self, bare) if takes_short_way else self, *args, **kwargs)
-        if name == "apply" or scope is None or not scope.seen.drawn_in_half or ACTIVE.value is not None:
+        draws_again = name != "apply" and scope is not None and scope.seen.drawn_in_half
+        if (
+            not draws_again or ACTIVE.value is not None or not is_plain
+        ):  # Parameters of a subclass may be others.
             return out
-        if not is_plain:  # A subclass that somebody derived, whose parameters may be others.
-            return out
-        again = run(_with_class(self, bare), *args, **kwargs)
-        if name == "lazy_init":
-            return special_calls.with_params_of(out, again)
-        return out[0], special_calls.with_params_of(out[1], again[1])
+        return special_calls.with_params_of(out, run(with_class(self, bare), *args, **kwargs))
 
     return governed_run
 
@@ -221,11 +204,11 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
         yield scope
     if not rules.overrides or rules is not own:
         return
-    if _CHECKED not in module.__dict__ and _CHECKED not in vars(checked):
+    if CHECKED not in module.__dict__ and CHECKED not in vars(checked):
         check_used(module, rules, scope, check_all, variables)
         if module.scope is not None:
-            setattr(type(module), _CHECKED, True)
-        module.__dict__[_CHECKED] = True
+            setattr(type(module), CHECKED, True)
+        module.__dict__[CHECKED] = True
 
 
 def _base(module: nn.Module) -> tuple[str, ...]:
@@ -271,8 +254,8 @@ def _holds_modules(value: Any) -> bool:
 def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
     if not isinstance(value, nn.Module) or value.scope is None or policy_of(value) is not None:
         return value
-    view = _view(value, _wrapped_class(type(value), rules))
-    view.__dict__.update({_BASE: base, _CHECKED: True})
+    view = _view(value, wrapped_class(type(value), rules))
+    view.__dict__.update({_BASE: base, CHECKED: True})
     return view
 
 
@@ -289,4 +272,4 @@ def _reduce(self: Any) -> Any:
     cls = bare_class(self)
     if cls is type(self):
         return object.__new__, (cls,), self.__getstate__()
-    return wrap, (_with_class(self, cls), policy_of(self))
+    return wrap, (with_class(self, cls), policy_of(self))

@@ -14,12 +14,7 @@ from flax import nnx
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
-from jmp_policy._src.loss_scaling.accumulate import (
-    OnNonfinite,
-    as_arrays,
-    make_window,
-    run_window,
-)
+from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, as_arrays, make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
 from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult

@@ -28,7 +28,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.narrowing import narrowed
-from jmp_policy._src.jaxpr import calls, compat, ir, walk
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation
@@ -93,7 +93,7 @@ class TwinEvaluation(Interpreter):
     def enters(self, eqn: Any, kind: Kind, values: list[Twin]) -> bool:
         """Whether it is looked into; else it is an operation as a whole."""
         if kind is Kind.WHILE:
-            return calls.ends_at_once(eqn)
+            return control_flow.ends_at_once(eqn)
         is_for_platforms = compat.platforms_of_branches(eqn) is not None
         return kind is not Kind.COND or not (is_for_platforms or ir.has_references(eqn))
 
@@ -125,11 +125,11 @@ class TwinEvaluation(Interpreter):
         # Else the compiler would merge what is computed again with the first time.
         return self.call(eqn, lax.optimization_barrier(values), where)
 
-    def carries(self, eqn: Any, loop: calls.Loop, where: Site) -> TwinCarries:
+    def carries(self, eqn: Any, loop: control_flow.Loop, where: Site) -> TwinCarries:
         """Carries are nodes of their own."""
         return TwinCarries(self, eqn, loop, where)
 
-    def goes_on(self, loop: calls.Loop, carries: Any, carry: Any, where: Site) -> Any:
+    def goes_on(self, loop: control_flow.Loop, carries: Any, carry: Any, where: Site) -> Any:
         """Whether both runs have another trip."""
         found = carries.goes_on(carry)
         return found.exact if found.node is None else found.exact & found.half
@@ -389,12 +389,10 @@ class Comparison:
         return self._errors.unit(self.nodes[number].site.backward)
 
     def _compared(self, twin: Twin) -> Compared:
-        if not jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
-            zero = jnp.zeros((), jnp.float32)
-            error = self._errors.difference(twin.half, twin.exact)
-            return Compared(squares(error), zero, zero, jnp.max(jnp.abs(error), initial=0.0))
         error = self._errors.difference(twin.half, twin.exact)
-        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
+        half = exact = jnp.zeros((), jnp.float32)
+        if jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
+            half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:

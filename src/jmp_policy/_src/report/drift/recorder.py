@@ -243,21 +243,21 @@ class Stack:
         return stack
 
 
-def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Measurements of the trips of a loop up to one, for those before it and its own."""
-
-    def joined(one: Any, other: Any, join: Callable[[Any, Any], Any]) -> Any:
-        return None if one is None else join(one, other)
-
+def _by_field(function: Callable[..., Any], *all_measured: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Maps `function(is_largest, *values)` over the fields of each node; None stays None."""
+    is_largest = [field == "largest" for field in Measured._fields]
     return {
         number: Measured._make(
-            [
-                *(joined(*pair, jnp.add) for pair in zip(sums[number][:-1], new[:-1], strict=True)),
-                joined(sums[number].largest, new.largest, jnp.maximum),
-            ]
+            None if values[0] is None else function(largest, *values)
+            for largest, *values in zip(is_largest, *(of[number] for of in all_measured), strict=True)
         )
-        for number, new in trip.items()
+        for number in all_measured[-1]
     }
+
+
+def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
+    """Measurements of the trips of a loop up to one, for those before it and its own."""
+    return _by_field(lambda largest, *pair: (jnp.maximum if largest else jnp.add)(*pair), sums, trip)
 
 
 def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
@@ -269,16 +269,11 @@ def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: b
       typed: whether arrays say over which axes they vary, so that one that all devices have counts once.
     """
 
-    def whole(x: Any, reduce: Callable[[Any, tuple[str, ...]], Any]) -> Any:
-        if x is None:
-            return None
+    def whole(largest: bool, x: Any) -> Any:
         names = tuple(a for a in axes if not typed or a in varying(jax.typeof(x)))
-        return reduce(x, names) if names else x
+        return (lax.pmax if largest else lax.psum)(x, names) if names else x
 
-    return {
-        number: Measured._make([*(whole(x, lax.psum) for x in values[:-1]), whole(values.largest, lax.pmax)])
-        for number, values in measured.items()
-    }
+    return _by_field(whole, measured)
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:

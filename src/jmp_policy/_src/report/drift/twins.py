@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
+from jmp_policy._src.jaxpr import compat, control_flow, ir
 from jmp_policy._src.jaxpr.float32_replay import as_traced, replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Carries
 from jmp_policy._src.jaxpr.walk import Site
@@ -118,7 +118,7 @@ class TwinCarries(Carries):
       results: the carries at the end of a trip.
     """
 
-    def __init__(self, evaluation: Any, eqn: Any, loop: calls.Loop, site: Site):
+    def __init__(self, evaluation: Any, eqn: Any, loop: control_flow.Loop, site: Site):
         super().__init__(loop.start)
         self._evaluation, self._recorder, self._eqn, self._loop = evaluation, evaluation.recorder, eqn, loop
         self._outside, self._site = site, evaluation.in_loop(eqn, site)
@@ -222,7 +222,7 @@ _A_NODE = -1
 def cond(evaluation: Any, eqn: Any, twins: Sequence[Twin], site: Site) -> list[Twin]:
     """The results of a cond or switch."""
     index, *operands = twins
-    branches = [_Branch(evaluation, eqn, jaxpr, site, operands) for jaxpr in calls.branches(eqn)]
+    branches = [_Branch(evaluation, eqn, jaxpr, site, operands) for jaxpr in control_flow.branches(eqn)]
     nothing = [branch.nothing for branch in branches]
 
     def taken(number: int) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr.calls import KINDS
+from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.report.lowering import hlo
 from jmp_policy._src.report.lowering.products import Products, dtype_name, fusion_kind
@@ -33,7 +34,7 @@ _MACHINERY = frozenset(KINDS) | {
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(Placed):
     """Kernel of a compiled program, or a collective; on a TPU, a fusion or an operation of its own.
 
     Args:
@@ -87,9 +88,7 @@ class Kernel:
     @property
     def place(self) -> str:
         """Formats path and line, as messages show them: "Net/head (mlp.py:41)"."""
-        return (
-            f"{self.path} ({self.line})" if self.path and self.line else self.path or self.line or self.name
-        )
+        return super().place if self.path or self.line else self.name
 
 
 def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_policy._src.core.dtypes import FEW_BITS
 from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import Estimate, Gain, Kernel, kernel_seconds, plot_roofline
+from jmp_policy._src.report.lowering.products import FEW_BITS
 
 HALVES = ("float16", "bfloat16")
 #: What the program is called whose products are in half where the given one has them in float8 by recipes.

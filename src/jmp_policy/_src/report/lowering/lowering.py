@@ -10,10 +10,9 @@ from typing import Any
 import jax
 
 from jmp_policy._src.autocast.api import autocast
-from jmp_policy._src.core.dtypes import FEW_BITS, few_bits
 from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.targets import GPUS, TARGETS, Target, find_target, target_of_device
-from jmp_policy._src.jaxpr import calls, ir
+from jmp_policy._src.jaxpr import control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
@@ -27,6 +26,7 @@ from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import Exported, compile_here, compiled, exported
 from jmp_policy._src.report.lowering.kernels import Gain, Kernel, estimates, gains, kernels_of, partitions
 from jmp_policy._src.report.lowering.lowered import HALVES, RUNS, WITHOUT_RECIPE, LoweringReport, verdict_of
+from jmp_policy._src.report.lowering.products import FEW_BITS, few_bits
 
 #: By precision the name of a program, and the program.
 Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
@@ -186,7 +186,7 @@ class _InHalf(Interpreter):
     """Runs a program with its float8 products computed from half operands, as without its recipe."""
 
     def enters(self, eqn: Any, kind: Kind, values: Sequence[Any]) -> bool:
-        return kind is not Kind.WHILE or calls.ends_at_once(eqn)
+        return kind is not Kind.WHILE or control_flow.ends_at_once(eqn)
 
     def operation(self, eqn: Any, values: Sequence[Any], where: Any) -> Sequence[Any]:
         # Scales are computed by nobody: XLA leaves out what nothing uses.

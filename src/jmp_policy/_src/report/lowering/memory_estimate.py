@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import calls, compat, ir
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import is_backward
 from jmp_policy._src.products.fp8.eligibility import formats_of
 
 
@@ -116,7 +115,7 @@ class _Accounting:
 
     def _inside(self, jaxpr: Any, values: Sequence[_Value], backward: bool) -> list[_Value]:
         def step(eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-            return self._equation(eqn, operands, backward or is_backward(eqn))
+            return self._equation(eqn, operands, backward or compat.is_transposed(eqn))
 
         return evaluate(jaxpr, values, step, constant=lambda *_: _Value(), literal=lambda _: _Value())
 
@@ -166,7 +165,7 @@ class _Accounting:
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
-        loop = calls.loop(eqn, [value._replace(made=frozenset()) for value in operands])
+        loop = control_flow.loop(eqn, [value._replace(made=frozenset()) for value in operands])
         arguments = [*loop.fixed, *[_Value()] * len(loop.start), *loop.xs]
         results = self._inside(loop.body, arguments, backward=False)
         return [

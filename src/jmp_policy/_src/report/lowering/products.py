@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.core.dtypes import few_bits
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.report.lowering import hlo
 from jmp_policy._src.report.lowering.hlo import Instruction, Scope, arrays, inside
@@ -22,6 +21,9 @@ _DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
     "c128": "complex128", "s8": "int8", "u8": "uint8", "s4": "int4", "s32": "int32", "pred": "bool",
 }  # fmt: skip
+
+#: Kinds of arithmetic of the products of recipes.
+FEW_BITS = ("float8", "float4")
 
 #: Kinds of arithmetic, slower ones first; those not listed are slower still.
 _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16", "int8", "float8", "float4")
@@ -36,6 +38,11 @@ _FORWARDING = hlo.RESHAPING | {"copy", "convert", "transpose"}
 #: The name that tracing gave a product, and the fields of a `Kernel` that describe it. A convolution is
 #: described as the equivalent product.
 Product = tuple[str, dict[str, Any]]
+
+
+def few_bits(dtype: str) -> str:
+    """The kind of arithmetic of a dtype that recipes round to, "float8" or "float4"; "" for another one."""
+    return next((kind for kind in FEW_BITS if dtype.startswith(kind)), "")
 
 
 def dtype_name(name: str) -> str:

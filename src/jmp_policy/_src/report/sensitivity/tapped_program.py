@@ -185,7 +185,7 @@ class TappedProgram(Interpreter):
             return holds_half(eqn)
         return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
 
-    def carries(self, eqn: Any, loop: calls.Loop, where: Any) -> Carries:
+    def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """Carries that may change their group."""
         return _Carries(loop.start)
 
@@ -202,7 +202,7 @@ class TappedProgram(Interpreter):
             return function
 
         index, *operands = values
-        outs = control_flow.cond(list(map(branch, calls.branches(eqn))), [index.array, *operands])
+        outs = control_flow.cond(list(map(branch, control_flow.branches(eqn))), [index.array, *operands])
         return list(map(Tapped, outs, groups))
 
     def operation(self, eqn: Any, values: list[Tapped], where: tuple[str, ...]) -> Sequence[Tapped]:

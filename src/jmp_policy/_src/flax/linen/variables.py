@@ -10,42 +10,72 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 
-from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half
+from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, widened
+from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
-def cast_variable(
+def variable(
+    as_bare: Callable[..., Any],
+    module: nn.Module,
+    own: Callable[..., Any],
+    /,
+    col: str,
+    name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Makes or reads a variable as the policy of its module says.
+
+    Args:
+      as_bare: runs an initialiser as the bare module does: `(module, precision, init_fn, *args, **kwargs)`.
+      module: whose variable it is.
+      own: `module.variable` of Flax.
+      col, name, args, kwargs: arguments of `own`.
+    """
+    scope = ACTIVE.value
+    if scope is None:
+        return own(col, name, *args, **kwargs)
+    precision = module_precision(scope, module)
+    if col in ("params", "cache"):
+        return _cast_variable(module, precision, own, col, name, *args, **kwargs)
+    if args and args[0] is not None and not module.has_variable(col, name):
+
+        def first_value(*given: Any, **named: Any) -> Any:
+            value = as_bare(module, precision, args[0], *given, **named)
+            return widened(value) if col == "batch_stats" else value  # In half, statistics would stand still.
+
+        return own(col, name, first_value, *args[1:], **kwargs)
+    return own(col, name, *args, **kwargs)
+
+
+def _cast_variable(
     module: nn.Module,
     precision: ModulePrecision,
-    variable: Callable[..., Any],
+    own: Callable[..., Any],
     col: str,
     name: str,
     init_fn: Any = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes or reads a variable that is a parameter, or in the collection "cache".
-
-    Args:
-      module: whose variable it is.
-      precision: what the rules mean for the module.
-      variable: `module.variable` of Flax.
-      col, name, init_fn, args, kwargs: its arguments.
-    """
+    """Makes or reads a variable that is a parameter, or in the collection "cache"."""
     if col == "params":
 
         def init(*args: Any, **kwargs: Any) -> Any:
             return cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
 
-        made = variable(col, name, init_fn and init, *args, **kwargs)
+        made = own(col, name, init_fn and init, *args, **kwargs)
         dtype, policy = precision.used_param_dtype, precision.policy
         return CastVariable(made, lambda value: cast_weight(value, dtype, policy))
     is_new = not module.has_variable(col, name)
-    made = variable(col, name, init_fn, *args, **kwargs)
-    if is_new or init_fn is None or not _may_differ(made.value, precision.compute_dtype):
+    made = own(col, name, init_fn, *args, **kwargs)
+    compute, stored = precision.compute_dtype, jax.tree.leaves(made.value)
+    others = {x.dtype for x in stored if is_floating_array(x) and x.dtype != compute}
+    if is_new or init_fn is None or not any(is_half(compute) or is_half(dtype) for dtype in others):
         return made
     kwargs.pop("unbox", None)
     wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
@@ -72,12 +102,6 @@ class CastVariable(nn.Variable):
         if jax.tree.structure(stored) == jax.tree.structure(value):
             value = jax.tree.map(_in_dtype_of, stored, value)
         nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
-
-
-def _may_differ(stored: Any, compute: np.dtype) -> bool:
-    """Whether a cache may be one that the module would make in another dtype."""
-    dtypes = {x.dtype for x in jax.tree.leaves(stored) if is_floating_array(x)} - {compute}
-    return any(is_half(compute) or is_half(dtype) for dtype in dtypes)
 
 
 def _in_dtype_of(like: Any, x: Any) -> Any:
