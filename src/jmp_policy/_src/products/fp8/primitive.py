@@ -197,7 +197,7 @@ def _compute(
         operands = [x.astype(jnp.bfloat16) for x in operands]
     out = primitive_for(like, operands, jaxs).bind(*operands, *sizes, **jaxs)
     if sizes:
-        scales = ragged.scales_like_result(operands, scales, sizes, jaxs)
+        scales = ragged.scales_like_result(operands, scales, sizes[0], jaxs)
     else:
         numbers = jaxs["dimension_numbers"]
         scales = [like_result(scale, place, out.ndim, numbers) for place, scale in enumerate(scales)]

@@ -63,7 +63,7 @@ def without_transform(recipe: str) -> str:
 
 
 def scales_like_result(
-    operands: Sequence[Any], scales: Sequence[Any], sizes: Sequence[Any], params: dict[str, Any]
+    operands: Sequence[Any], scales: Sequence[Any], sizes: Any, params: dict[str, Any]
 ) -> list[Any]:
     """The scales of both operands with the axes of the result.
 
@@ -81,7 +81,7 @@ def scales_like_result(
     lhs, of_rhs = operands[0], scales[1]
     ones = jnp.ones([1 if axis in left else size for axis, size in enumerate(lhs.shape)], jnp.float32)
     # The same product takes the scale of its group to each row, exactly: all other terms are 0.
-    of_rows = lax.ragged_dot_general(ones, of_rhs, *sizes, numbers, preferred_element_type=jnp.float32)
+    of_rows = lax.ragged_dot_general(ones, of_rhs, sizes, numbers, preferred_element_type=jnp.float32)
     return [like_result(scales[0], 0, of_rows.ndim, dots), of_rows]
 
 
