@@ -69,6 +69,18 @@ def test_memory_of_a_scaled_step_on_an_h100(model):
     assert estimated["temp_gigabytes"] == pytest.approx(counted["temp_gigabytes"], rel=0.01)
 
 
+@pytest.mark.parametrize("target", dict.fromkeys(found["target"] for found in rows("scaling_out")))
+def test_hundreds_of_devices_send_and_keep_what_they_do_by_hand(target):
+    hand, ours = (
+        row("scaling_out", target=target, variant=variant)
+        for variant in ("by hand, bfloat16", "mixed_bfloat16")
+    )
+    assert ours["gigabytes"] <= 1.01 * hand["gigabytes"]
+    for column in ("moved half", "moved float32", "added half", "added float32"):
+        assert ours[column] <= 1.01 * hand[column]
+    assert ours["of_numbers"] - hand["of_numbers"] <= 5
+
+
 REPAIRED = "float16, actions in float32"
 
 
