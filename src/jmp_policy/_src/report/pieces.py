@@ -198,6 +198,8 @@ def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]
             operands, called = list(map(read, eqn.invars)), _inlined(eqn)
             if called is not None:
                 results = inline(called, operands)
+            elif eqn.primitive.name == "stop_gradient":
+                results = operands
             else:
                 results = new(eqn.outvars)
                 steps.append(_Step(eqn, operands, results))
