@@ -90,8 +90,8 @@ def _rounded_if(on: Any, x: Any, half: Any) -> Any:
 class Counter(NamedTuple):
     """Sink that counts what rounding would do, and rounds nothing.
 
-    After the backward pass of the loss the cotangent of `numbers` holds what `STATISTICS` names; after that of
-    v . G the cotangent of `square` is the square of the gradient's error.
+    After the backward pass of the loss the cotangent of `numbers` holds what `STATISTICS` names; after that
+    of v . G the cotangent of `square` is the square of the gradient's error.
 
     Args:
       scale: the loss scale.
