@@ -13,7 +13,7 @@ from flax import nnx
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import evaluate
-from jmp_policy._src.report.sensitivity.rounding_errors import overflows, rounding_error, underflows
+from jmp_policy._src.report.sensitivity.rounding_errors import rounding
 from jmp_policy._src.report.sensitivity.traced_loss import DTYPES, makes_decisions
 
 
@@ -29,9 +29,9 @@ def test_rounding_in_float32_is_the_cast(dtype):
     x = np.concatenate([x, -x, [0.0, np.inf, -np.inf]]).astype(np.float32)
     with np.errstate(over="ignore"):
         cast = x.astype(jnp.dtype(dtype))
-    assert overflows(jnp.asarray(x), dtype).tolist() == (np.isinf(cast) & np.isfinite(x)).tolist()
-    error = rounding_error(jnp.asarray(x), dtype)
-    assert underflows(jnp.asarray(x), error).tolist() == ((cast == 0) & (x != 0)).tolist()
+    error, overflow, underflow = rounding(jnp.asarray(x), dtype)
+    assert overflow.tolist() == (np.isinf(cast) & np.isfinite(x)).tolist()
+    assert underflow.tolist() == ((cast == 0) & (x != 0)).tolist()
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(
             error, np.nan_to_num(cast.astype(np.float32) - x, nan=0.0, posinf=0.0, neginf=0.0)

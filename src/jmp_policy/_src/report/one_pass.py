@@ -25,9 +25,9 @@ def totals(arrays: Sequence[Any], magnitude: Any = None) -> list[Any]:
         return [*map(_total, arrays), *([] if magnitude is None else [jnp.max(magnitude, initial=0)])]
     terms = list(jnp.broadcast_arrays(*(x.astype(jnp.result_type(*terms)) for x in terms)))
     join = _added if magnitude is None else _added_but_the_last
-    # The last axis last: compilers for CPUs vectorise no sum along it.
-    for axes in (tuple(range(terms[0].ndim - 1)), (0,)) if terms[0].ndim else ():
-        terms = list(lax.reduce(tuple(terms), tuple(np.zeros((), x.dtype) for x in terms), join, axes))
+    if terms[0].ndim:
+        zeros = tuple(np.zeros((), x.dtype) for x in terms)
+        terms = list(lax.reduce(tuple(terms), zeros, join, range(terms[0].ndim)))
     return terms
 
 

@@ -198,6 +198,8 @@ def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]
             operands, called = list(map(read, eqn.invars)), _inlined(eqn)
             if called is not None:
                 results = inline(called, operands)
+            elif eqn.primitive.name == "stop_gradient":
+                results = operands
             else:
                 results = new(eqn.outvars)
                 steps.append(_Step(eqn, operands, results))
@@ -206,7 +208,19 @@ def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]
 
     arguments = new(compat.open_jaxpr(closed).invars)
     outs = inline(closed, arguments)
-    return _needed(steps, outs), constants, len(arguments), outs
+    return _late(_needed(steps, outs)), constants, len(arguments), outs
+
+
+def _late(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps, with functions that are pieces of their own just before they are read: cuts in one place."""
+    found, waiting = list[_Step](), dict[int, _Step]()
+    for step in steps:
+        found.extend(waiting.pop(n) for n in step.operands if not isinstance(n, Literal) and n in waiting)
+        if step.eqn.primitive in FUNCTIONS and len(step.results) == 1:
+            waiting[step.results[0]] = step
+        else:
+            found.append(step)
+    return [*found, *waiting.values()]
 
 
 def _needed(steps: Sequence[_Step], outs: Sequence[Any]) -> list[_Step]:

@@ -303,8 +303,8 @@ def in_float8(
 
 def _flops(loss: Loss, rules: PolicyMap) -> dict[str, int]:
     """The FLOPs in float8 by module, of the loss and its gradient."""
-    path_of, found = module_of(loss.modules()), Counter[str]()
-    for product in loss.under(rules).products():
+    path_of, found = module_of(loss.modules), Counter[str]()
+    for product in loss.under(rules).products:
         if product.scales:
             found[path_of(tuple(product.path.split("/"))) or ""] += product.flops
     return dict(found)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
@@ -20,9 +21,10 @@ from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.audit_findings import Product
+from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
-from jmp_policy._src.report.pieces import compiled_quickly
+from jmp_policy._src.report.pieces import run_program
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
@@ -196,7 +198,8 @@ def recommend(
     card = None if target is None else find_target(target)
     recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
-    exact = [_gradient(loss._replace(args=tuple(batch)), 1.0) for batch in (loss.args, *batches)]
+    others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
+    exact = [_gradient(each, 1.0) for each in (loss, *others)]
     allowed = _budget(exact) if budget is None else float(budget)
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
@@ -226,7 +229,7 @@ def _with_recipe(
         predicted=math.hypot(found.predicted, math.sqrt(choice.total)),
         measured=measured,
         recipe=recipe,
-        **_gains(loss, rules, loss.products(), card),
+        **_gains(loss, rules, card),
     )
 
 
@@ -269,12 +272,11 @@ def _in(
             break
         # What is measured may be more than first order says: half of the prediction, before the next run.
         choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
-    plain = loss.products()
 
     def share(rules: PolicyMap) -> float:
-        return compared(plain, loss.under(rules).products(), None).half_share
+        return compared(loss.products, loss.under(rules).products, None).half_share
 
-    rules = _worth_it(loss, rules, plain, card)
+    rules = _worth_it(loss, rules, card)
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted
     kinds = product_layers(traced.modules.values()) if choice.reasons else []
     if kinds and (measured > budget or not share(rules) >= _MOSTLY):
@@ -295,15 +297,15 @@ def _in(
         predicted=predicted,
         measured=measured,
         target="" if card is None else card.name,
-        **_gains(loss, rules, plain, card),
+        **_gains(loss, rules, card),
     )
 
 
-def _gains(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | None) -> dict[str, Any]:
+def _gains(loss: Loss, rules: PolicyMap, card: Target | None) -> dict[str, Any]:
     """What rules make of products and memory, as fields of a `Recommendation`."""
     under = loss.under(rules)
     memory = math.nan if card is None else memory_of(under) / memory_of(loss)
-    return {**compared(plain, under.products(), card)._asdict(), "memory": memory}
+    return {**compared(loss.products, under.products, card)._asdict(), "memory": memory}
 
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
@@ -311,13 +313,13 @@ def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> flo
     return _distance(_gradient(loss.under(rules), scale), exact)
 
 
-def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target | None) -> PolicyMap:
+def _worth_it(loss: Loss, rules: PolicyMap, card: Target | None) -> PolicyMap:
     """Leaves out rules that put a part back into half and buy nothing."""
     if card is None:
         return rules
 
     def cost(rules: PolicyMap) -> Any:
-        return compared(plain, loss.under(rules).products(), card)
+        return compared(loss.products, loss.under(rules).products, card)
 
     now = cost(rules)
     for rule in rules.overrides:
@@ -332,8 +334,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, plain: Sequence[Any], card: Target |
 @without_overflow_warnings()
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
-    gradient, *arguments = loss.gradient(scale)
-    grads = compiled_quickly(gradient)(*arguments)
+    grads = run_program(loss.gradient, [*loss.function.arrays, np.float32(scale)])
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 
@@ -413,6 +414,7 @@ def _seconds(products: Sequence[Product], card: Target) -> float:
 
 def memory_of(loss: Loss) -> int:
     """Bytes of parameters, half copies, gradients and activations; nothing is run or compiled."""
-    gradient, params, arrays = loss.gradient()
-    jaxpr = jax.make_jaxpr(lambda params: gradient(params, arrays))(params)
+    gradient, arrays = jaxpr_as_fun(loss.gradient), loss.function.arrays
+    params = [arrays[i] for i in loss.trained]
+    jaxpr = jax.make_jaxpr(lambda params: gradient(*replaced(arrays, loss.trained, params), 1.0))(params)
     return analytic_memory_model(jaxpr, ["parameters"] * len(params)).total()

@@ -39,86 +39,100 @@ from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def rounding_error(x: jax.Array, dtype: str, scale: jax.Array | float = 1.0) -> jax.Array:
-    """What rounding `x * scale` adds to x; 0 for what is rounded to infinity, which is counted apart.
+class Rounding(NamedTuple):
+    """What rounding to half would do to an array.
 
     Args:
-      x: array of any shape; computed with in float32.
-      dtype: the half dtype to round to.
-      scale: a power of two.
+      error: what it adds; 0 for what becomes infinite.
+      overflow, underflow: which finite values become infinite, and which values other than zero become zero.
     """
-    x = x.astype(jnp.float32)
-    error = narrowed(x * scale, dtype).astype(jnp.float32) / scale - x
-    return jnp.where(jnp.isfinite(error), error, 0.0)
 
-
-def overflows(x: jax.Array, dtype: str) -> jax.Array:
-    """Which finite values become infinite; booleans of the shape of x."""
-    x, info = x.astype(jnp.float32), jnp.finfo(dtype)
-    # What is nearer to the largest number than to the next one, were there one, is rounded to it.
-    limit = float(info.max) + 2.0 ** (info.maxexp - info.nmant - 2)
-    # A number that is infinite in float32 is not this dtype's fault.
-    return jnp.isfinite(x) & (jnp.abs(x) >= np.float32(limit))
-
-
-def underflows(x: jax.Array, error: jax.Array) -> jax.Array:
-    """Which values other than zero become zero, for what rounding adds to them; booleans."""
-    return (error == -x) & (x != 0)
+    error: jax.Array
+    overflow: jax.Array
+    underflow: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _rounded_if(on: Any, dtype: str, x: Any, scale: Any = 1.0) -> Any:
-    return jnp.where(on, narrowed(x * scale, dtype).astype(jnp.float32) / scale, x)
+def rounding(x: jax.Array, dtype: str, scale: jax.Array | None = None) -> Rounding:
+    """What rounding `x * scale` does to x.
+
+    Args:
+      x: float32 array of any shape.
+      dtype: the half dtype to round to.
+      scale: a power of two; None for 1.
+    """
+    half = _rounded(x, dtype, scale)
+    finite = jnp.isfinite(half)
+    # A number that is infinite in float32 is not this dtype's fault.
+    overflow = finite != jnp.isfinite(x if scale is None else x * scale)
+    return Rounding(jnp.where(finite, half - x, np.float32(0)), overflow, (half == 0) != (x == 0))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
+    if scale is None:
+        return narrowed(x, dtype).astype(jnp.float32)
+    return narrowed(x * scale, dtype).astype(jnp.float32) / scale
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any]]:
+    """What rounding adds, and how many values overflow and underflow."""
+    error, *counted = rounding(x, dtype)
+    return error, totals([x.astype(jnp.float32) for x in counted])
+
+
+@jax.jit
+def _rounded_if(on: Any, x: Any, half: Any) -> Any:
+    return jnp.where(on, half, x)
 
 
 class Counter(NamedTuple):
     """Sink that counts what rounding would do, and rounds nothing.
 
-    After the backward pass of the loss its cotangent holds what `STATISTICS` names; after that of v . G the
-    square of the gradient's error, in the first place.
+    After the backward pass of the loss the cotangent of `numbers` holds what `STATISTICS` names; after that
+    of v . G the cotangent of `square` is the square of the gradient's error.
 
     Args:
-      numbers: float32, one per statistic; each holds the loss scale.
+      scale: the loss scale.
+      numbers: float32, one per statistic.
+      square: float32 scalar.
     """
 
-    numbers: jax.Array
-
-    @property
-    def scale(self) -> jax.Array:
-        """The loss scale."""
-        return self.numbers[0]
+    scale: Any
+    numbers: Any
+    square: Any
 
     def beside(self, x: jax.Array) -> "Counter":
         """The sink on the mesh of x, varying over the devices that x varies over."""
-        sink, mesh = self.numbers, jax.typeof(x).sharding.mesh
-        if jax.typeof(sink).sharding.mesh != mesh and not mesh.empty:
-            # Within jax.sharding.auto_axes, or outside of jax.set_mesh.
-            sink = jax.sharding.reshard(sink, jax.NamedSharding(mesh, jax.P()))
-        return Counter(varying_like(sink, x))
+        mesh = jax.typeof(x).sharding.mesh
 
-    def forward(self, which: Which, x: jax.Array) -> Any:
+        def moved(part: Any) -> Any:
+            if jax.typeof(part).sharding.mesh != mesh and not mesh.empty:
+                # Within jax.sharding.auto_axes, or outside of jax.set_mesh.
+                part = jax.sharding.reshard(part, jax.NamedSharding(mesh, jax.P()))
+            return varying_like(part, x)
+
+        return Counter(*map(moved, self))
+
+    def rounded(self, x: jax.Array, dtype: str) -> Any:
+        """What rounding adds, and counts."""
+        return _counted_rounding(jax.lax.stop_gradient(x), dtype)
+
+    def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
-        error = None
-        if which.value:
-            error = rounding_error(jax.lax.stop_gradient(x), which.dtype)
-            x = _with_error(x, error, self)
-        return x, (x, error)
+        return _with_error(x, rounded[0], self.square)
 
-    def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
+    def backward(self, which: Which, rounded: Any, g: jax.Array) -> Any:
         """The cotangent as it is, and the statistics of both."""
-        x, error, scale, seen = jax.lax.stop_gradient((*residuals, self.scale, g))
-        change, numbers = _counted(which, x, error, scale, seen)
-        return (_with_error(g, change, self) if which.cotangent else g), Counter(numbers)
+        change, numbers = _counted(which, rounded, self.scale, jax.lax.stop_gradient(g))
+        return (_with_error(g, change, self.square) if which.cotangent else g), Counter(None, numbers, None)
 
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum in float32, and statistics of its difference from that in half."""
-        seen = jax.lax.stop_gradient(exact)
-        error = jnp.where(jnp.isfinite(half - seen), half - seen, 0.0)
-        found = _statistics(
-            exact, gradient_overflow=jnp.sum(overflows(seen * self.scale, dtype), dtype=jnp.float32)
-        )
-        return _with_error(exact, error, self), found
+        seen, half = jax.lax.stop_gradient((exact, half))
+        error, numbers = _counted_sum(dtype, seen, half - seen, self.scale)
+        return _with_error(exact, error, self.square), Counter(None, numbers, None)
 
 
 STATISTICS = (
@@ -127,40 +141,44 @@ STATISTICS = (
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _counted(which: Which, x: Any, error: Any, scale: Any, seen: Any) -> Any:
+def _counted(which: Which, rounded: Any, scale: Any, seen: Any) -> Any:
     """What rounding adds to a cotangent, and the statistics of a value and its cotangent."""
-    terms: dict[str, Any] = {}
-    change = None
+    terms, change, counts = dict[str, Any](), None, dict[str, Any]()
     if which.value:
+        error, (counts["overflow"], counts["underflow"]) = rounded
         terms["loss_variance"] = jnp.square(seen * error)
-        terms["overflow"], terms["underflow"] = overflows(x, which.dtype), underflows(x, error)
     if which.cotangent:
-        change = rounding_error(seen, which.dtype, scale)
-        terms["gradient_overflow"] = overflows(seen * scale, which.dtype)
-        terms["gradient_underflow"] = underflows(seen, change)
+        change, terms["gradient_overflow"], terms["gradient_underflow"] = rounding(seen, which.dtype, scale)
     names = [*terms, "largest_gradient"] if which.cotangent else terms
     sums = totals([x.astype(jnp.float32) for x in terms.values()], jnp.abs(seen) if which.cotangent else None)
-    return change, _statistics(x, **dict(zip(names, sums, strict=True))).numbers
+    return change, _statistics(seen, **counts, **dict(zip(names, sums, strict=True)))
 
 
-def _statistics(like: Any, **found: Any) -> Counter:
+@functools.partial(jax.jit, static_argnums=0)
+def _counted_sum(dtype: str, exact: Any, error: Any, scale: Any) -> Any:
+    """What rounding adds to a sum, and the statistics."""
+    overflow = jnp.sum(rounding(exact, dtype, scale).overflow, dtype=jnp.float32)
+    return jnp.where(jnp.isfinite(error), error, np.float32(0)), _statistics(
+        exact, gradient_overflow=overflow
+    )
+
+
+def _statistics(like: Any, **found: Any) -> Any:
     zero = varying_like(jnp.float32(0), like)
-    return Counter(jnp.stack([found.get(name, zero) for name in STATISTICS]))
+    return jnp.stack([found.get(name, zero) for name in STATISTICS])
 
 
 @jax.custom_vjp
-def _with_error(x: Any, error: Any, sink: Counter) -> Any:
+def _with_error(x: Any, error: Any, square: Any) -> Any:
     """A value or a cotangent, which half precision would change by an error."""
     return x
 
 
 def _square_of_error(error: Any, arrived: Any) -> Any:
-    along = arrived * error
-    # In the place of the first statistic.
-    return arrived, jnp.zeros_like(error), _statistics(along, loss_variance=jnp.sum(jnp.square(along)))
+    return arrived, None, jnp.sum(jnp.square(arrived * error))
 
 
-_with_error.defvjp(lambda x, error, sink: (x, error), _square_of_error)
+_with_error.defvjp(lambda x, error, square: (x, error), _square_of_error)
 
 
 class Switch(NamedTuple):
@@ -181,13 +199,19 @@ class Switch(NamedTuple):
         """The sink itself."""
         return self
 
-    def forward(self, which: Which, x: jax.Array) -> Any:
+    def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value, rounded."""
-        return (_rounded_if(self.on, which.dtype, x) if which.value else x), ()
+        return _rounded(x, dtype)
 
-    def backward(self, which: Which, residuals: Any, g: jax.Array) -> Any:
-        """The cotangent, rounded."""
-        return (_rounded_if(self.on, which.dtype, g, self.scale) if which.cotangent else g), None
+    def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
+        """The value, rounded or not."""
+        return _rounded_if(self.on, x, rounded)
+
+    def backward(self, which: Which, rounded: Any, g: jax.Array) -> Any:
+        """The cotangent, rounded or not."""
+        if which.cotangent:
+            g = _rounded_if(self.on, g, _rounded(g, which.dtype, self.scale))
+        return g, None
 
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum in half."""
@@ -248,11 +272,11 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
     run = compiled_quickly(functools.partial(_probe, traced), 1 + len(traced.batches) * probes)
     scale = 1.0  # bfloat16 has float32's range.
     if traced.dtype == "float16":
-        scale = _loss_scale(run(_keys(0, traced), 1.0, traced.batches[0]).first)
+        scale = _loss_scale(run(_signs(0, traced), 1.0, traced.batches[0]).first)
     runs: list[_Seen] = []
     for number, arrays in enumerate(progress.steps("backward passes", list(traced.batches) * probes)):
         try:
-            runs.append(jax.device_get(run(_keys(number + 1, traced), scale, arrays)))
+            runs.append(jax.device_get(run(_signs(number + 1, traced), scale, arrays)))
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -275,29 +299,29 @@ class _Seen(NamedTuple):
     square: Any
 
 
-def _keys(number: int, traced: TracedLoss) -> list[jax.Array]:
-    """A random key for each parameter."""
-    # Numbers of parameters in the program would be one piece of it for each.
-    return list(jax.random.split(jax.random.key(number), len(traced.trained)))
+def _signs(number: int, traced: TracedLoss) -> list[np.ndarray]:
+    """Random signs, one for each number of each parameter."""
+    # Drawn by NumPy: a program that draws them has a loop to compile for each shape.
+    draw = np.random.default_rng(number).integers
+    return [1 - 2 * draw(0, 2, traced.batches[0][i].shape, np.int8) for i in traced.trained]
 
 
-def _probe(traced: TracedLoss, keys: Sequence[Any], scale: Any, arrays: Sequence[Any]) -> _Seen:
-    """One backward pass, and one of the gradient's product with random signs."""
+def _probe(traced: TracedLoss, signs: Sequence[Any], scale: Any, arrays: Sequence[Any]) -> _Seen:
+    """One backward pass, and one of the gradient's product with signs."""
     params = traced.params(arrays)
-    signs = [
-        jax.random.rademacher(key, param.shape, jnp.float32) for key, param in zip(keys, params, strict=True)
-    ]
+    scale, zero, zeros = jnp.float32(scale), jnp.float32(0), jnp.zeros(len(STATISTICS))
 
-    def along(sinks: Any) -> Any:
+    def gradient(squares: Any) -> Any:
+        def run(numbers: Any, params: Any) -> Any:
+            sinks = {name: Counter(scale, numbers[name], squares[name]) for name in traced.sinks}
+            return traced.run(sinks, params, arrays)
+
         # Of the sinks too: cotangents are wanted where no parameter leads to, at the inputs.
-        gradient = jax.value_and_grad(traced.run, (0, 1))
-        loss, (first, grads) = gradient(sinks, params, arrays)
-        product = sum(jnp.sum(a * b) for a, b in zip(signs, grads, strict=True))
-        return product, _Seen(first, None, loss, sum(jnp.sum(jnp.square(g)) for g in grads))
+        loss, (first, grads) = jax.value_and_grad(run, (0, 1))(dict.fromkeys(traced.sinks, zeros), params)
+        return grads, _Seen(first, None, loss, sum(jnp.sum(jnp.square(g)) for g in grads))
 
-    numbers = jnp.full(len(STATISTICS), scale, jnp.float32)
-    second, seen = jax.grad(along, has_aux=True)({name: Counter(numbers) for name in traced.sinks})
-    return seen._replace(second=second)
+    _, along, seen = jax.vjp(gradient, dict.fromkeys(traced.sinks, zero), has_aux=True)
+    return seen._replace(second=along([x.astype(jnp.float32) for x in signs])[0])
 
 
 def _loss_scale(first: Any) -> float:
@@ -307,16 +331,16 @@ def _loss_scale(first: Any) -> float:
     zero for their sake.
     """
     place, most = STATISTICS.index("largest_gradient"), 65504 / 4
-    found = (float(counter.numbers[place]) for counter in first.values())
+    found = (float(numbers[place]) for numbers in first.values())
     largest = max((x for x in found if x <= most), default=0.0)
     return min(2.0 ** math.floor(math.log2(most / largest)), _LARGEST_SCALE) if largest else 1.0
 
 
 def _effect(seen: _Seen, name: Sink, runs: int, counted: bool) -> Effect:
-    statistics: dict[str, Any] = dict(zip(STATISTICS, seen.first[name].numbers, strict=True))
+    statistics: dict[str, Any] = dict(zip(STATISTICS, seen.first[name], strict=True))
     counts = [int(statistics[field]) if counted else 0 for field in Effect._fields[2:]]
     square, loss = float(seen.square), float(np.square(seen.loss))
-    gradient = float(seen.second[name].numbers[0]) / square if square else 0.0
+    gradient = float(seen.second[name]) / square if square else 0.0
     return Effect(gradient / runs, float(statistics["loss_variance"]) / loss / runs if loss else 0.0, *counts)
 
 

@@ -58,17 +58,25 @@ class Sink(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap(which: Which, x: Any, sink: Any) -> Any:
-    """A value on its way through a tap: the sink says what becomes of it and of its cotangent."""
-    return sink.forward(which, x)[0]
+def tap(which: Which, x: Any, rounded: Any, sink: Any) -> Any:
+    """A value on its way through a tap: the sink says what becomes of it and of its cotangent.
+
+    `rounded` is what the sink found out about its rounding: one for all taps of a value.
+    """
+    return _tap_forward(which, x, rounded, sink)[0]
 
 
-def _tap_forward(which: Which, x: Any, sink: Any) -> Any:
-    out, residuals = sink.forward(which, x)
-    return out, (sink, residuals)
+def _tap_forward(which: Which, x: Any, rounded: Any, sink: Any) -> Any:
+    return (sink.forward(x, rounded) if which.value else x), (sink, rounded)
 
 
-tap.defvjp(_tap_forward, lambda which, kept, g: kept[0].backward(which, kept[1], g))
+def _tap_backward(which: Which, kept: Any, g: Any) -> Any:
+    sink, rounded = kept
+    g, found = sink.backward(which, rounded, g)
+    return g, None, found
+
+
+tap.defvjp(_tap_forward, _tap_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -106,12 +114,13 @@ class Tapped:
     Args:
       array: as the module that made it sees it.
       group: what its rounding counts for; None for nothing.
+      rounded: what a sink found out about its rounding; None if none was asked.
     """
 
-    __slots__ = ("array", "group", "seen_by")
+    __slots__ = ("array", "group", "rounded", "seen_by")
 
     def __init__(self, array: Any, group: str | None = None):
-        self.array, self.group = array, group
+        self.array, self.group, self.rounded = array, group, None
         #: By the group that reads it ("" for others), the array as that group sees it.
         self.seen_by: dict[str, Any] = {}
 
@@ -228,7 +237,9 @@ class TappedProgram(Interpreter):
         forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
-        return Tapped(self._tapped(array, group, forward, backward), group)
+        made = Tapped(array, group)
+        made.array = self._tapped(made, array, group, forward, backward)
+        return made
 
     def _read(self, value: Tapped, atom: Any, eqn: Any, group: str | None) -> Any:
         """A value as an operation of a group reads it."""
@@ -239,24 +250,26 @@ class TappedProgram(Interpreter):
             return outside
         if group not in value.seen_by:
             # It computes with it in half, and would round it itself.
-            value.seen_by[group] = self._tapped(outside, group, value=True, cotangent=True, alone=True)
+            value.seen_by[group] = self._tapped(value, outside, group, True, True, alone=True)
         return value.seen_by[group]
 
     def _outside(self, value: Tapped) -> Any:
         """A value as modules see it that did not make it."""
         if "" not in value.seen_by:
-            tapped = self._tapped(value.array, value.group, value=False, cotangent=True, alone=True)
-            value.seen_by[""] = tapped
+            value.seen_by[""] = self._tapped(value, value.array, value.group, False, True, alone=True)
         return value.seen_by[""]
 
     def _tapped(
-        self, array: Any, group: str | None, value: bool, cotangent: bool, alone: bool = False
+        self, of: Tapped, array: Any, group: str | None, value: bool, cotangent: bool, alone: bool = False
     ) -> Any:
-        """An array with a tap on it, if somebody asks about the group."""
+        """The array of a value with a tap on it, if somebody asks about the group."""
         if not (value or cotangent) or not self._is_asked(group):
             return array
         sink = self._sinks[Sink(group, alone)]
-        return tap(Which(value, cotangent, self._dtype), array, sink.beside(array))
+        if value and of.rounded is None:
+            of.rounded = sink.rounded(of.array, self._dtype)
+        which = Which(value, cotangent, self._dtype)
+        return tap(which, array, of.rounded if value else None, sink.beside(array))
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:

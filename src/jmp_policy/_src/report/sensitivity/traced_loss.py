@@ -1,6 +1,7 @@
 """A loss traced as it would run in half precision, with the module that each operation belongs to."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.dtypes import is_half
@@ -15,20 +17,22 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.jaxpr.walk import walk
 from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report import tapping
-from jmp_policy._src.report.audit import audit
+from jmp_policy._src.report.audit import AuditVisitor
 from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
 
-class Loss(NamedTuple):
-    """A loss function and its arguments.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    """A loss function and its arguments. It is traced once, and once under each of the rules asked about.
 
     Args:
       call: `(params, *args, **kwargs) -> scalar`, or `(scalar, aux)`.
@@ -45,6 +49,7 @@ class Loss(NamedTuple):
     has_aux: bool
     use: str
 
+    @functools.cached_property
     def function(self) -> Function:
         """The same as a function of arrays that gives the loss alone."""
 
@@ -54,34 +59,50 @@ class Loss(NamedTuple):
 
         return as_function(loss, (self.params, *self.args), dict(self.kwargs), self.use)
 
+    @functools.cached_property
     def trained(self) -> list[int]:
         """Which of the function's arrays are parameters; raises ValueError when there are none."""
-        return trained_arguments(self.function(), self.use)
+        return trained_arguments(self.function, self.use)
 
-    def calls(self) -> list[tuple[tapping.Call, Scope | None]]:
-        """The calls of modules in it, each with the policy that was active in Flax Linen."""
-        watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function()
-        with tapping.watching_modules(watcher):
-            jax.eval_shape(function.call, function.arrays)
-        return watcher.calls
+    @functools.cached_property
+    def _traced(self) -> tuple[Any, list[tuple[tapping.Call, Scope | None]]]:
+        """The jaxpr, and the calls of modules, each with the policy that was active in Flax Linen."""
+        watcher, function = tapping.Calls(lambda module: ACTIVE.value), self.function
+        with tapping.watching_modules(watcher), without_overflow_warnings():
+            jaxpr = jax.make_jaxpr(lambda arrays: function.result(arrays))(function.arrays)
+        return jaxpr, watcher.calls
 
+    @property
+    def jaxpr(self) -> Any:
+        """The loss, as a closed jaxpr of the function's arrays."""
+        return self._traced[0]
+
+    @functools.cached_property
     def modules(self) -> dict[tuple[str, ...], Any]:
         """The modules that it calls, by the names that lead to them: the model's class first."""
         # Some modules are only containers of those that run.
         found: dict[tuple[str, ...], Any] = {}
-        for call, _ in self.calls():
+        for call, _ in self._traced[1]:
             names = plain_names(call.name.split("/"))
             for end in range(1, len(names)):
                 found.setdefault(names[:end], None)
             found[names] = call.module
         return found
 
+    @functools.cached_property
+    def _known(self) -> dict[PolicyMap, "Loss"]:
+        return {}
+
     def under(self, rules: PolicyMap) -> "Loss":
         """The loss whose modules are governed by rules; a function without modules under autocast."""
-        calls = self.calls()
-        if not calls:
-            return self._replace(call=autocast(self.call, rules))
-        for call, scope in calls:
+        if rules not in self._known:
+            self._known[rules] = self._under(rules)
+        return self._known[rules]
+
+    def _under(self, rules: PolicyMap) -> "Loss":
+        if not self._traced[1]:
+            return dataclasses.replace(self, call=autocast(self.call, rules))
+        for call, scope in self._traced[1]:
             framework = framework_of(call.module)
             policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
             if policy:
@@ -106,20 +127,28 @@ class Loss(NamedTuple):
             (self.params, self.args, dict(self.kwargs)),
             is_leaf=lambda value: framework_of(value) is not None,
         )
-        return self._replace(call=governed, params=params, args=args, kwargs=kwargs)
+        return dataclasses.replace(self, call=governed, params=params, args=args, kwargs=kwargs)
 
-    def gradient(self, scale: float = 1.0) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-        """The scaled gradient as a function of the parameters and all arrays, and these."""
-        function, trained = self.function(), self.trained()
+    @functools.cached_property
+    def gradient(self) -> Any:
+        """The gradient by the parameters, as a closed jaxpr of the function's arrays and the loss scale."""
+        run = jaxpr_as_fun(self.jaxpr)
 
-        def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            return function.result(replaced(arrays, trained, params)).astype(jnp.float32) * scale
+        def gradient(arrays: Sequence[Any], scale: Any) -> Any:
+            def loss_of(params: Sequence[Any]) -> Any:
+                return run(*replaced(arrays, self.trained, params))[0].astype(jnp.float32) * scale
 
-        return jax.grad(loss_of), [function.arrays[i] for i in trained], function.arrays
+            return jax.grad(loss_of)([arrays[i] for i in self.trained])
 
+        with without_overflow_warnings():
+            return jax.make_jaxpr(gradient)(self.function.arrays, jnp.float32(1))
+
+    @functools.cached_property
     def products(self) -> Sequence[Product]:
-        """The products of the loss and its gradient, which is traced and not run."""
-        return audit(*self.gradient()).products
+        """The products of the loss and its gradient."""
+        visitor = AuditVisitor([""] * (len(self.function.arrays) + 1))
+        walk(self.gradient, visitor)
+        return visitor.audit(self.function.name).products
 
 
 def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
@@ -131,7 +160,7 @@ def module_of(modules: Mapping[tuple[str, ...], Any]) -> Callable[[tuple[str, ..
     """A function from the scopes of an operation to the path of its module; None for what no module does.
 
     Args:
-      modules: as `Loss.modules` gives them; without any the names of the scopes count.
+      modules: as `Loss.modules` has them; without any the names of the scopes count.
     """
 
     @functools.cache
@@ -197,7 +226,6 @@ class TracedLoss(NamedTuple):
         return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
-@without_overflow_warnings()
 def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> TracedLoss:
     """Traces a loss with everything in half.
 
@@ -211,24 +239,24 @@ def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> T
     """
     if dtype not in DTYPES:
         raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
-    modules = loss.modules()
     half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))
-    function, trained = half.function(), half.trained()
-    given = [function.arrays, *(half._replace(args=tuple(b)).function().arrays for b in batches)]
+    function, trained = half.function, half.trained
+    others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
+    given = [function.arrays, *others]
     _check_shapes(given, loss.use)
-    jaxpr, group_of = jax.make_jaxpr(function.result)(function.arrays), module_of(modules)
+    group_of = module_of(loss.modules)
     empty = TappedProgram(group_of, {}, dtype)
-    jax.eval_shape(lambda arrays: empty(jaxpr, arrays), function.arrays)
+    jax.eval_shape(lambda arrays: empty(half.jaxpr, arrays), function.arrays)
     if not empty.groups:
         raise ValueError(
             f"Nothing of {function.name} would be computed in {dtype}: it calls no module of Flax that "
             "computes in half under a policy, and has no matrix product for autocast. Give it the loss of "
             "the float32 model."
         )
-    gradient, *arguments = half.gradient()
-    decides = makes_decisions(jax.make_jaxpr(gradient)(*arguments))
-    groups = list(empty.groups)
-    return TracedLoss(function.name, dtype, modules, jaxpr, group_of, trained, given, groups, decides)
+    decides, groups = makes_decisions(half.gradient), list(empty.groups)
+    return TracedLoss(
+        function.name, dtype, loss.modules, half.jaxpr, group_of, trained, given, groups, decides
+    )
 
 
 def _check_shapes(given: Sequence[Sequence[Any]], use: str) -> None:
