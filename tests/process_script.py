@@ -96,13 +96,14 @@ def go_on(checkpoints, dies_after):
         newest = manager.latest_step()
         if newest is not None:
             run = manager.restore(newest, args=ocp.args.StandardRestore(run))
-        for n in range(0 if newest is None else newest + 1, STEPS):
+        began = 0 if newest is None else newest + 1
+        for n in range(began, STEPS):
             *run, _ = step(*run, batch_of(mesh, n))
             manager.save(n, args=ocp.args.StandardSave(run))
             manager.wait_until_finished()
             if n == dies_after and jax.process_index() == jax.process_count() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-    return known_by(mesh, run)
+    return {**known_by(mesh, run), "began": np.array(began)}
 
 
 def known_by(mesh, tree):

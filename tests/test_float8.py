@@ -345,6 +345,7 @@ def attention(ws, x):
     return jnp.tanh(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)) @ jnp.eye(64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["", "+scores", "+values", "+scores+values"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fwd:mxfp8"])
 def test_attention_is_in_float8_where_it_is_asked_for(recipe, asked):
@@ -365,6 +366,29 @@ def test_attention_is_in_float8_where_it_is_asked_for(recipe, asked):
         max(error(a[:, 32:], b[:, 32:]) for a, b in zip(jax.grad(half)(ws, x)[2:], exact[2:], strict=True))
         < 0.2
     )
+
+
+def test_keys_and_values_of_a_cache_are_no_experts():
+    def attend(w, x, k, v):
+        q = (jnp.tanh(x) @ w).reshape(2, 64, 2, 32)
+        return jnp.tanh(jax.nn.dot_product_attention(q, k, v).reshape(2, 64, 64)) @ jnp.eye(64)
+
+    args = jnp.ones((64, 64)), jnp.ones((2, 64, 64)), *[jnp.ones((2, 64, 2, 32))] * 2
+    for words, scores, values in (
+        ("", False, False),
+        ("+scores", True, False),
+        ("+scores+values", True, True),
+    ):
+        half = jmpp.autocast(attend, f"{HALF}, r=nvfp4-sr{words}")
+        found = [p.lhs.startswith("float4") for p in jmpp.audit(half, *args).products if p.batch > 1]
+        assert found == [scores, values]
+    eqns = ir.equations(jax.make_jaxpr(half)(*args).jaxpr)
+    assert [eqn.params["weight"] for eqn in eqns if "formats" in eqn.params] == [1, None, None]
+    shorter = args[0], args[1], *[jnp.ones((2, 60, 2, 32))] * 2
+    rows = jmpp.explain(attend, f"{HALF}, r=fp8_current+scores")(*shorter).of("dot_general")
+    assert "not in float8: n=60 is no multiple of 16; the result is float32" in rows[1].why
+    rows = jmpp.explain(attend, "mixed_float16, r=fp8_current+scores")(*args).of("dot_general")
+    assert "float16 has not the range of scores" in rows[1].why
 
 
 def test_attention_words_are_for_autocast_only():

@@ -153,6 +153,7 @@ def model_and_params():
     return x, Net().init(KEY, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_linen_layers_draw_from_their_stream(legacy):
     x, params = model_and_params()

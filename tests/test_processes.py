@@ -87,14 +87,17 @@ def test_one_process_overflows_and_all_skip(processes, tmp_path):
 def test_a_process_dies_and_the_run_goes_on_in_as_many_or_more(tmp_path):
     """The step after the checkpoint is the one that all skip."""
     whole, *_ = run(2, tmp_path, tmp_path / "whole")
+    assert whole.pop("began") == 0
     with pytest.raises(RuntimeError, match=r"process 1, -9\b"):
         run(2, tmp_path, tmp_path / "two", script.BAD_STEP - 1)
     shutil.copytree(tmp_path / "two", tmp_path / "four")
     again, *_ = run(2, tmp_path, tmp_path / "two")
+    assert again.pop("began") == script.BAD_STEP
     assert {name: value.tobytes() for name, value in again.items()} == {
         name: value.tobytes() for name, value in whole.items()
     }
     wider, *_ = run(4, tmp_path, tmp_path / "four")
+    assert wider.pop("began") == script.BAD_STEP
     assert wider.keys() == whole.keys()
     for name, value in wider.items():
         np.testing.assert_allclose(value, whole[name], rtol=2.0**-9, atol=2.0**-9, err_msg=name)

@@ -106,6 +106,14 @@ def test_rules_give_the_recipe_to_these_modules_and_no_others(base, chosen, rule
         assert (found.resolve(path).recipe is not None) == (name in chosen)
 
 
+@pytest.mark.parametrize("chosen", [{""}, {"", "a/x"}])
+def test_products_of_no_module_need_no_rule(chosen):
+    paths: dict[str, int] = dict.fromkeys(("", "a/x", "b/x", "b/y"), 1)
+    found = Float8(jmpp.PolicyMap(HALF), "fp8_current", paths, {}, frozenset(chosen)).rules()
+    assert "" not in [pattern for pattern, _ in found.overrides]
+    assert {path for path in paths if found.resolve(path).recipe} == chosen
+
+
 def test_siblings_that_stay_share_a_rule():
     paths: dict[str, int] = dict.fromkeys(("a/x", "a/y", "b/x", "b/y"), 1)
     choice = Float8(jmpp.PolicyMap(HALF), "fp8_current", paths, {}, frozenset({"a/x", "a/y"}))

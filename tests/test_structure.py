@@ -5,6 +5,7 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
 from jax.extend.core import primitives
 
 ROOT = Path(__file__).parent.parent
@@ -185,6 +186,7 @@ def test_every_raises_has_a_match():
     assert not without
 
 
+@pytest.mark.once
 def test_no_absolute_paths_or_registries():
     for pattern in ("*.py", "*.toml", "*.md", "*.json", "Makefile", "run"):
         for path in ROOT.rglob(pattern):

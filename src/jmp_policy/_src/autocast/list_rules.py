@@ -147,7 +147,9 @@ class Lower(Rule):
         wanted = _wanted_full(eqn, case.outs) and not region.lower
         rule, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         if wanted and rule is None:
+            # Of attention's scores, where they are asked for, it is said why they stay.
             stays = f", in {half} and not in float8" if region.recipe else ""
+            stays = why if SCORES in of_attention(region.recipe) else stays
             why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
             return EqnPlan(eqn, self, reads_in(eqn, half), results_in(eqn, FLOAT32), why, how=How.LOWERED)
         why = f"lower: {reason}{why}"
@@ -303,8 +305,23 @@ def choose(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool)
     why_not = _why_not(eqn, ins, region, is_wanted_full)
     if why_not:
         return None, f"; in {region.half} and not in float8: {why_not}"
-    weight = next((place for place, value in enumerate(ins[:2]) if value.source == "leaf"), None)
+    weight = int(_has_groups(eqn) or ins[0].source != "leaf")
+    weight = None if _is_of_attention(eqn, ins) else weight
     return FLOAT8[weight], f"; in float8 by the recipe {region.recipe}"
+
+
+def _has_groups(eqn: Any) -> bool:
+    return "dimension_numbers" not in eqn.params
+
+
+def _is_of_attention(eqn: Any, ins: Sequence[Value]) -> bool:
+    """Returns whether a product has batches, and is not one of experts: of one batch, and of an argument.
+
+    Keys and values that are arguments, as those of a cache are, have batches of examples and of heads.
+    """
+    batches = () if _has_groups(eqn) else eqn.params["dimension_numbers"][1][0]
+    is_argument = [value.source == "leaf" for value in ins[:2]]
+    return bool(batches) and not (len(batches) == 1 and any(is_argument))
 
 
 def _why_not(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool) -> str:
@@ -313,13 +330,14 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: boo
     if region.lower:
         return "the region asks for half"
     recipe, is_weight = region.recipe or "", [value.source == "leaf" for value in ins[:2]]
-    is_attention = any(eqn.params.get("dimension_numbers", ((), ()))[1]) and not any(is_weight)
-    if is_attention and (SCORES if is_wanted_full else VALUES) in of_attention(recipe):
+    if _is_of_attention(eqn, ins):
+        if (SCORES if is_wanted_full else VALUES) not in of_attention(recipe):
+            return "it is one of batches, as in attention"
+        if is_wanted_full and region.half != jnp.bfloat16:
+            return f"{region.half} has not the range of scores"
         return stays_because(eqn, recipe, is_asked_for=True) or loses(size_of(eqn), recipe)
-    if is_attention:
-        return "it is one of batches, as in attention"
     if is_wanted_full:
-        return "only float32 operations use the result"
+        return "it is like a head's"
     if all(is_weight):
         return "both operands are arguments, as in a first layer"
     role = role_by_name("/".join((*region.path, *compat.scopes(eqn))), size_of(eqn).n)

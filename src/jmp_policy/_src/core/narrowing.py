@@ -62,8 +62,7 @@ def narrowed(x: Any, dtype: Any) -> Any:
 
 def _beyond(dtype: Any) -> np.float32:
     """Returns what a number beyond the largest one becomes: infinite, or NaN."""
-    with jax.ensure_compile_time_eval():
-        return np.float32(np.asarray(jnp.asarray(np.float32(np.inf)).astype(dtype)).astype(np.float32))
+    return np.float32(np.asarray(np.inf, np.float32).astype(dtype))
 
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)

@@ -14,7 +14,7 @@ A value of e2m1 times a scale of e4m3 is a number of bfloat16. So wherever the h
 one in bfloat16 is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,9 @@ _LARGEST, _LARGEST_SCALE = np.float32(6), np.float32(448)
 _SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1], np.float32)
 
 
-def rounder(recipe: str, weight: int | None, gradient: int | None, key: Any) -> Callable[[int, Any], Scaled]:
+def rounder(
+    recipe: str, weight: int | None, gradient: int | None, key: Any, has_own: Sequence[bool]
+) -> Callable[[int, Any], Scaled]:
     """Returns what rounds an operand of a product, given which one it is and its (batch, rows, terms).
 
     Args:
@@ -44,6 +46,7 @@ def rounder(recipe: str, weight: int | None, gradient: int | None, key: Any) -> 
       weight: the operand that is a weight, if one is.
       gradient: the operand that is a gradient, if one is. Without a weight the product is that of a weight.
       key: uint32 array of shape (2,), from which the bits for rounding gradients are drawn.
+      has_own: whether each of an operand's batch has a scale of its own, as experts have.
     """
     parts, transforms = parts_of_nvfp4(recipe) or (), is_transformed(recipe, weight, gradient)
 
@@ -55,7 +58,7 @@ def rounder(recipe: str, weight: int | None, gradient: int | None, key: Any) -> 
             # The gradient is rounded twice, in rows and in columns.
             at = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), weight is None)
             bits = jax.random.bits(at, x.shape, jnp.uint16)
-        return _rounded(x, rows, bits)
+        return _rounded(x, rows, bits, has_own[place])
 
     return rounded
 
@@ -82,12 +85,11 @@ def _hadamard(size: int) -> np.ndarray:
     return matrix
 
 
-def _rounded(x: Any, rows: int, bits: Any) -> Scaled:
+def _rounded(x: Any, rows: int, bits: Any, has_own: bool) -> Scaled:
     """Rounds (batch, rows, terms), with a scale for 16 terms of so many rows: 0 where a value is not finite.
 
     The scale of the whole is infinite then, which makes the result of the product NaN.
     """
-    has_own = x.shape[0] > 1
     whole = scale_of(x, FLOAT4, (1, 2) if has_own else None, is_whole=has_own)
     x = lax.stop_gradient(x).astype(jnp.float32) / whole
     largest = shared(jnp.max(jnp.abs(in_parts(x, TERMS)), 3), 1, rows)

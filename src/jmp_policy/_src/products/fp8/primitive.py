@@ -93,7 +93,8 @@ def bind_float8(
       like: JAX's primitive, `dot_general` or `ragged_dot_general`.
     """
     operands, sizes = operands[:2], operands[2:]
-    recipe = ragged.without_transform(recipe) if sizes else recipe
+    if sizes:
+        recipe, operands = ragged.without_transform(recipe), ragged.masked(operands, sizes[0], params)
     this = passes_of(recipe).fwd
     none = np.float32(1)
     formats = formats or [_value_format(this)] * 2
@@ -226,7 +227,8 @@ def rounder(params: dict[str, Any], key: Any) -> Callable[[int, Any], Scaled]:
         return lambda place, x: rounded_by_blocks(
             x, params["formats"][place], BLOCKS[recipe][place == weight]
         )
-    return nvfp4.rounder(recipe, weight, params["gradient"], key)
+    has_own = [bool(own) for own in ragged.axes_of(params)[1]]
+    return nvfp4.rounder(recipe, weight, params["gradient"], key, has_own)
 
 
 def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:

@@ -46,7 +46,8 @@ def groups_rows(eqn: Any) -> bool:
         return True
     (summed, _), _ = numbers.dot_dimension_numbers
     has_groups = bool(numbers.rhs_group_dimensions) and not set(numbers.lhs_ragged_dimensions) & set(summed)
-    return has_groups and eqn.params["group_offset"] is None
+    # JAX has no gradient of one whose result has a layout of its own.
+    return has_groups and eqn.params["group_offset"] is None and eqn.params["out_sharding"] is None
 
 
 def matrices(eqn: Any) -> int:
@@ -85,6 +86,31 @@ def scales_like_result(
     return [like_result(scales[0], 0, of_rows.ndim, dots), of_rows]
 
 
+def masked(operands: Sequence[Any], sizes: Any, params: dict[str, Any]) -> list[Any]:
+    """Operands with 0 in rows of no group, which may hold anything, so that no scale comes from them.
+
+    Args:
+      operands: two arrays.
+      sizes: of the groups.
+      params: of the product.
+    """
+    numbers = params[_NUMBERS]
+    (row,), ((left, right), batch) = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
+    rows, found = [row, right[left.index(row)] if row in left else None], []
+    for x, axis, summed, own in zip(operands, rows, (left, right), batch, strict=True):
+        if axis is not None:
+            # Sizes may be those of each of the axes before the rows.
+            before = [i for i in (summed if axis in summed else _free(x, summed, own)) if i < axis]
+            ends = lax.broadcast_in_dim(jnp.sum(sizes, -1), x.shape, [*own, *before][: sizes.ndim - 1])
+            x = jnp.where(lax.broadcasted_iota(ends.dtype, x.shape, axis) < ends, x, 0)
+        found.append(x)
+    return found
+
+
+def _free(x: Any, summed: Sequence[int], own: Sequence[int]) -> list[int]:
+    return [axis for axis in range(x.ndim) if axis not in (*summed, *own)]
+
+
 def rounded_in_place(
     operands: Sequence[Any], sizes: Any, rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
 ) -> list[Any]:
@@ -96,18 +122,25 @@ def rounded_in_place(
       rounded: rounds an operand, given which one it is and its values as (batch, rows, terms).
       params: of the product.
     """
-    found, sums_rows = [], not params[_NUMBERS].rhs_group_dimensions
+    found = []
     for place, (x, summed, own) in enumerate(zip(operands, *axes_of(params), strict=True)):
-        matrix = as_matrices(x, summed, own)
-        of_rows = _scales_of_rows(matrix, sizes) if sums_rows else None
-        scaled = rounded(place, matrix if of_rows is None else matrix.astype(jnp.float32) / of_rows)
-        values = scaled.in_bfloat16
-        for scale in (scaled.whole, of_rows):
-            values = values if scale is None else values * scale.astype(jnp.bfloat16)
-        order = [*own, *(i for i in range(x.ndim) if i not in (*own, *summed)), *summed]
-        there = values.reshape([x.shape[axis] for axis in order])
+        scaled = scaled_rows(place, as_matrices(x, summed, own), sizes, rounded, params)
+        order = [*own, *_free(x, summed, own), *summed]
+        whole = 1 if scaled.whole is None else scaled.whole.astype(jnp.bfloat16)
+        there = (scaled.in_bfloat16 * whole).reshape([x.shape[axis] for axis in order])
         found.append(lax.transpose(there, np.argsort(order)))
     return found
+
+
+def scaled_rows(
+    place: int, x: Any, sizes: Any, rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
+) -> Scaled:
+    """Rounds (batch, rows, terms); where terms are rows of groups, `whole` has a scale for each of them."""
+    if params[_NUMBERS].rhs_group_dimensions:
+        return rounded(place, x)
+    of_rows = _scales_of_rows(x, sizes)
+    scaled = rounded(place, x.astype(jnp.float32) / of_rows)
+    return scaled._replace(whole=of_rows if scaled.whole is None else of_rows * scaled.whole)
 
 
 def _scales_of_rows(x: Any, sizes: Any) -> Any:

@@ -212,7 +212,8 @@ class Scaled(NamedTuple):
       values: its numbers, divided by their scales and rounded.
       scales: of `values`, but one for a number of terms in a row.
       terms: that number.
-      whole: scale of the whole operand, or of each of a batch, powers of two; None for one without.
+      whole: scale of the whole operand, of each of a batch, or of each of the terms where these are rows of
+        experts; powers of two, None for one without.
     """
 
     values: Any
@@ -227,7 +228,7 @@ class Scaled(NamedTuple):
 
     @property
     def in_bfloat16(self) -> Any:
-        """The values times their scales, which bfloat16 holds exactly."""
+        """The values times their scales, without that of the whole: bfloat16 holds them exactly."""
         return self.values.astype(jnp.bfloat16) * self.scale_of_each.astype(jnp.bfloat16)
 
 

@@ -199,7 +199,8 @@ class Float8(NamedTuple):
         known = [str(pattern) for pattern, _ in self.base.overrides]
         staying = _tops(set(self.flops) - self.chosen, self.flops, known)
         named = _tops(self.chosen, self.flops, known)
-        if "" in staying or len(named) < len(staying):
+        # No rule names the whole model.
+        if "" in staying or ("" not in named and len(named) < len(staying)):
             rules = [(path, self._with_recipe(self.base.resolve(path))) for path in named]
             return dataclasses.replace(self.base, overrides=[*rules, *self.base.overrides])
         overrides = [(pattern, self._with_recipe(policy)) for pattern, policy in self.base.overrides]
