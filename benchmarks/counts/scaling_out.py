@@ -85,7 +85,6 @@ POLICIES = ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16, g=f32", "mixed_b
 
 def variants(module: Any) -> dict[str, tuple[Any, Any, Any]]:
     """The model, the optimizer, and how gradients are found."""
-
     found = {policy: (jmpp.wrap(module, policy), scaled_adamw(), accumulated) for policy in POLICIES}
     return {
         "by hand, bfloat16": (steps.ByHand(module, jnp.bfloat16), steps.ADAMW, accumulated_by_hand),

@@ -19,7 +19,7 @@ from jmp_policy._src.policy.recipes import (
     role_by_name,
     target_of,
 )
-from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, groups_rows
+from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, ragged_stays_because
 from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS, has_blocks
 
 #: Tensor Cores take float8 products whose sizes are multiples of the first, and with blocks of the second.
@@ -53,8 +53,8 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
       is_asked_for: whether somebody asked for this very product, so that only the hardware's limits count.
     """
     size, dtype = size_of(eqn), ir.dtype_of(eqn.invars[0])
-    if not groups_rows(eqn):
-        return "its groups are not those of rows"
+    if why := ragged_stays_because(eqn):
+        return why
     if eqn.params["preferred_element_type"] not in (None, dtype):
         return f"its result is asked for in {eqn.params['preferred_element_type']}"
     if ir.asks_for_precision(eqn):

@@ -90,7 +90,7 @@ def _rounded(x: Any, rows: int, bits: Any, has_own: bool) -> Scaled:
 
     The scale of the whole is infinite then, which makes the result of the product NaN.
     """
-    whole = scale_of(x, FLOAT4, (1, 2) if has_own else None, is_whole=has_own)
+    whole = scale_of(x, FLOAT4, (1, 2) if has_own else None, per_device=has_own)
     x = lax.stop_gradient(x).astype(jnp.float32) / whole
     largest = shared(jnp.max(jnp.abs(in_parts(x, TERMS)), 3), 1, rows)
     # At random no number may be beyond the range of its scale, which is rounded itself.

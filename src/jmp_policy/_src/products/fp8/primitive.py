@@ -108,7 +108,7 @@ def bind_float8(
         contracted = [[i for i in range(x.ndim) if i not in own] if own else None for x, own in each]
     *own_scales, of_cotangent = scales
     scales = [
-        scale_of(x, format, axes, is_whole=bool(own)) if scale is None else scale
+        scale_of(x, format, axes, per_device=bool(own)) if scale is None else scale
         for x, format, axes, own, scale in zip(
             unmarked or operands, formats, contracted, batch, own_scales, strict=True
         )

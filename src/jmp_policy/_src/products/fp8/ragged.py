@@ -18,7 +18,7 @@ from jax import lax
 
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.policy.recipes import NVFP4
-from jmp_policy._src.products.fp8.scales import VALUE, Scaled, as_matrices, like_result, power_for
+from jmp_policy._src.products.fp8.scales import VALUE, Scaled, as_matrices, free_axes, like_result, power_for
 
 #: JAX's products of matrices, without and with groups.
 MATRIX_PRODUCTS = ("dot_general", "ragged_dot_general")
@@ -39,15 +39,17 @@ def axes_of(params: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return contracted, (left, (*right, *numbers.rhs_group_dimensions))
 
 
-def groups_rows(eqn: Any) -> bool:
-    """Whether groups of a product, if it has any, are of rows, each with a matrix of its own."""
+def ragged_stays_because(eqn: Any) -> str:
+    """Why a ragged product is not computed in few bits; "" for one that is, or that has no groups."""
     numbers = eqn.params.get(_NUMBERS)
     if numbers is None:
-        return True
+        return ""
     (summed, _), _ = numbers.dot_dimension_numbers
-    has_groups = bool(numbers.rhs_group_dimensions) and not set(numbers.lhs_ragged_dimensions) & set(summed)
-    # JAX has no gradient of one whose result has a layout of its own.
-    return has_groups and eqn.params["group_offset"] is None and eqn.params["out_sharding"] is None
+    if not numbers.rhs_group_dimensions or set(numbers.lhs_ragged_dimensions) & set(summed):
+        return "its groups are not those of rows"
+    # JAX has no gradient of either.
+    given = [name for name in ("group_offset", "out_sharding") if eqn.params[name] is not None]
+    return f"its {given[0]} is given" if given else ""
 
 
 def matrices(eqn: Any) -> int:
@@ -100,15 +102,11 @@ def masked(operands: Sequence[Any], sizes: Any, params: dict[str, Any]) -> list[
     for x, axis, summed, own in zip(operands, rows, (left, right), batch, strict=True):
         if axis is not None:
             # Sizes may be those of each of the axes before the rows.
-            before = [i for i in (summed if axis in summed else _free(x, summed, own)) if i < axis]
+            before = [i for i in (summed if axis in summed else free_axes(x, summed, own)) if i < axis]
             ends = lax.broadcast_in_dim(jnp.sum(sizes, -1), x.shape, [*own, *before][: sizes.ndim - 1])
             x = jnp.where(lax.broadcasted_iota(ends.dtype, x.shape, axis) < ends, x, 0)
         found.append(x)
     return found
-
-
-def _free(x: Any, summed: Sequence[int], own: Sequence[int]) -> list[int]:
-    return [axis for axis in range(x.ndim) if axis not in (*summed, *own)]
 
 
 def rounded_in_place(
@@ -125,7 +123,7 @@ def rounded_in_place(
     found = []
     for place, (x, summed, own) in enumerate(zip(operands, *axes_of(params), strict=True)):
         scaled = scaled_rows(place, as_matrices(x, summed, own), sizes, rounded, params)
-        order = [*own, *_free(x, summed, own), *summed]
+        order = [*own, *free_axes(x, summed, own), *summed]
         whole = 1 if scaled.whole is None else scaled.whole.astype(jnp.bfloat16)
         there = (scaled.in_bfloat16 * whole).reshape([x.shape[axis] for axis in order])
         found.append(lax.transpose(there, np.argsort(order)))

@@ -42,7 +42,9 @@ FLOAT4 = "float4_e2m1fn"
 _MAX = {VALUE: 448.0, GRADIENT: 57344.0, FLOAT4: 6 * 448.0}
 
 
-def scale_of(x: Any, format: str, axes: Sequence[int] | None = None, *, is_whole: bool = False) -> jax.Array:
+def scale_of(
+    x: Any, format: str, axes: Sequence[int] | None = None, *, per_device: bool = False
+) -> jax.Array:
     """Computes the scale of an array from its largest absolute value; it has no gradient.
 
     Args:
@@ -50,14 +52,14 @@ def scale_of(x: Any, format: str, axes: Sequence[int] | None = None, *, is_whole
         whole array.
       format: name of the float8 dtype.
       axes: axes that share a scale; None for all.
-      is_whole: whether, inside `shard_map`, a device's part has scales of its own, as its experts have.
+      per_device: whether, inside `shard_map`, a device's part has scales of its own, as its experts have.
 
     Returns:
       float32 powers of two, of the shape of `x` with 1 for `axes`, or a scalar. Infinity where a value is not
       finite, which makes all of the product NaN; where all are 0 it is the smallest, and the product is 0.
     """
     x = lax.stop_gradient(x)
-    over = () if is_whole else _split_over(x)
+    over = () if per_device else _split_over(x)
     scale = float8_scale(x, format, None if axes is None else tuple(axes), over)
     return checkpoint_name(scale, QUANTISED)
 
@@ -318,19 +320,20 @@ def repeated(scales: Any, terms: int, size: int) -> Any:
 
 def as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
     """Returns an operand as (batch, rows, terms)."""
-    groups = (batch, _free(x, contracted, batch), contracted)
+    groups = (batch, free_axes(x, contracted, batch), contracted)
     sizes = [math.prod(x.shape[axis] for axis in axes) for axes in groups]
     return lax.transpose(x, [axis for axes in groups for axis in axes]).reshape(sizes)
 
 
-def _free(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+def free_axes(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The axes of an operand that the result has too, batches aside."""
     return [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
 
 
 def _result_shape(operands: Sequence[Any], contracted: Any, batch: Any) -> list[int]:
     shape = [operands[0].shape[axis] for axis in batch[0]]
     for x, *axes in zip(operands, contracted, batch, strict=True):
-        shape += [x.shape[axis] for axis in _free(x, *axes)]
+        shape += [x.shape[axis] for axis in free_axes(x, *axes)]
     return shape
 
 
@@ -339,7 +342,7 @@ def like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> An
     if scale.ndim == 0:
         return scale
     contracted, batch = (axes[place] for axes in dimension_numbers)
-    free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
+    free = free_axes(scale, contracted, batch)
     ordered = lax.transpose(scale, (*batch, *free, *contracted))
     ordered = lax.squeeze(ordered, range(len(batch) + len(free), scale.ndim))
     others = rank - ordered.ndim
