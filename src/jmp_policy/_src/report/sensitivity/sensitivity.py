@@ -136,7 +136,8 @@ def sensitivity(
         Left out, a row for each module, with everything below it.
       dtype: "float16" or "bfloat16".
       batches: further values of `args`, of the same shapes; errors are the mean over all batches.
-      probes: number of random vectors per batch. With 4 the errors are right to 10 to 20 %.
+      probes: number of random vectors per batch, where rows are not measured. With 4 the errors are right to
+        10 to 20 %.
       measure: whether each row is measured, by a gradient of its own, in place of first order. Left out: in
         programs that decide by half values (relu, maximum, sign).
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -174,13 +175,13 @@ def _sensitivity(
     measure: bool | None,
 ) -> Sensitivity:
     traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
-    found = effects(traced, probes)
+    is_measured = traced.decides if measure is None else measure
+    found = effects(traced, 0 if is_measured else probes)
     # The name of each row, and the paths that it is about.
     if candidates is None:
         tops = [(path, [path]) for path in _paths(found)]
     else:
         tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
-    is_measured = traced.decides if measure is None else measure
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
     rows = [_row(found, name, paths, applied) for name, paths in progress.steps("modules", tops)]
     if candidates is None:
