@@ -6,11 +6,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-import jax
-
 from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules
-from jmp_policy._src.autocast.planner import Plan, Planner, Rule, as_function, run, traced
-from jmp_policy._src.autocast.values import argument, leaves_marked
+from jmp_policy._src.autocast.planner import Plan, Planner, Rule, results, traced
+from jmp_policy._src.autocast.values import LEAVES_MARKED
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.suggest import did_you_mean
@@ -61,14 +59,12 @@ class Settings:
         self.rules = as_rules(rules) if rules else []
         self.map_rules = rules_of(self.policy_map) if self.policy_map.overrides else []
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
-        given = [*(ops or {}), *lower, *full, *follow]
-        calls = [name for name in given if name in _CALLS and name != "custom_vjp_call"]
-        if calls:
+        self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
+        for name in (self._names & _CALLS.keys()) - {"custom_vjp_call"}:
             raise ValueError(
-                f"A {calls[0]} holds other operations, and what they are decides. Put those on a list, or "
+                f"A {name} holds other operations, and what they are decides. Put those on a list, or "
                 "mark the code with `region`."
             )
-        self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
         self._warned: set[str] = set()
 
     def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Plan, Flat]:
@@ -79,7 +75,10 @@ class Settings:
           TypeError: for NNX modules among the arguments.
         """
         check_no_nnx_module("autocast", args, kwargs)
-        with self._marked() as seen, _refusals_explained():
+        with contextlib.ExitStack() as stack, _refusals_explained():
+            # Flax modules that are called say which policy of the `PolicyMap` governs them.
+            frameworks = imported_frameworks() if self.policy_map.overrides else ()
+            seen = [stack.enter_context(framework.marking(self.policy_map)) for framework in frameworks]
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
         planner = Planner(
@@ -88,8 +87,7 @@ class Settings:
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)
-        self._check(planner, seen, getattr(fn, "__name__", repr(fn)))
-
+        self._check(planner, next(filter(None, seen), None), getattr(fn, "__name__", repr(fn)))
         return plan, flat
 
     def _planner_rules(self) -> dict[str, Rule]:
@@ -98,14 +96,6 @@ class Settings:
         # A name that the caller has put on a list is treated as the list says, moves and casts too.
         own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
         return {**by_list, **own}
-
-    @contextlib.contextmanager
-    def _marked(self) -> Iterator[Any]:
-        """Lets Flax modules that are called say which policy of the `PolicyMap` governs them."""
-        with contextlib.ExitStack() as stack:
-            frameworks = imported_frameworks() if self.policy_map.overrides else ()
-            seen = [stack.enter_context(framework.marking(self.policy_map)) for framework in frameworks]
-            yield next(filter(None, seen), None)
 
     def _check(self, planner: Planner, seen: Any, name: str) -> None:
         regions = planner.regions
@@ -119,9 +109,11 @@ class Settings:
         if unused:
             paths = regions.paths | (set() if seen is None else seen.paths)
             raise unused_error(unused, f"the function {name}, as autocast sees it", paths)
-        names = _unknown_names(self._names, planner.met)
         texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
-        texts += [f"no operation met so far has the name {text}" for text in names]
+        known = {*LISTED, *planner.met}
+        for unknown in self._names - known:
+            hint = did_you_mean(unknown, known)
+            texts.append(f"no operation met so far has the name {unknown!r}.{hint}")
         for text in texts:
             if text not in self._warned:
                 self._warned.add(text)
@@ -231,21 +223,15 @@ def autocast(
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
         plan, flat = settings.trace(fn, args, kwargs)
-        with leaves_marked(any_wants_fp32_weight_grads(settings.policy_map)) as is_marked:
+        is_marked = any_wants_fp32_weight_grads(settings.policy_map)
+        with LEAVES_MARKED(is_marked):
             run_whole = transform.with_float32_gradients(whole) if is_marked else whole
             return flat.rebuild(run_whole(plan, flat.arrays))
 
     def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = compat.open_jaxpr(plan.jaxpr).outvars
         dtypes = [ir.FLOAT32 if ir.is_float32(atom) else None for atom in atoms]
-        if ir.is_explicit(compat.open_jaxpr(plan.jaxpr).invars):
-            # Op by op, constants would not get the shardings that the trace gave them.
-            made = jax.jit(as_function(plan, dtypes))(*arrays)
-        else:
-            with binding.program(is_body=False):
-                outs = run(plan, list(map(argument, arrays, plan.ins)))
-                made = [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
-        return [ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)]
+        return binding.run_program(plan.jaxpr, arrays, lambda *arrays: results(plan, arrays, dtypes))
 
     return in_half  # type: ignore[return-value]
 
@@ -283,13 +269,6 @@ def _changed_table(
                 f"The primitive {name!r} is on two lists, {changes[name]!r} and {op_list!r}; leave one."
             )
     return {**LISTED, **{name: (op_list, _ASKED) for name, op_list in changes.items()}}
-
-
-def _unknown_names(names: Iterable[str], seen: Iterable[str]) -> list[str]:
-    """Returns names on the caller's lists that are in no table and were not met, each with a suggestion."""
-    seen = set(seen)
-    known = {*LISTED, *seen}
-    return [f"{name!r}.{did_you_mean(name, known)}" for name in names if name not in known]
 
 
 def check_function(fn: Any, name: str) -> None:

@@ -1,9 +1,8 @@
 """The rules of operations with a jaxpr inside: calls, custom derivatives, loops and branches."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jmp_policy._src.autocast.list_rules import AS_TRACED, as_traced
 from jmp_policy._src.autocast.planner import (
@@ -15,139 +14,117 @@ from jmp_policy._src.autocast.planner import (
     Rule,
     Value,
     as_function,
-    float32_reads,
     planned_dtypes,
     rebound,
+    results,
     run,
+    traced_as,
 )
-from jmp_policy._src.autocast.values import CastCache, computed
+from jmp_policy._src.autocast.values import CastCache
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
 
+#: Does an operation on arrays, when something inside changes.
+_Do: TypeAlias = Callable[[Planner, EqnPlan, Sequence[Any]], Sequence[Any]]
 
-class _Call(Rule):
-    """Base of the rules of calls, loops and branches. `parameter` names the jaxpr of a call."""
 
-    parameter = "jaxpr"
+def _with_inside(do: _Do | None, case: Case, ins: Any, outs: Any, *plans: Plan) -> EqnPlan:
+    """Returns the step of an operation, for what its operands are read in and its results will be."""
+    eqn = case.eqn
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return planner.demands(eqn.params[self.parameter], outs, region).ins
+    def run_with_inside(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        if step.is_unchanged:
+            return rebound(step, caches)
+        if do is None or calls.is_inlined(eqn):
+            return run(plans[0], caches)
+        return list(map(CastCache, do(case.planner, step, step.operands(caches))))
+
+    reads = planned_dtypes(ins, eqn.invars)
+    return EqnPlan(eqn, reads, tuple(outs), "what is inside decides", run_with_inside, plans)
+
+
+class Call(Rule):
+    """A call of a jaxpr, which `do` does around another function; None for one that is inlined."""
+
+    def __init__(self, do: _Do | None):
+        self._do = do
+
+    def demand(self, case: Case) -> Sequence[Demand]:
+        return case.planner.demands(_jaxpr(case.eqn), case.outs, case.region).ins
 
     def plan(self, case: Case) -> EqnPlan:
-        eqn = case.eqn
-        if not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
-            return as_traced(self, eqn, "as traced: it takes references")
-        inner = case.planner.plan(eqn.params[self.parameter], case.ins, case.outs, case.region)
-        reads = planned_dtypes(inner.ins, eqn.invars)
-        return EqnPlan(eqn, self, reads, inner.outs, "what is inside decides", (inner,), planner=case.planner)
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if not step.inner or step.is_unchanged:
-            return rebound(step, float32_reads(step.eqn), caches)
-        if calls.is_inlined(step.eqn):
-            return run(step.inner[0], caches)
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-        function = as_function(step.inner[0], _dtypes(step))
-        return list(map(computed, self.call(step, function, arrays)))
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Does it, when something inside changes; `function` is what the first plan inside does."""
-        raise NotImplementedError
+        if ir.has_references(case.eqn):
+            return as_traced(case.eqn, "as traced: it takes references")
+        inner = case.planner.plan(_jaxpr(case.eqn), case.ins, case.outs, case.region)
+        return _with_inside(self._do, case, inner.ins, inner.outs, inner)
 
 
-def _dtypes(step: EqnPlan) -> tuple[Any, ...]:
-    return planned_dtypes(step.outs, step.eqn.outvars)
+def _jaxpr(eqn: Any) -> Any:
+    called = calls.called(eqn)
+    assert called is not None
+    return called.jaxpr
 
 
-class Jit(_Call):
-    """jax.jit: inlined if small, else the same call of another jaxpr, traced once per way it is used."""
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        # The same object for the same types, so that it is compiled once.
-        key, traced = (_dtypes(step), *map(jax.typeof, arrays)), step.inner[0].traced
-        if key not in traced:
-            traced[key] = jax.make_jaxpr(function)(*arrays)
-        return binding.bind(step.eqn, *arrays, jaxpr=traced[key])
+def _function(step: EqnPlan) -> control_flow.Function:
+    """What the plan inside does, with results as those of the operation."""
+    return as_function(step.inner[0], step.dtypes)
 
 
-class Inlined(_Call):
-    """A call that is only a call."""
-
-    parameter = "call_jaxpr"
-
-
-class Checkpoint(_Call):
-    """jax.checkpoint: casts of weights are inside, so that no half copy is saved."""
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        return control_flow.checkpoint(step.eqn, function, arrays, binding.bind)
+def _retraced(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+    """The same operation with other jaxprs inside; small calls are inlined."""
+    jaxprs = [traced_as(plan, step.dtypes) for plan in step.inner]
+    return control_flow.with_jaxprs(step.eqn, jaxprs, arrays, binding.bind)
 
 
-class CustomJVP(_Call):
-    """jax.custom_jvp: another one, whose rule is the user's, planned like everything else."""
-
-    parameter = "call_jaxpr"
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        return control_flow.custom_jvp(step.eqn, function, arrays, _planned_when_run(step), _dtypes(step))
+def _checkpoint(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Casts of weights are inside, so that no half copy is saved."""
+    return control_flow.checkpoint(step.eqn, _function(step), arrays, binding.bind)
 
 
-def _planned_when_run(step: EqnPlan) -> control_flow.Run:
-    """Returns what plans and runs a rule of a derivative, which was written for float32."""
+def _shard_map(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Weights are cast inside, so that their gradients are summed over devices in float32."""
+    return control_flow.shard_map(step.eqn, _function(step), arrays)
+
+
+def _with_derivative(rebuilt: Any, planner: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Another function with the user's rules of its derivative, which are planned when they run."""
 
     def run_planned(jaxpr: Any, arrays: Sequence[Any], dtypes: Sequence[Any] | None) -> list[Any]:
         wanted = dtypes or [None] * len(compat.open_jaxpr(jaxpr).outvars)
         demands = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
-        assert step.planner is not None
-        plan = step.planner.plan(jaxpr, [Value(array.dtype) for array in arrays], demands, step.region)
-        outs = run(plan, list(map(computed, arrays)))
-        return [cache.read(dtype) for cache, dtype in zip(outs, wanted, strict=True)]
+        plan = planner.plan(jaxpr, [Value(array.dtype) for array in arrays], demands, step.region)
+        return results(plan, arrays, wanted)
 
-    return run_planned
+    return rebuilt(step.eqn, _function(step), arrays, run_planned, step.dtypes)
 
 
-class CustomVJP(_Call):
+class CustomVJP(Call):
     """jax.custom_vjp: as traced, since its backward pass knows the dtypes of its forward pass.
 
     On the list of what is lowered, it is another custom_vjp, with both passes planned like everything else.
     """
 
-    parameter = "call_jaxpr"
-
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if self._is_opened(planner, eqn, region):
-            return super().demand(planner, eqn, outs, region)
-        return [True] * len(eqn.invars)
+    def demand(self, case: Case) -> Sequence[Demand]:
+        return super().demand(case) if self._is_opened(case) else AS_TRACED.demand(case)
 
     def plan(self, case: Case) -> EqnPlan:
-        planner, eqn, _, _, region = case
-        if self._is_opened(planner, eqn, region):
+        if self._is_opened(case):
             return super().plan(case)
-        note, names = "", ir.primitives(eqn.params[self.parameter])
-        if region.half is not None and any(planner.table.get(n, ("",))[0] == "lower" for n in names):
+        note, table = "", case.planner.table
+        names = ir.primitives(_jaxpr(case.eqn)) if case.region.half is not None else ()
+        if any(table.get(name, ("",))[0] == "lower" for name in names):
             note = (
                 "a custom_vjp holds matrix products, which stay in float32: its backward pass was written "
                 "for the dtypes of its forward pass. autocast(..., lower={'custom_vjp_call'}) lowers both"
             )
-        return as_traced(self, eqn, "custom_vjp: as traced", note)
+        return as_traced(case.eqn, "custom_vjp: as traced", note)
 
     @staticmethod
-    def _is_opened(planner: Planner, eqn: Any, region: Region) -> bool:
-        asked = planner.table.get(eqn.primitive.name, ("",))[0] == "lower"
-        return asked and region.half is not None and not eqn.params["symbolic_zeros"]
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        return control_flow.custom_vjp(step.eqn, function, arrays, _planned_when_run(step), _dtypes(step))
-
-
-class ShardMap(_Call):
-    """jax.shard_map: weights are cast inside, so that their gradients are summed over devices in float32."""
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        return control_flow.shard_map(step.eqn, function, arrays)
+    def _is_opened(case: Case) -> bool:
+        asked = case.planner.table.get(case.eqn.primitive.name, ("",))[0] == "lower"
+        return asked and case.region.half is not None and not case.eqn.params["symbolic_zeros"]
 
 
 def _both(one: Demand, other: Demand) -> Demand:
@@ -157,7 +134,7 @@ def _both(one: Demand, other: Demand) -> Demand:
     return one and other
 
 
-class Loop(_Call):
+class Loop(Rule):
     """lax.scan, lax.while_loop: carries have the least dtypes that the body gives back.
 
     Both passes go over the body until its carries end in what they began as. Carries that start as zeros or
@@ -165,9 +142,10 @@ class Loop(_Call):
     gradients would be summed over the trips in half.
     """
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+    def demand(self, case: Case) -> Sequence[Demand]:
+        planner, eqn, _, _, region = case
         loop = control_flow.loop(eqn, eqn.invars)
-        ins = planner.demands(loop.body, self._wanted(planner, loop, outs, region), region).ins
+        ins = planner.demands(loop.body, self._wanted(case, loop), region).ins
         if loop.test is None:
             return ins
         test = planner.demands(loop.test, [True], region).ins
@@ -176,24 +154,22 @@ class Loop(_Call):
         return [*test[:tested], *ins[:fixed], *carry]
 
     @staticmethod
-    def _wanted(
-        planner: Planner, loop: control_flow.Loop, outs: Sequence[Demand], region: Region
-    ) -> list[Demand]:
+    def _wanted(case: Case, loop: control_flow.Loop) -> list[Demand]:
         """What is wanted of the body's results: of carries also what the next trip wants of them."""
         first, carries = len(loop.fixed), len(loop.start)
 
         def after(wanted: list[Demand]) -> list[Demand]:
-            inside = planner.demands(loop.body, wanted, region).ins[first : first + carries]
+            inside = case.planner.demands(loop.body, wanted, case.region).ins[first : first + carries]
             return [*map(_both, wanted[:carries], inside), *wanted[carries:]]
 
-        return ir.fixed_point(list(outs), after)
+        return ir.fixed_point(list(case.outs), after)
 
     def plan(self, case: Case) -> EqnPlan:
-        planner, eqn, ins, outs, region = case
+        planner, eqn, ins, _, region = case
         loop = control_flow.loop(eqn, ins)
         if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
-            return as_traced(self, eqn, "as traced: it takes references")
-        wanted, atoms = self._wanted(planner, loop, outs, region), eqn.outvars[: len(loop.start)]
+            return as_traced(eqn, "as traced: it takes references")
+        wanted, atoms = self._wanted(case, loop), eqn.outvars[: len(loop.start)]
 
         def planned(carry: Sequence[Value]) -> Plan:
             return planner.plan(loop.body, [*loop.fixed, *carry, *loop.xs], wanted, region)
@@ -205,31 +181,29 @@ class Loop(_Call):
             ]
 
         carry = ir.fixed_point([Value(value.dtype) for value in loop.start], after)
-        plans = (planned(carry),)
-        if loop.test is not None:
-            plans += (planner.plan(loop.test, [*loop.tested, *carry], [True], region),)
-        reads = planned_dtypes([*loop.tested, *loop.fixed, *carry, *loop.xs], eqn.invars)
-        results = (*carry, *(v._replace(source="computed") for v in plans[0].outs[len(carry) :]))
-        return EqnPlan(eqn, self, reads, results, "what is inside decides", plans)
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        if len(step.inner) == 1:
-            return control_flow.scan_over_arrays(step.eqn, function, arrays)
-        test = as_function(step.inner[1], [None])
-        return control_flow.while_over_arrays(step.eqn, test, function, arrays, binding.bind)
+        body, operands = planned(carry), [*loop.tested, *loop.fixed, *carry, *loop.xs]
+        outs = (*carry, *(value._replace(source="computed") for value in body.outs[len(carry) :]))
+        if loop.test is None:
+            return _with_inside(_retraced, case, operands, outs, body)
+        test = planner.plan(loop.test, [*loop.tested, *carry], [True], region)
+        return _with_inside(_while, case, operands, outs, body, test)
 
 
-class Cond(_Call):
+def _while(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+    body, test = step.inner
+    jaxprs = [traced_as(body, step.dtypes), traced_as(test, (None,))]
+    return control_flow.with_jaxprs(step.eqn, jaxprs, arrays, binding.bind)
+
+
+class Cond(Rule):
     """lax.cond and lax.switch: a result has the widest dtype that a branch gives it."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
+    def demand(self, case: Case) -> Sequence[Demand]:
+        planner, eqn, _, outs, region = case
         if self._is_opaque(eqn):
-            return AS_TRACED.demand(planner, eqn, outs, region)
+            return AS_TRACED.demand(case)
         branches = [planner.demands(branch, outs, region).ins for branch in control_flow.branches(eqn)]
-        demands = list(branches[0])
-        for branch in branches[1:]:
-            demands = [_both(a, b) for a, b in zip(demands, branch, strict=True)]
-        return [True, *demands]
+        return [True, *(functools.reduce(_both, demands) for demands in zip(*branches, strict=True))]
 
     @staticmethod
     def _is_opaque(eqn: Any) -> bool:
@@ -239,27 +213,22 @@ class Cond(_Call):
     def plan(self, case: Case) -> EqnPlan:
         planner, eqn, ins, outs, region = case
         if self._is_opaque(eqn):
-            step = AS_TRACED.plan(case)
-            return as_traced(self, eqn, step.why, step.note)
+            return AS_TRACED.plan(case)
         plans = [planner.plan(branch, ins[1:], outs, region) for branch in control_flow.branches(eqn)]
         results = []
         for var, *values in zip(eqn.outvars, *(plan.outs for plan in plans), strict=True):
             dtypes = {value.dtype for value in values}
             results.append(Value(FLOAT32 if len(dtypes) > 1 and ir.is_float32(var) else values[0].dtype))
-        reads = planned_dtypes(ins, eqn.invars)
-        return EqnPlan(eqn, self, reads, tuple(results), "what is inside decides", tuple(plans))
-
-    def call(self, step: EqnPlan, function: control_flow.Function, arrays: Sequence[Any]) -> Sequence[Any]:
-        return control_flow.cond([as_function(plan, _dtypes(step)) for plan in step.inner], arrays)
+        return _with_inside(_retraced, case, ins, results, *plans)
 
 
 RULES: Mapping[Kind, Rule] = {
-    Kind.JIT: Jit(),
-    Kind.CALL: Inlined(),
-    Kind.CHECKPOINT: Checkpoint(),
-    Kind.CUSTOM_JVP: CustomJVP(),
-    Kind.CUSTOM_VJP: CustomVJP(),
-    Kind.SHARD_MAP: ShardMap(),
+    Kind.JIT: Call(_retraced),
+    Kind.CALL: Call(None),
+    Kind.CHECKPOINT: Call(_checkpoint),
+    Kind.CUSTOM_JVP: Call(functools.partial(_with_derivative, control_flow.custom_jvp)),
+    Kind.CUSTOM_VJP: CustomVJP(functools.partial(_with_derivative, control_flow.custom_vjp)),
+    Kind.SHARD_MAP: Call(_shard_map),
     Kind.SCAN: Loop(),
     Kind.WHILE: Loop(),
     Kind.COND: Cond(),

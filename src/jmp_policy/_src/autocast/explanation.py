@@ -128,7 +128,7 @@ def _rows_as_traced(step: EqnPlan, outer: Any, path: tuple[str, ...]) -> Iterato
         for eqn in compat.open_jaxpr(jaxpr).eqns:
             inside = (*path, *filter(lambda name: not is_marker(name), compat.scopes(eqn)))
             if any(map(ir.is_float32, (*eqn.invars, *eqn.outvars))):
-                yield _row(as_traced(step.rule, eqn, step.why), "/".join(inside))
+                yield _row(as_traced(eqn, step.why), "/".join(inside))
             yield from _rows_as_traced(step, eqn, inside)
 
 

@@ -12,7 +12,7 @@ Nothing is rounded that was not rounded before, so gradients have the errors tha
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +21,10 @@ import numpy as np
 from jmp_policy._src.autocast.parts import Part, Uses, elementwise_parts, is_half, softmax_parts
 from jmp_policy._src.autocast.planner import EqnPlan, Plan
 from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
-from jmp_policy._src.autocast.values import CastCache, Value, computed
+from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.products import binding
-
-
-class JoinedEqn(NamedTuple):
-    """Equations that run as one, at the place of the last of them.
-
-    Args:
-      invars, outvars: what they take and give.
-      eqns: the equations.
-      constvars: none; for those who take it for a jaxpr.
-    """
-
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
-    eqns: tuple[Any, ...]
-    constvars: tuple[Any, ...] = ()
 
 
 def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
@@ -54,12 +39,12 @@ def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
     softmaxes = list(softmax_parts(uses))
     taken = {place for part in softmaxes for place in part.places}
     parts = [*softmaxes, *elementwise_parts(uses, taken)]
-    narrowed = {part.out: part.half for part in parts if not is_half(uses.held(part.out))}
+    narrowed = {var: part.half for part in parts for var in part.outvars if not is_half(uses.held(var))}
     if narrowed:
         return narrowed
     joined = {part.places[-1]: _joined_step(uses, part) for part in parts}
     inside = {place for part in parts for place in part.places}
-    read = {var for part in parts for var in part.inputs}
+    read = {var for part in parts for var in part.invars}
     # A part has its own copy of what is made of numbers alone, which others may read as well.
     alone = {place for place in inside - joined.keys() if read & set(uses.eqns[place].outvars)}
     alone |= {p for p in inside - joined.keys() if not uses.read_within(uses.eqns[p].outvars[0], inside)}
@@ -68,49 +53,38 @@ def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
 
 
 def _joined_step(uses: Uses, part: Part) -> EqnPlan:
-    """Returns the step that does all equations of a part."""
-    last, eqns = part.places[-1], tuple(uses.eqns[place] for place in part.places)
-    eqn = JoinedEqn(part.inputs, (part.out,), eqns)
-    reads = tuple(uses.held(var) if is_half(uses.held(var)) else None for var in part.inputs)
-    rule: Any = _Softmax() if part.is_softmax else _Elementwise()
-    step = uses.steps[last]
-    return EqnPlan(eqn, rule, reads, (Value(part.half),), step.why, region=step.region, at=eqns[-1])
+    """Returns the step that does all equations of a part, at the place of the last."""
+    reads = tuple(uses.held(var) if is_half(uses.held(var)) else None for var in part.invars)
+    run, step = _run_softmax if part.is_softmax else _run_elementwise, uses.steps[part.places[-1]]
+    return EqnPlan(part, reads, (Value(part.half),), step.why, run, region=step.region, at=step.eqn)
 
 
-class _Elementwise:
-    """Elementwise operations in float32, rounded once."""
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-        part = _structure(step.eqn), step.outs[0].dtype
-        try:
-            function = kept_function(*part, binding.is_derived_by_operation())
-        except TypeError:  # A parameter that cannot be hashed.
-            function = _function(*part, False)
-        return [computed(function(*arrays))]
+def _run_elementwise(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Does elementwise operations in float32, rounded once."""
+    structure, is_kept = _structure(step.eqn), binding.is_derived_by_operation()
+    function = kept_function(structure, step.outs[0].dtype, is_kept)
+    return [CastCache(function(*step.operands(caches)))]
 
 
-class _Softmax:
-    """A softmax in float32, rounded once."""
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        axes = tuple(step.eqn.eqns[1].params["axes"])
-        function = kept_normalized_exp if binding.is_derived_by_operation() else normalized_exp
-        return [computed(function(step.outs[0].dtype, axes, True, caches[0].read(ir.FLOAT32)))]
+def _run_softmax(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Does a softmax in float32, rounded once."""
+    axes = tuple(step.eqn.eqns[1].params["axes"])
+    function = kept_normalized_exp if binding.is_derived_by_operation() else normalized_exp
+    return [CastCache(function(step.outs[0].dtype, axes, True, caches[0].read(ir.FLOAT32)))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Structure:
     """Equations, equal to others that do the same: functions of them are made and traced once."""
 
-    eqn: JoinedEqn = dataclasses.field(compare=False)
+    part: Part = dataclasses.field(compare=False)
     key: tuple[Any, ...]
 
 
-def _structure(eqn: JoinedEqn) -> _Structure:
-    names: dict[Any, int] = {var: place for place, var in enumerate(eqn.invars)}
-    key: list[Any] = [tuple(var.aval.dtype for var in eqn.invars)]
-    for inner in eqn.eqns:
+def _structure(part: Part) -> _Structure:
+    names: dict[Any, int] = {var: place for place, var in enumerate(part.invars)}
+    key: list[Any] = [tuple(var.aval.dtype for var in part.invars)]
+    for inner in part.eqns:
         operands = tuple(
             (str(ir.dtype_of(a)), np.asarray(a.val).tobytes()) if isinstance(a, compat.Literal) else names[a]
             for a in inner.invars
@@ -118,17 +92,21 @@ def _structure(eqn: JoinedEqn) -> _Structure:
         key.append((inner.primitive, compat.context_of(inner), tuple(inner.params.items()), operands))
         for var in inner.outvars:
             names[var] = len(names)
-    return _Structure(eqn, tuple(key))
+    return _Structure(part, tuple(key))
 
 
-def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., Any]:
+@functools.lru_cache(maxsize=512)
+def kept_function(structure: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., Any]:
     """Returns a function of the operands of a part, in whichever floating dtypes, to its result in half.
 
+    The same one for parts that do the same: JAX traces and derives it once.
+
     Args:
-      part: the equations.
+      structure: the equations.
       half: dtype of the result.
       is_kept: whether JAX is to keep its derivative, for equal parts of a program that it derives as it runs.
     """
+    part = structure.part
 
     def step(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return compat.bind_primitive(eqn.primitive, operands, eqn.params)
@@ -139,9 +117,9 @@ def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., 
     def in_float32(*arrays: Any) -> Any:
         wide = [
             jax.lax.convert_element_type(array, ir.dtype_of(var))
-            for array, var in zip(arrays, part.eqn.invars, strict=True)
+            for array, var in zip(arrays, part.invars, strict=True)
         ]
-        (out,) = evaluate(part.eqn, wide, step, literal=literal)
+        (out,) = evaluate(part, wide, step, literal=literal)
         return jax.lax.convert_element_type(out, half)
 
     compute = jax.jit(in_float32, inline=compat.INLINED)
@@ -171,7 +149,3 @@ def _function(part: _Structure, half: np.dtype, is_kept: bool) -> Callable[..., 
 
     function.defjvp(rule, symbolic_zeros=True)
     return jax.jit(function, inline=compat.INLINED) if is_kept else function
-
-
-#: The same function for parts that do the same: JAX traces and derives it once.
-kept_function = functools.lru_cache(maxsize=512)(_function)

@@ -8,7 +8,7 @@ argument of the function, and what a first layer multiplies are both arguments.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,17 @@ from jmp_policy._src.autocast.planner import (
     Demand,
     EqnPlan,
     How,
-    Planner,
     Rule,
+    Run,
     as_planned,
-    float32_reads,
+    rebound,
     traced,
 )
-from jmp_policy._src.autocast.values import CastCache, Value, computed
+from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
+from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.matrix_products import size_of
+from jmp_policy._src.jaxpr.matrix_products import few_terms_text, gains_nothing, size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.policy.recipes import SCORES, VALUES, of_attention, role_by_name, without_target
@@ -39,18 +39,12 @@ from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
-from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 
 def are_float32(eqn: Any) -> list[bool]:
     """Whether each operand is a float32 array, as it was traced."""
     return [ir.is_float32(atom) for atom in eqn.invars]
-
-
-def demand_all(eqn: Any, demand: Demand) -> list[Demand]:
-    """The same demand of each operand."""
-    return [demand] * len(eqn.invars)
 
 
 def reads_in(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
@@ -63,9 +57,9 @@ def results_in(eqn: Any, dtype: Any) -> tuple[Value, ...]:
     return tuple([Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars])
 
 
-def _wanted_full(eqn: Any, outs: Sequence[Demand]) -> bool:
+def _wanted_full(case: Case) -> bool:
     """Returns whether results are used, and every use of them takes float32."""
-    demands = [demand for demand, var in zip(outs, eqn.outvars, strict=True) if ir.is_float32(var)]
+    demands = [demand for demand, var in zip(case.outs, case.eqn.outvars, strict=True) if ir.is_float32(var)]
     return True in demands and False not in demands
 
 
@@ -89,12 +83,12 @@ class AsTraced(Rule):
                     f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
                     "float32: autocast doesn't look into it"
                 )
-        return as_traced(self, eqn, why, note)
+        return as_traced(eqn, why, note)
 
 
-def as_traced(rule: Rule, eqn: Any, why: str, note: str = "") -> EqnPlan:
+def as_traced(eqn: Any, why: str, note: str = "") -> EqnPlan:
     """Returns the step of an operation in its traced dtypes."""
-    return EqnPlan(eqn, rule, float32_reads(eqn), tuple(map(traced, eqn.outvars)), why, note=note)
+    return EqnPlan(eqn, reads_in(eqn, FLOAT32), tuple(map(traced, eqn.outvars)), why, note=note)
 
 
 AS_TRACED = AsTraced()
@@ -112,48 +106,45 @@ class Lower(Rule):
     def __init__(self, keeps_small: bool = True):
         self._keeps_small = keeps_small
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if not self._is_lowered(eqn, region):
-            return demand_all(eqn, True)
-        return demand_all(eqn, self._is_small(eqn, region) and _wanted_full(eqn, outs))
+    def demand(self, case: Case) -> Sequence[Demand]:
+        is_full = self._is_small(case) and _wanted_full(case)
+        return [is_full or not self._is_lowered(case.eqn)] * len(case.eqn.invars)
 
-    def _is_small(self, eqn: Any, region: Region) -> bool:
-        return self._keeps_small and not region.lower and gains_nothing(eqn)
+    def _is_small(self, case: Case) -> bool:
+        return self._keeps_small and not case.region.lower and gains_nothing(case.eqn)
 
-    def _is_lowered(self, eqn: Any, region: Region) -> bool:
+    def _is_lowered(self, eqn: Any) -> bool:
         floating = [a for a in eqn.invars if is_floating(ir.dtype_of(a))]
         return (
-            region.half is not None
-            and not ir.holds_jaxpr(eqn)
+            not ir.holds_jaxpr(eqn)
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
             and not ir.asks_for_precision(eqn)
-            and not jax_sources.is_drawn(eqn)
+            and not source_lines.is_drawn(eqn)
         )
 
     def plan(self, case: Case) -> EqnPlan:
         eqn, ins, region = case.eqn, case.ins, case.region
-        if not self._is_lowered(eqn, region):
-            if region.half is not None and any(are_float32(eqn)) and ir.asks_for_precision(eqn):
-                return as_traced(self, eqn, "full: it asks for a precision of its own")
-            if region.half is not None and jax_sources.is_drawn(eqn):
-                return as_traced(self, eqn, "full: draws random numbers")
+        if not self._is_lowered(eqn):
+            if any(are_float32(eqn)) and ir.asks_for_precision(eqn):
+                return as_traced(eqn, "full: it asks for a precision of its own")
+            if source_lines.is_drawn(eqn):
+                return as_traced(eqn, "full: draws random numbers")
             return AS_TRACED.plan(case)
         half, reason = region.half, case.planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(eqn, region)
-        if self._is_small(eqn, region) and not _are_half(eqn, ins, half):
-            return as_traced(self, eqn, f"full: {few_terms_text(terms_of(eqn))}")
-        wanted = _wanted_full(eqn, case.outs) and not region.lower
-        rule, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
-        if wanted and rule is None:
+        if self._is_small(case) and not _are_half(eqn, ins, half):
+            return as_traced(eqn, f"full: {few_terms_text(size_of(eqn).k)}")
+        wanted = _wanted_full(case) and not region.lower
+        in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
+        if wanted and in_float8 is None:
             # Of attention's scores, where they are asked for, it is said why they stay.
             stays = f", in {half} and not in float8" if region.recipe else ""
             stays = why if SCORES in of_attention(region.recipe) else stays
             why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
-            return EqnPlan(eqn, self, reads_in(eqn, half), results_in(eqn, FLOAT32), why, how=How.LOWERED)
-        why = f"lower: {reason}{why}"
-        return EqnPlan(eqn, rule or self, reads_in(eqn, half), results_in(eqn, half), why, how=How.LOWERED)
+            return _lowered(eqn, half, results_in(eqn, FLOAT32), why, _run_with_float32_output)
+        return _lowered(eqn, half, results_in(eqn, half), f"lower: {reason}{why}", in_float8 or _run_in_half)
 
     def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
         """Plans a primitive that the caller has put on the list: what it makes of half it must say."""
@@ -167,21 +158,21 @@ class Lower(Rule):
         except Exception as error:
             text = str(error).partition("\n")[0]
             note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
-            return as_traced(self, eqn, f"full: it takes no {region.half.name}", note)
+            return as_traced(eqn, f"full: it takes no {region.half.name}", note)
         results = tuple(Value(out.dtype) for out in made)
-        return EqnPlan(eqn, self, reads, results, "lower: as the caller asked", how=How.LOWERED)
+        return _lowered(eqn, region.half, results, "lower: as the caller asked", rebound)
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn, half = step.eqn, step.region.half
-        if half not in step.reads or "preferred_element_type" not in eqn.params:
-            return super().run(step, caches)
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
 
-        assert half is not None
-        full = step.outs[0].dtype == FLOAT32
-        if full:
-            return [computed(dot_with_float32_output(eqn, half, arrays))]
-        return [computed(product(eqn, arrays, half))]
+def _lowered(eqn: Any, half: Any, outs: tuple[Value, ...], why: str, run: Run) -> EqnPlan:
+    return EqnPlan(eqn, reads_in(eqn, half), outs, why, run, how=How.LOWERED)
+
+
+def _run_with_float32_output(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    return [CastCache(dot_with_float32_output(step.eqn, step.region.half, step.operands(caches)))]
+
+
+def _run_in_half(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    return [CastCache(product(step.eqn, step.operands(caches), step.outs[0].dtype))]
 
 
 def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
@@ -189,7 +180,7 @@ def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
     operands = [value for value, is_float in zip(ins, are_float32(eqn), strict=True) if is_float]
     made = [value.dtype == half for value in operands if value.source == "computed"]
     weights_fit = all(
-        value.fits(half) if value.source == "constant" else terms_of(eqn) > 1
+        value.fits(half) if value.source == "constant" else size_of(eqn).k > 1
         for value in operands
         if value.source != "computed"
     )
@@ -199,17 +190,18 @@ def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
 class Promote(Rule):
     """An operation in the dtype of its widest operand; numbers and masks take no part, nor do biases."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if region.half is None or not any(map(ir.is_float32, eqn.outvars)):
-            return demand_all(eqn, True)  # Of a comparison either will do.
-        return demand_all(eqn, _wanted_full(eqn, outs))
+    def demand(self, case: Case) -> Sequence[Demand]:
+        # Of a comparison either will do.
+        is_comparison = not any(map(ir.is_float32, case.eqn.outvars))
+        return [is_comparison or _wanted_full(case)] * len(case.eqn.invars)
 
     def plan(self, case: Case) -> EqnPlan:
         eqn = case.eqn
-        if case.region.half is None or not any(are_float32(eqn)) or ir.holds_jaxpr(eqn):
+        if not any(are_float32(eqn)) or ir.holds_jaxpr(eqn):
             return AS_TRACED.plan(case)
         dtype, why = self._choose(case)
-        return EqnPlan(eqn, self, reads_in(eqn, dtype), results_in(eqn, dtype), why)
+        run = _run_broadcasting if eqn.primitive.name in op_table.BROADCASTING else rebound
+        return EqnPlan(eqn, reads_in(eqn, dtype), results_in(eqn, dtype), why, run)
 
     def _choose(self, case: Case) -> tuple[np.dtype, str]:
         eqn, half = case.eqn, case.region.half
@@ -219,7 +211,7 @@ class Promote(Rule):
             return FLOAT32, f"full: a constant is out of {half.name}'s normal range"
         if case.region.lower:
             return half, "follow: the region asks for half"
-        if _wanted_full(eqn, case.outs):
+        if _wanted_full(case):
             return FLOAT32, "follow: only float32 operations use the result"
         # float32, or the other half dtype of a region: in float16 what bfloat16 holds may be infinite.
         wider = [value.dtype for value in made if value.dtype != half]
@@ -232,20 +224,20 @@ class Promote(Rule):
             return FLOAT32, "follow: a float32 argument"
         return half, "follow: every operand is half"
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        eqn = step.eqn
-        if eqn.primitive.name not in op_table.BROADCASTING:
-            return super().run(step, caches)
-        broadcast = tuple(
-            place
-            for place, (cache, dtype) in enumerate(zip(caches, step.reads, strict=True))
-            if _is_broadcast_first(cache, dtype, eqn.invars[place], eqn.outvars[0])
-        )
-        if not broadcast:
-            return super().run(step, caches)
-        reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
-        return as_planned(step, binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]]))
+
+def _run_broadcasting(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Does an operation whose operands may be smaller than its result."""
+    eqn = step.eqn
+    broadcast = tuple(
+        place
+        for place, (cache, dtype) in enumerate(zip(caches, step.reads, strict=True))
+        if _is_broadcast_first(cache, dtype, eqn.invars[place], eqn.outvars[0])
+    )
+    if not broadcast:
+        return rebound(step, caches)
+    reads = [FLOAT32 if place in broadcast else dtype for place, dtype in enumerate(step.reads)]
+    arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
+    return as_planned(step, binding.bind_broadcast(eqn, arrays, broadcast, step.reads[broadcast[0]]))
 
 
 #: An argument that is added to a half value, or multiplies it, may hold anything: positions or times that
@@ -283,8 +275,8 @@ def _is_broadcast_first(cache: CastCache, dtype: Any, atom: Any, like: Any) -> b
 class Full(Rule):
     """An operation in float32; in a region that asks for half, one that follows."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return FOLLOW.demand(planner, eqn, outs, region) if region.lower else demand_all(eqn, True)
+    def demand(self, case: Case) -> Sequence[Demand]:
+        return (FOLLOW if case.region.lower else AS_TRACED).demand(case)
 
     def plan(self, case: Case) -> EqnPlan:
         return (FOLLOW if case.region.lower else AS_TRACED).plan(case)
@@ -294,7 +286,7 @@ FOLLOW = Promote()
 
 
 def choose(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool) -> tuple[Any, str]:
-    """Returns the rule of a product, None for that of half products, and the reason as `explain` shows it.
+    """Returns what does a product, None for a half one, and the reason as `explain` shows it.
 
     Args:
       eqn: a product that is lowered.
@@ -307,7 +299,7 @@ def choose(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool)
         return None, f"; in {region.half} and not in float8: {why_not}"
     weight = int(_has_groups(eqn) or ins[0].source != "leaf")
     weight = None if _is_of_attention(eqn, ins) else weight
-    return FLOAT8[weight], f"; in float8 by the recipe {region.recipe}"
+    return functools.partial(_run_in_float8, weight), f"; in float8 by the recipe {region.recipe}"
 
 
 def _has_groups(eqn: Any) -> bool:
@@ -348,21 +340,11 @@ def _why_not(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: boo
     return stays_because(eqn, recipe) or loses(size._replace(k=size.k * matrices(eqn)), recipe)
 
 
-class _Float8Product(NamedTuple):
-    """A product of float8 operands, made of half ones; `weight` is the operand that is one, if any."""
-
-    weight: int | None
-
-    def run(self, step: Any, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        arrays = [cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True)]
-        params = {**step.eqn.params, "preferred_element_type": None, "precision": None}
-        recipe = without_target(step.region.recipe)
-        like = step.eqn.primitive
-        return [computed(bind_float8(arrays, recipe, params, weight=self.weight, like=like))]
-
-
-#: By which operand is the weight.
-FLOAT8: Any = {weight: _Float8Product(weight) for weight in (0, 1, None)}
+def _run_in_float8(weight: int | None, step: Any, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Does a product of float8 operands, made of half ones; `weight` is the operand that is one, if any."""
+    params = {**step.eqn.params, "preferred_element_type": None, "precision": None}
+    recipe, like = without_target(step.region.recipe), step.eqn.primitive
+    return [CastCache(bind_float8(step.operands(caches), recipe, params, weight=weight, like=like))]
 
 
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:

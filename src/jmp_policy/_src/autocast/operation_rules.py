@@ -27,12 +27,11 @@ from jmp_policy._src.autocast.list_rules import (
     Promote,
     are_float32,
     as_traced,
-    demand_all,
     is_shared,
     reads_in,
     results_in,
 )
-from jmp_policy._src.autocast.planner import Case, Demand, EqnPlan, How, Planner, Rule, as_planned, traced
+from jmp_policy._src.autocast.planner import Case, Demand, EqnPlan, How, Rule, Run, as_planned, traced
 from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
@@ -49,40 +48,38 @@ class DataMovement(Promote):
     """
 
     def plan(self, case: Case) -> EqnPlan:
-        eqn, ins, region = case.eqn, case.ins, case.region
-        if region.half is None or not any(are_float32(eqn)):
+        eqn, ins = case.eqn, case.ins
+        if not any(are_float32(eqn)):
             step = AS_TRACED.plan(case)
-            if region.half is not None and ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1:
+            if ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1:
                 # An integer that is to become a float (1 in `x + 1`).
                 step.outs = (step.outs[0]._replace(source="constant", number=ins[0].number),)
             return step
-        if len(ins) == 1:
-            is_kept = ins[0].source != "computed" and len(eqn.outvars) == 1
-            return self._plan_parameter(eqn, ins[0]) if is_kept else self._plan_activation(eqn, ins[0])
+        if len(ins) == 1 and ins[0].source != "computed" and len(eqn.outvars) == 1:
+            return self._plan_parameter(eqn, ins[0])
+        if len(ins) == 1:  # As it is, but copied in float32.
+            read = FLOAT32 if is_summed(eqn) else ins[0].dtype
+            return EqnPlan(eqn, (read,), (ins[0],) * len(eqn.outvars), "follow: moves data")
         if len(ins) != len(eqn.outvars):
             return super().plan(case)
         # Several arrays, each for itself (optimization_barrier).
         reads = tuple(v.dtype if f else None for v, f in zip(ins, are_float32(eqn), strict=True))
         kept = tuple(value._replace(source="computed") for value in ins)
-        return EqnPlan(eqn, self, reads, kept, "follow: identity")
+        return EqnPlan(eqn, reads, kept, "follow: identity")
 
     def _plan_parameter(self, eqn: Any, value: Value) -> EqnPlan:
         """Plans a move of a parameter or a constant."""
         reorders = eqn.outvars[0].aval.size == eqn.invars[0].aval.size and not is_summed(eqn)
         if value.source == "constant" or reorders:
-            return EqnPlan(eqn, self, (value.dtype,), (value,), How.MOVED.value, how=How.MOVED)
+            return _moved(eqn, value.dtype, value, _run_at_use)
         # A slice is cast alone; a broadcast after it, or its gradient would be summed in half.
         shared = eqn.primitive.name == "broadcast_in_dim" and is_shared(eqn)
         out = value._replace(shared=value.shared or shared)
-        return EqnPlan(eqn, self, (value.dtype,), (out,), "follow: a parameter, moved")
+        return EqnPlan(eqn, (value.dtype,), (out,), "follow: a parameter, moved")
 
-    def _plan_activation(self, eqn: Any, value: Value) -> EqnPlan:
-        """Plans a move of what was computed: as it is, but copied in float32."""
-        read = FLOAT32 if is_summed(eqn) else value.dtype
-        return EqnPlan(eqn, self, (read,), (value,) * len(eqn.outvars), "follow: moves data")
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        return _made_at_use(step, caches[0]) if step.how is How.MOVED else super().run(step, caches)
+def _moved(eqn: Any, read: Any, value: Value, run: Run) -> EqnPlan:
+    return EqnPlan(eqn, (read,), (value,), How.MOVED.value, run, how=How.MOVED)
 
 
 def is_summed(eqn: Any) -> bool:
@@ -92,9 +89,9 @@ def is_summed(eqn: Any) -> bool:
     return name in op_table.SUMMED and (grows or name not in ("broadcast_in_dim", "tile"))
 
 
-def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
-    """Returns the result of a step that moves a parameter, made when it is read: from the cast parameter."""
-    eqn, scopes = step.eqn, compat.current_name_stack()
+def _run_at_use(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    """Moves a parameter when the result is read: the cast parameter."""
+    (cache,), eqn, scopes = caches, step.eqn, compat.current_name_stack()
 
     def make(dtype: np.dtype) -> Any:
         with compat.eqn_context(eqn, scopes):
@@ -103,11 +100,9 @@ def _made_at_use(step: EqnPlan, cache: CastCache) -> Sequence[CastCache]:
     return [cache.view(step.outs[0].dtype, make)]
 
 
-def inside_float32(rule: Rule, eqn: Any, half: Any, reason: str) -> EqnPlan:
+def inside_float32(eqn: Any, half: Any, reason: str) -> EqnPlan:
     """Returns the step of an operation in float32 whose results are handed on in half."""
-    return EqnPlan(
-        eqn, rule, reads_in(eqn, FLOAT32), results_in(eqn, half), f"inside: {reason}", how=How.INSIDE
-    )
+    return EqnPlan(eqn, reads_in(eqn, FLOAT32), results_in(eqn, half), f"inside: {reason}")
 
 
 class Float32Internal(Promote):
@@ -117,65 +112,58 @@ class Float32Internal(Promote):
         step, eqn, half = super().plan(case), case.eqn, case.region.half
         if eqn.primitive.name == "pad" and case.ins[1].source == "constant":
             return step
-        if half is not None and ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == half:
-            return inside_float32(self, eqn, half, case.planner.table[eqn.primitive.name][1])
+        if ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == half:
+            return inside_float32(eqn, half, case.planner.table[eqn.primitive.name][1])
         return step
 
 
 class Convert(Rule):
     """A cast of the user's, which is obeyed; one from float32 to float32 (of a Python number) is none."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        to = eqn.params["new_dtype"]
-        if region.half is not None and to == FLOAT32:
-            return demand_all(eqn, outs[0])
-        return demand_all(eqn, to != region.half)
+    def demand(self, case: Case) -> Sequence[Demand]:
+        to = case.eqn.params["new_dtype"]
+        return [case.outs[0] if to == FLOAT32 else to != case.region.half]
 
     def plan(self, case: Case) -> EqnPlan:
         eqn, ins = case.eqn, case.ins
         source, to = eqn.invars[0], eqn.params["new_dtype"]
-        if case.region.half is None or eqn.params.get("sharding") is not None:
+        if eqn.params.get("sharding") is not None:
             return AS_TRACED.plan(case)
         if ir.is_float32(source):
             if to == FLOAT32:
-                return EqnPlan(eqn, self, (ins[0].dtype,), (ins[0],), How.MOVED.value, how=How.MOVED)
-            return EqnPlan(eqn, self, (ins[0].dtype,), (traced(eqn.outvars[0]),), "the user's cast")
-        is_mask = ir.is_array_of(source, np.dtype(bool))
+                return _moved(eqn, ins[0].dtype, ins[0], lambda step, caches: caches)
+            return EqnPlan(eqn, (ins[0].dtype,), (traced(eqn.outvars[0]),), "the user's cast")
+        is_mask = ir.is_plain_array(source) and ir.dtype_of(source) == np.dtype(bool)
         if to == FLOAT32 and (is_mask or ins[0].source == "constant"):
             # 0 and 1 are exact in half: a mask takes no part in promotion.
             number = 1.0 if is_mask else ins[0].number
-            value = Value(FLOAT32, "constant", number)
-            return EqnPlan(eqn, self, (None,), (value,), How.MOVED.value, how=How.MOVED)
+            return _moved(eqn, None, Value(FLOAT32, "constant", number), _run_convert_at_use)
         return AS_TRACED.plan(case)
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        (cache,), eqn = caches, step.eqn
-        if step.how is not How.MOVED:
-            return super().run(step, caches)
-        if step.reads[0] is not None:
-            return [cache]
 
-        return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
+def _run_convert_at_use(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    (cache,), eqn = caches, step.eqn
+    return [cache.view(FLOAT32, lambda dtype: binding.bind(eqn, cache.read(None), new_dtype=dtype)[0])]
 
 
 def _is_narrow(region: Region) -> bool:
     """Returns whether operations are to stay within float16's range by themselves."""
-    return region.half is not None and region.half.name == "float16" and not region.lower
+    return region.half == np.dtype(np.float16) and not region.lower
 
 
 class IntegerPower(Promote):
     """A power: in float16 only squares are computed in half."""
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        return [True] if self._is_full(eqn, region) else super().demand(planner, eqn, outs, region)
+    def demand(self, case: Case) -> Sequence[Demand]:
+        return [True] if self._is_full(case) else super().demand(case)
 
     @staticmethod
-    def _is_full(eqn: Any, region: Region) -> bool:
-        return _is_narrow(region) and not 0 <= eqn.params["y"] <= 2
+    def _is_full(case: Case) -> bool:
+        return _is_narrow(case.region) and not 0 <= case.eqn.params["y"] <= 2
 
     def plan(self, case: Case) -> EqnPlan:
-        if self._is_full(case.eqn, case.region):
-            return as_traced(self, case.eqn, "full: exceeds float16 easily")
+        if self._is_full(case):
+            return as_traced(case.eqn, "full: exceeds float16 easily")
         return super().plan(case)
 
 
@@ -186,10 +174,10 @@ class Quotient(Promote):
     in half: the quotient is within range more often than the factors of its derivative.
     """
 
-    def demand(self, planner: Planner, eqn: Any, outs: Sequence[Demand], region: Region) -> Sequence[Demand]:
-        if _is_narrow(region) and isinstance(eqn.invars[0], compat.Literal):
+    def demand(self, case: Case) -> Sequence[Demand]:
+        if _is_narrow(case.region) and isinstance(case.eqn.invars[0], compat.Literal):
             return [True, True]
-        return super().demand(planner, eqn, outs, region)
+        return super().demand(case)
 
     def plan(self, case: Case) -> EqnPlan:
         step, eqn, region = super().plan(case), case.eqn, case.region
@@ -198,8 +186,8 @@ class Quotient(Promote):
         if not is_half or not _is_narrow(region) or divisor.source == "constant":
             return step
         if numerator.source != "computed":
-            return as_traced(self, eqn, "full: a quotient of a number exceeds float16 easily")
-        return inside_float32(self, eqn, region.half, "its derivative exceeds float16 easily")
+            return as_traced(eqn, "full: a quotient of a number exceeds float16 easily")
+        return inside_float32(eqn, region.half, "its derivative exceeds float16 easily")
 
 
 class Gather(Float32Internal):
@@ -207,21 +195,20 @@ class Gather(Float32Internal):
 
     def plan(self, case: Case) -> EqnPlan:
         step, eqn = super().plan(case), case.eqn
-        is_float = case.region.half is not None and ir.is_float32(eqn.invars[0])
-        step.is_rewritten = is_float and not ir.is_explicit(eqn.invars) and chosen_axis(eqn) is not None
+        is_plain = ir.is_float32(eqn.invars[0]) and not ir.is_explicit(eqn.invars)
+        if is_plain and chosen_axis(eqn) is not None:
+            step.is_rewritten, step.run = True, _run_one_of_each_row
         return step
 
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        if not step.is_rewritten:
-            return super().run(step, caches)
-        operand, indices = (cache.read(dtype) for cache, dtype in zip(caches, step.reads, strict=True))
-        return as_planned(step, [one_of_each_row(step.eqn)(operand, indices)])
+
+def _run_one_of_each_row(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+    return as_planned(step, [one_of_each_row(step.eqn)(*step.operands(caches))])
 
 
 def chosen_axis(eqn: Any) -> int | None:
     """Returns the axis along which a gather takes one element of each row; None if it takes others."""
     numbers, operand, indices = eqn.params["dimension_numbers"], *map(ir.shape_of, eqn.invars)
-    if len(numbers.start_index_map) != 1 or not all(isinstance(n, int) for n in (*operand, *indices)):
+    if len(numbers.start_index_map) != 1 or not ir.has_known_sizes((*operand, *indices)):
         return None
     (axis,) = numbers.start_index_map
     rows = [i for i in range(len(operand)) if i != axis]

@@ -10,7 +10,6 @@ that, until all its large operands are half. Those are then all that its derivat
 """
 
 import functools
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -68,6 +67,11 @@ class Uses:
         """Returns whether all who read a variable are in some places."""
         return var not in self.returned and all(place in places for place, _ in self.read_at.get(var, ()))
 
+    def half_of(self, var: Any, through_elementwise: bool = False) -> np.dtype | None:
+        """Returns the half dtype in which a variable is held, or else everyone reads it, if there is one."""
+        held = self.held(var)
+        return held if is_half(held) else self.half_of_all(var, through_elementwise)
+
     def half_of_all(self, var: Any, through_elementwise: bool = False) -> np.dtype | None:
         """Returns the one half dtype in which everyone reads a variable, if there is one.
 
@@ -102,14 +106,11 @@ class Uses:
         if name == "convert_element_type":
             to = eqn.params["new_dtype"]
             return to if is_half(to) else self.half_of_all(eqn.outvars[0]) if to == ir.FLOAT32 else None
-        if step.reads[operand] is not None and is_half(step.reads[operand]):
+        if is_half(step.reads[operand]):
             return step.reads[operand]
-        if len(eqn.outvars) != 1 or not ir.is_float32(eqn.outvars[0]):
-            return None
-        moves = name in op_table.MOVES and len(eqn.invars) == 1 and not is_summed(eqn)
-        if moves:
-            return self.half_of_all(eqn.outvars[0], through_elementwise)
-        return None
+        moves = name in op_table.MOVES and len(eqn.invars) == len(eqn.outvars) == 1 and not is_summed(eqn)
+        is_moved = moves and ir.is_float32(eqn.outvars[0])
+        return self.half_of_all(eqn.outvars[0], through_elementwise) if is_moved else None
 
 
 _ELEMENTWISE = HAVING[Trait.ELEMENTWISE]
@@ -121,8 +122,6 @@ _SMALLER = 8
 def is_elementwise(eqn: Any, shape: Any) -> bool:
     """Returns whether an equation makes one array of this shape, element by element."""
     kind, name = calls.kind_of(eqn), eqn.primitive.name
-    if kind is None and name not in _ELEMENTWISE and name != "convert_element_type":
-        return False
     if len(eqn.outvars) != 1 or eqn.effects or not all(map(ir.is_plain_array, (*eqn.invars, *eqn.outvars))):
         return False
     out = eqn.outvars[0].aval
@@ -133,9 +132,8 @@ def is_elementwise(eqn: Any, shape: Any) -> bool:
         assert called is not None
         inner = compat.open_jaxpr(called.jaxpr)
         return not compat.constants(called.jaxpr) and all(map(_is_elementwise_inside, inner.eqns))
-    if name == "convert_element_type":
-        return eqn.params.get("sharding") is None
-    return name in _ELEMENTWISE
+    is_cast = name == "convert_element_type" and eqn.params.get("sharding") is None
+    return is_cast or name in _ELEMENTWISE
 
 
 def _is_elementwise_inside(eqn: Any) -> bool:
@@ -169,21 +167,25 @@ _NONLINEAR = HAVING[Trait.NONLINEAR]
 
 
 class Part(NamedTuple):
-    """Equations with one result, of which one function is made.
+    """Equations with one result that run as one; itself like an equation, and like a jaxpr.
 
     Args:
       places: of the equations in their program.
-      inputs: variables that others make.
-      out: the variable that others read.
+      eqns: the equations.
+      invars: variables that others make.
+      outvars: the one that others read.
       half: dtype of the result.
       is_softmax: whether it is exponentials over their sum, and not elementwise.
+      constvars: none.
     """
 
     places: tuple[int, ...]
-    inputs: tuple[Any, ...]
-    out: Any
+    eqns: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any]
     half: np.dtype
     is_softmax: bool = False
+    constvars: tuple[Any, ...] = ()
 
 
 def elementwise_parts(uses: Uses, taken: set[int]) -> Iterator[Part]:
@@ -201,13 +203,14 @@ def _part(uses: Uses, last: int, taken: set[int]) -> Part | None:
     out = uses.eqns[last].outvars[0] if uses.eqns[last].outvars else None
     if out is None or not _may_end(uses, last):
         return None
-    half = uses.held(out) if is_half(uses.held(out)) else uses.half_of_all(out)
+    half = uses.half_of(out)
     if half is None:
         return None
     places, inputs = _grown(uses, last, taken)
     if not all(_is_input(uses, var) for var in inputs) or not _is_worth_it(uses, places, inputs, out):
         return None
-    return Part(tuple(sorted(places)), tuple(inputs), out, half)
+    in_order = tuple(sorted(places))
+    return Part(in_order, tuple(uses.eqns[place] for place in in_order), tuple(inputs), (out,), half)
 
 
 def _may_end(uses: Uses, place: int) -> bool:
@@ -222,29 +225,17 @@ def _may_end(uses: Uses, place: int) -> bool:
 def _grown(uses: Uses, last: int, taken: set[int]) -> tuple[set[int], list[Any]]:
     """Returns the places of a part that ends in one, and its inputs."""
     shape = ir.shape_of(uses.eqns[last].outvars[0])
-    places, inputs = {last}, []
-    #: Place -> what it makes that the part reads. The last one is looked at first: all its readers have been.
-    operands: dict[int, list[Any]] = {}
-    waiting: list[int] = []
-
-    def add(atoms: Sequence[Any]) -> None:
-        for atom in dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)):
-            place = uses.made_at.get(atom)
-            known = inputs if place is None else operands.setdefault(place, [])
-            if place is not None and not known:
-                heapq.heappush(waiting, -place)
-            if atom not in known:
-                known.append(atom)
-
-    add(uses.eqns[last].invars)
+    places, read, waiting = set[int](), dict[Any, None](), {last}
     while waiting:
-        place = -heapq.heappop(waiting)
-        if place not in taken and _is_taken_in(uses, place, places, shape):
+        # The last one is looked at first: all readers of what it makes have been.
+        place = max(waiting)
+        waiting.remove(place)
+        if place == last or (place not in taken and _is_taken_in(uses, place, places, shape)):
             places.add(place)
-            add(uses.eqns[place].invars)
-        else:
-            inputs += operands[place]
-    return places, inputs
+            operands = [atom for atom in uses.eqns[place].invars if not isinstance(atom, compat.Literal)]
+            read |= dict.fromkeys(operands)
+            waiting |= {uses.made_at[var] for var in operands if var in uses.made_at}
+    return places, [var for var in read if uses.made_at.get(var) not in places]
 
 
 def _is_taken_in(uses: Uses, place: int, places: set[int], shape: Any) -> bool:
@@ -278,17 +269,18 @@ def _is_worth_it(uses: Uses, places: set[int], inputs: Sequence[Any], out: Any) 
     """Returns whether a part's operands are less than what its equations would keep, of that some float32."""
     kept: dict[Any, np.dtype] = {}
     for place in places:
-        kept |= _kept(uses.eqns[place], uses.steps[place])
+        kept |= _kept(uses.steps[place])
     operands = [var for var in inputs if is_floating(uses.held(var)) and not is_smaller(var, out)]
     least = sum(uses.held(var).itemsize for var in operands)
     return FLOAT32 in kept.values() and least < sum(dtype.itemsize for dtype in kept.values())
 
 
-def _kept(eqn: Any, step: EqnPlan) -> dict[Any, np.dtype]:
+def _kept(step: EqnPlan) -> dict[Any, np.dtype]:
     """Returns the variables that the derivative of an equation needs, with the dtypes they are read in."""
+    eqn = step.eqn
     if step.inner:
-        inside = [pair for plan in step.inner for pair in _equations(plan)]
-        return {var: dtype for pair in inside for var, dtype in _kept(*pair).items()}
+        inside = [step for plan in step.inner for step in plan.steps]
+        return {var: dtype for step in inside for var, dtype in _kept(step).items()}
     if eqn.primitive.name not in _NONLINEAR:
         return {}
     read = {
@@ -302,20 +294,14 @@ def _kept(eqn: Any, step: EqnPlan) -> dict[Any, np.dtype]:
     return {} if len(read) < 2 else {a: d for a, d in read.items() if not is_smaller(a, eqn.outvars[0])}
 
 
-def _equations(plan: Plan) -> Iterator[tuple[Any, EqnPlan]]:
-    yield from zip(compat.open_jaxpr(plan.jaxpr).eqns, plan.steps, strict=True)
-
-
 def softmax_parts(uses: Uses) -> Iterator[Part]:
     """Yields softmaxes whose float32 exponentials would be kept beside the half weights."""
     for place, eqn in enumerate(uses.eqns):
         if eqn.primitive.name == "div" and ir.is_float32(eqn.outvars[0]):
-            places = _softmax(uses, place)
-            out = eqn.outvars[0]
-            held = uses.held(out)
-            half = held if is_half(held) else uses.half_of_all(out, through_elementwise=True)
+            places, half = _softmax(uses, place), uses.half_of(eqn.outvars[0], through_elementwise=True)
             if places is not None and half is not None:
-                yield Part(places, tuple(uses.eqns[places[0]].invars), out, half, is_softmax=True)
+                eqns = tuple(uses.eqns[place] for place in places)
+                yield Part(places, eqns, tuple(eqns[0].invars), (eqn.outvars[0],), half, is_softmax=True)
 
 
 def _softmax(uses: Uses, place: int) -> tuple[int, ...] | None:
@@ -330,12 +316,12 @@ def _softmax(uses: Uses, place: int) -> tuple[int, ...] | None:
         return None
     sums, numerator = uses.eqns[made], quotient.invars[0]
     first = _made_by(uses, numerator)
-    places = (*([] if first is None else [first]), made, *reversed(chain))
+    if first is None or uses.eqns[first].primitive.name != "exp":
+        return None
+    places = (first, made, *reversed(chain))
     inside = [var for p in places[:-1] for var in uses.eqns[p].outvars]
     if (
-        first is None
-        or uses.eqns[first].primitive.name != "exp"
-        or sums.invars[0] is not numerator
+        sums.invars[0] is not numerator
         or isinstance(uses.eqns[first].invars[0], compat.Literal)
         or not all(ir.is_float32(var) and uses.read_within(var, set(places)) for var in inside)
         or any(is_half(uses.held(var)) for var in inside)

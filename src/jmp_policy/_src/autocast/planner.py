@@ -20,10 +20,11 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
-from jmp_policy._src.autocast.values import CastCache, Value, argument, cast, computed, constant
-from jmp_policy._src.jaxpr import compat, ir, source_lines
+from jmp_policy._src.autocast.values import LEAVES_MARKED, CastCache, Value, argument, cast
+from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
 from jmp_policy._src.policy.marked_regions import Region, Regions
 from jmp_policy._src.products import binding
@@ -42,10 +43,19 @@ class How(enum.Enum):
     AS_PLANNED = ""
     #: Moves a parameter or a constant, which is cast before it is moved.
     MOVED = "moved, in the dtype of each use"
-    #: In float32, with results handed on in half.
-    INSIDE = "inside"
     #: As the lists or the caller say: in half.
     LOWERED = "lower"
+
+
+def rebound(step: "EqnPlan", caches: Sequence[CastCache]) -> list[CastCache]:
+    """Does the operation itself, with its own parameters, on operands in the planned dtypes."""
+    return as_planned(step, binding.bind(step.eqn, *step.operands(caches)))
+
+
+def as_planned(step: "EqnPlan", outs: Sequence[Any]) -> list[CastCache]:
+    """Returns the results of an operation in the dtypes they were planned in."""
+    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
+    return [CastCache(cast(out, v.dtype) if ir.is_float32(var) else out) for out, v, var in results]
 
 
 @dataclasses.dataclass
@@ -54,28 +64,26 @@ class EqnPlan:
 
     Args:
       eqn: the equation.
-      rule: how to run it.
       reads: dtype per operand; None for operands that are taken as they are.
       outs: what its results will be.
       why: which rule decided, as it is shown.
+      run: does it; here the operation itself, in the dtypes that were planned.
       inner: plans of the jaxprs inside.
       region: the region it is in.
       note: what the user should know, or "".
-      planner: of steps that plan more when they run: rules of derivatives.
       at: the equation on whose behalf it runs, if not `eqn`.
       is_rewritten: whether other operations give the result or its derivative, whatever the dtypes.
       how: what more there is to know to run it.
     """
 
     eqn: Any
-    rule: "Rule"
     reads: tuple[np.dtype | None, ...]
     outs: tuple[Value, ...]
     why: str
+    run: "Run" = rebound
     inner: "tuple[Plan, ...]" = ()
     region: Region = _OUTSIDE
     note: str = ""
-    planner: "Planner | None" = None
     at: Any = None
     is_rewritten: bool = False
     how: How = How.AS_PLANNED
@@ -83,13 +91,21 @@ class EqnPlan:
     @property
     def is_unchanged(self) -> bool:
         """Returns whether the operation runs as it was traced, from values as they were traced."""
-        outs = all(
-            v.dtype == FLOAT32
-            for v, var in zip(self.outs, self.eqn.outvars, strict=True)
-            if ir.is_float32(var)
-        )
-        reads = all(d is None or d == FLOAT32 for d in self.reads)
-        return not self.is_rewritten and outs and reads and all(plan.is_unchanged for plan in self.inner)
+        is_float32 = all(d is None or d == FLOAT32 for d in (*self.reads, *self.dtypes))
+        return not self.is_rewritten and is_float32 and all(plan.is_unchanged for plan in self.inner)
+
+    @property
+    def dtypes(self) -> tuple[Any, ...]:
+        """The dtype of each result; None for those that autocast leaves alone."""
+        return planned_dtypes(self.outs, self.eqn.outvars)
+
+    def operands(self, caches: Sequence[CastCache]) -> list[Any]:
+        """The operands in the dtypes that they are read in."""
+        return [cache.read(dtype) for cache, dtype in zip(caches, self.reads, strict=True)]
+
+
+#: Does a step, with its operands.
+Run: TypeAlias = Callable[[EqnPlan, Sequence[CastCache]], Sequence[CastCache]]
 
 
 @dataclasses.dataclass
@@ -102,9 +118,9 @@ class Plan:
       steps: one per equation.
       outs: what its results are.
       program: the steps that are run, of which one may do several equations.
-      last_uses: for each of those, the variables that no later one needs.
       is_unchanged: whether everything runs as it was traced.
-      traced: jaxprs that were made of the plan, by the types of their arguments.
+      last_uses: for each of those that are run, the variables that no later one needs.
+      traced: jaxprs that were made of the plan, by the dtypes of their results.
     """
 
     jaxpr: Any
@@ -112,8 +128,8 @@ class Plan:
     steps: list[EqnPlan]
     outs: tuple[Value, ...]
     program: Sequence[EqnPlan]
-    last_uses: list[list[Any]]
     is_unchanged: bool
+    last_uses: list[list[Any]] = dataclasses.field(default_factory=list)
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -123,7 +139,7 @@ class Case(NamedTuple):
     Args:
       planner: plans what is inside.
       eqn: the operation.
-      ins: what its operands are.
+      ins: what its operands are; unknown while it is asked what it demands of them.
       outs: what is wanted of its results.
       region: the region it is in.
     """
@@ -136,21 +152,15 @@ class Case(NamedTuple):
 
 
 class Rule:
-    """What autocast does with one kind of operation; `Planner` asks, `run` executes."""
+    """What autocast does with one kind of operation."""
 
-    def demand(
-        self, planner: "Planner", eqn: Any, outs: Sequence[Demand], region: Region
-    ) -> Sequence[Demand]:
+    def demand(self, case: Case) -> Sequence[Demand]:
         """Returns what it wants of each operand, given what is wanted of its results: here float32."""
-        return [True] * len(eqn.invars)
+        return [True] * len(case.eqn.invars)
 
     def plan(self, case: Case) -> EqnPlan:
         """Returns what is to be done."""
         raise NotImplementedError
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        """Does it: here the operation itself, in the dtypes that were planned."""
-        return rebound(step, step.reads, caches)
 
 
 @dataclasses.dataclass
@@ -192,9 +202,11 @@ class Planner:
     #: The same, by name stack: equations of one call of a function share it.
     _regions: dict[Any, tuple[Any, Region]] = dataclasses.field(default_factory=dict)
 
-    def rule(self, eqn: Any) -> Rule:
-        """Returns the rule of an operation."""
-        return self.rules.get(eqn.primitive.name, self.otherwise)
+    def rule(self, eqn: Any, region: Region) -> Rule:
+        """Returns the rule of an operation; where autocast is off only those that hold others have one."""
+        name = eqn.primitive.name
+        is_off = region.half is None and name not in calls.KINDS
+        return self.otherwise if is_off else self.rules.get(name, self.otherwise)
 
     def _region_of(self, eqn: Any, around: Region) -> Region:
         """Returns the region of an equation of a jaxpr that is in another one."""
@@ -227,7 +239,8 @@ class Planner:
             if all(demand is None for demand in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
             inside = self._region_of(eqn, region)
-            for atom, demand in zip(eqn.invars, self.rule(eqn).demand(self, eqn, used, inside), strict=True):
+            demands = self.rule(eqn, inside).demand(Case(self, eqn, (), used, inside))
+            for atom, demand in zip(eqn.invars, demands, strict=True):
                 # An index, a key: used, and nothing to choose.
                 add(atom, demand if ir.is_float32(atom) else True)
         return Demands(jaxpr, tuple(of.get(var) for var in opened.invars), of)
@@ -240,45 +253,18 @@ class Planner:
         return self._plans[key]
 
     def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
+        opened, demands = compat.open_jaxpr(jaxpr), self.demands(jaxpr, outs, region).of
+        # Variables that are to be held in half; by the identity of an equation, what its operands were in the
+        # pass before, and its step.
         halved: dict[Any, np.dtype] = {}
-        planned: dict[int, tuple[list[Value], EqnPlan]] = {}
-        while True:
-            plan = self._pass_forward(jaxpr, ins, outs, region, halved, planned)
-            if plan.is_unchanged:
-                plan.last_uses = last_uses(jaxpr)
-                return plan
-            joined = self.join(plan)
-            if not isinstance(joined, Mapping):
-                plan.program, plan.last_uses = joined, last_uses(jaxpr, [step.eqn for step in joined])
-                return plan
-            halved |= joined
-
-    def _pass_forward(
-        self,
-        jaxpr: Any,
-        ins: tuple[Value, ...],
-        outs: Sequence[Demand],
-        region: Region,
-        halved: Mapping[Any, np.dtype],
-        known: dict[int, tuple[list[Value], EqnPlan]],
-    ) -> Plan:
-        """Plans each equation.
-
-        Args:
-          jaxpr, ins, outs, region: as for `plan`.
-          halved: variables that are to be held in half.
-          known: by the identity of an equation, what its operands were in the pass before, and its step.
-        """
-        opened = compat.open_jaxpr(jaxpr)
-        demands = self.demands(jaxpr, outs, region).of
-        steps: list[EqnPlan] = []
+        known: dict[int, tuple[list[Value], EqnPlan]] = {}
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
             inside = self._region_of(eqn, region)
             before, planned = known.get(id(eqn), (None, None))
             if planned is None or before != values:
                 wanted = [demands.get(var) for var in eqn.outvars]
-                planned = self.rule(eqn).plan(Case(self, eqn, values, wanted, inside))
+                planned = self.rule(eqn, inside).plan(Case(self, eqn, values, wanted, inside))
                 planned.region = inside
                 known[id(eqn)] = values, planned
             if halved and not halved.keys().isdisjoint(eqn.outvars):
@@ -289,49 +275,38 @@ class Planner:
             steps.append(planned)
             return planned.outs
 
-        results = tuple(evaluate(jaxpr, ins, step, constant=of_constant, literal=of_literal))
-        return Plan(
-            jaxpr,
-            ins,
-            steps,
-            results,
-            steps,
-            [],  # Known when it is known what is joined.
-            all(v.dtype == FLOAT32 for v, var in zip(ins, opened.invars, strict=True) if ir.is_float32(var))
-            and all(step.is_unchanged for step in steps),
-        )
+        while True:
+            steps: list[EqnPlan] = []
+            results = tuple(evaluate(jaxpr, ins, step, constant=of_constant, literal=of_literal))
+            is_unchanged = all(dtype in (None, FLOAT32) for dtype in planned_dtypes(ins, opened.invars))
+            is_unchanged = is_unchanged and all(step.is_unchanged for step in steps)
+            plan = Plan(jaxpr, ins, steps, results, steps, is_unchanged)
+            joined = steps if is_unchanged else self.join(plan)
+            if not isinstance(joined, Mapping):
+                plan.program, plan.last_uses = joined, last_uses(jaxpr, [step.eqn for step in joined])
+                return plan
+            halved |= joined
 
 
 #: What gives the program of a plan.
 Join: TypeAlias = Callable[[Plan], Sequence[EqnPlan] | Mapping[Any, np.dtype]]
 
 
-class _Rounding(NamedTuple):
-    """The rule of a step whose results are rounded to what they were planned in."""
-
-    rule: Rule
-
-    def run(self, step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        outs = zip(self.rule.run(step, caches), step.outs, strict=True)
-        return [computed(cache.read(value.dtype)) for cache, value in outs]
-
-
 def _rounded(step: EqnPlan, dtypes: Mapping[Any, np.dtype]) -> EqnPlan:
     """Returns a step with results in other dtypes."""
     outs = zip(step.outs, step.eqn.outvars, strict=True)
     halves = tuple(value._replace(dtype=dtypes.get(var, value.dtype)) for value, var in outs)
-    rule: Any = _Rounding(step.rule)
-    return dataclasses.replace(step, outs=halves, rule=rule)
+
+    def run(rounded: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
+        made = zip(step.run(rounded, caches), halves, strict=True)
+        return [CastCache(cache.read(value.dtype)) for cache, value in made]
+
+    return dataclasses.replace(step, outs=halves, run=run)
 
 
 def planned_dtypes(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:
     """Returns for each value the dtype it is held in; None for those that autocast leaves alone."""
     return tuple(v.dtype if ir.is_float32(atom) else None for v, atom in zip(values, atoms, strict=True))
-
-
-def float32_reads(eqn: Any) -> tuple[Any, ...]:
-    """Reads of an operation as it was traced."""
-    return tuple(FLOAT32 if ir.is_float32(atom) else None for atom in eqn.invars)
 
 
 def traced(atom: Any, source: Any = "computed") -> Value:
@@ -342,7 +317,7 @@ def traced(atom: Any, source: Any = "computed") -> Value:
 def of_literal(atom: Any) -> Value:
     """Returns a number that stands in the program."""
     dtype = ir.dtype_of(atom)
-    is_real = (dtype is not None and dtype.kind in "biuf") or ir.is_float32(atom)
+    is_real = dtype is not None and dtype.kind in "biuf"
     return Value(dtype, "constant", float(atom.val)) if is_real else traced(atom)
 
 
@@ -368,7 +343,7 @@ def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
     def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
         planned = next(steps)
         with compat.eqn_context(planned.at or eqn):
-            return planned.rule.run(planned, operands)
+            return planned.run(planned, operands)
 
     return evaluate(
         plan.jaxpr,
@@ -382,13 +357,29 @@ def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
 
 
 def _constant(var: Any, value: Any) -> CastCache:
-    return constant(value, var.aval.dtype if ir.is_plain_array(var) else None)
+    # It may be a parameter.
+    return CastCache(value, ir.dtype_of(var), is_weight=LEAVES_MARKED.value)
 
 
 def _literal(atom: Any) -> CastCache:
     # An array: what it is handed to as an argument may ask for its shape, which a Python number has not.
     value = np.asarray(atom.val, ir.dtype_of(atom))
     return CastCache(value, value.dtype, value.astype)
+
+
+def traced_as(plan: Plan, dtypes: tuple[Any, ...]) -> Any:
+    """Returns the jaxpr of a plan; the same object each time, so that it is compiled once.
+
+    Args:
+      plan: what is to be done.
+      dtypes: of each result; None for results as they come.
+    """
+    if dtypes not in plan.traced:
+        atoms = compat.open_jaxpr(plan.jaxpr).invars
+        held = zip(atoms, planned_dtypes(plan.ins, atoms), strict=True)
+        types = [var.aval if dtype in (None, FLOAT32) else ir.retyped(var.aval, dtype) for var, dtype in held]
+        plan.traced[dtypes] = jax.make_jaxpr(as_function(plan, dtypes))(*types)
+    return plan.traced[dtypes]
 
 
 def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
@@ -401,19 +392,12 @@ def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., 
 
     def function(*arrays: Any) -> list[Any]:
         with binding.program(is_body=True):
-            outs = run(plan, list(map(argument, arrays, plan.ins)))
-            return [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
+            return results(plan, arrays, dtypes)
 
     return function
 
 
-def rebound(step: EqnPlan, reads: Sequence[np.dtype | None], caches: Sequence[CastCache]) -> list[CastCache]:
-    """Does the operation itself, with its own parameters, on operands in the given dtypes."""
-    arrays = [cache.read(dtype) for cache, dtype in zip(caches, reads, strict=True)]
-    return as_planned(step, binding.bind(step.eqn, *arrays))
-
-
-def as_planned(step: EqnPlan, outs: Sequence[Any]) -> list[CastCache]:
-    """Returns the results of an operation in the dtypes they were planned in."""
-    results = zip(outs, step.outs, step.eqn.outvars, strict=True)
-    return [computed(cast(out, v.dtype) if ir.is_float32(var) else out) for out, v, var in results]
+def results(plan: Plan, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """The results of a plan for some arguments, in dtypes; None for results as they come."""
+    outs = run(plan, list(map(argument, arrays, plan.ins)))
+    return [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]

@@ -1,8 +1,7 @@
 """What is known of a value while a program is planned, and what is kept of it while it runs."""
 
 import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -45,7 +44,7 @@ class CastCache:
 
     Args:
       value: the array; None if `make` gives it.
-      dtype: what the value is in to begin with.
+      dtype: what the value is in to begin with; left out, its own, if it has one.
       make: gives the array in another dtype. Left out, `value` is cast. For values that only move a parameter
         the parameter is cast first, so that `w` and `w.T` share one cast.
       is_weight: whether casts of it are marked as those of a parameter.
@@ -54,10 +53,11 @@ class CastCache:
     __slots__ = ("_dtype", "_is_weight", "_made", "_make")
 
     def __init__(
-        self, value: Any, dtype: Any, make: Callable[[Any], Any] | None = None, is_weight: bool = False
+        self, value: Any, dtype: Any = None, make: Callable[[Any], Any] | None = None, is_weight: bool = False
     ):
-        self._dtype, self._make, self._is_weight = dtype, make, is_weight
-        self._made = {} if value is None else {dtype: value}
+        self._dtype = getattr(value, "dtype", None) if dtype is None else dtype
+        self._make, self._is_weight = make, is_weight
+        self._made = {} if value is None else {self._dtype: value}
 
     def view(self, dtype: Any, make: Callable[[Any], Any]) -> "CastCache":
         """Returns the cache of what is made of this value, in whichever dtype it is read in.
@@ -78,33 +78,13 @@ class CastCache:
         return self._made[dtype]
 
 
-#: Whether casts of untouched arguments are marked as those of parameters.
-_MARKS = contextvars.ContextVar("casts of leaves are marked", default=False)
-
-
-@contextlib.contextmanager
-def leaves_marked(marks: bool) -> Iterator[bool]:
-    """Marks the casts of leaves in a with-block, so that their gradients can be float32."""
-    token = _MARKS.set(marks)
-    try:
-        yield marks
-    finally:
-        _MARKS.reset(token)
+#: Whether casts of untouched arguments are marked as those of parameters, whose gradients can be float32.
+LEAVES_MARKED = jax.make_user_context(default_value=False)
 
 
 def argument(value: Any, known: Value) -> CastCache:
     """Returns the cache of casts of an argument."""
-    return CastCache(value, getattr(value, "dtype", None), is_weight=known.source == "leaf" and _MARKS.get())
-
-
-def constant(value: Any, dtype: Any) -> CastCache:
-    """Returns the cache of casts of an array that was closed over, which may be a parameter."""
-    return CastCache(value, dtype, is_weight=_MARKS.get())
-
-
-def computed(value: Any) -> CastCache:
-    """Returns the cache of casts of an array that an operation gave."""
-    return CastCache(value, getattr(value, "dtype", None))
+    return CastCache(value, is_weight=known.source == "leaf" and LEAVES_MARKED.value)
 
 
 def cast(value: Any, dtype: Any) -> Any:

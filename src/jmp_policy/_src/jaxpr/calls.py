@@ -41,16 +41,6 @@ KINDS: Mapping[str, Kind] = {
     "cond": Kind.COND,
 }
 
-#: Kinds whose equation stands for that jaxpr once: operands are its arguments, results its results.
-_CALLED_ONCE: Mapping[Kind, str] = {
-    Kind.JIT: "jaxpr",
-    Kind.CALL: "call_jaxpr",
-    Kind.CHECKPOINT: "jaxpr",
-    Kind.CUSTOM_JVP: "call_jaxpr",
-    Kind.CUSTOM_VJP: "call_jaxpr",
-    Kind.SHARD_MAP: "jaxpr",
-}
-
 #: Jits of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
 _SMALL = 24
 
@@ -77,7 +67,7 @@ def kind_of(eqn: Any) -> Kind | None:
 
 
 def called(eqn: Any) -> Called | None:
-    """The jaxpr that an operation calls once, if it is such an operation.
+    """The jaxpr that an operation stands for once: operands are its arguments, results its results.
 
     Of a `lax.platform_dependent` that is the branch without platforms, the index of the branch is skipped:
     other branches compute the same in another way.
@@ -85,8 +75,9 @@ def called(eqn: Any) -> Called | None:
     kind = kind_of(eqn)
     if kind is Kind.PLATFORM:
         return Called(ir.default_branch(eqn), 1)
-    parameter = None if kind is None else _CALLED_ONCE.get(kind)
-    return None if parameter is None else Called(eqn.params[parameter])
+    if kind in (None, Kind.SCAN, Kind.WHILE, Kind.COND):
+        return None
+    return Called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"])
 
 
 def looked_into(eqn: Any) -> Called | None:

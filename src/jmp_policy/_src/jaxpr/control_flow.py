@@ -74,35 +74,16 @@ def scan(eqn: Any, trip: Callable[[Any, Any], Any], start: Any, xs: Any) -> Any:
     return lax.scan(trip, start, xs, **options)
 
 
-def scan_over_arrays(eqn: Any, body: Function, operands: Sequence[Any]) -> list[Any]:
-    """Runs a scan whose body takes constants, carries and one slice of each input, as its jaxpr does."""
-    parts = loop(eqn, operands)
-    carries = len(parts.start)
-
-    def trip(carry: Any, xs: Any) -> Any:
-        outs = list(body(*parts.fixed, *carry, *xs))
-        return outs[:carries], outs[carries:]
-
-    last, ys = scan(eqn, trip, parts.start, parts.xs)
-    return [*last, *ys]
-
-
-def while_over_arrays(
-    eqn: Any, test: Function, body: Function, operands: Sequence[Any], bind: Callable[..., Any]
+def with_jaxprs(
+    eqn: Any, jaxprs: Sequence[Any], operands: Sequence[Any], bind: Callable[..., Any]
 ) -> Sequence[Any]:
-    """Runs a while loop whose test and body take constants and carries, as its jaxprs do."""
-    parts = loop(eqn, operands)
-    if not ends_at_once(eqn):  # The public function takes one end for all.
-        jaxprs = {
-            "cond_jaxpr": jax.make_jaxpr(test)(*parts.tested, *parts.start),
-            "body_jaxpr": jax.make_jaxpr(body)(*parts.fixed, *parts.start),
-        }
-        return bind(eqn, *operands, **jaxprs)
-    return lax.while_loop(
-        lambda carry: test(*parts.tested, *carry)[0],
-        lambda carry: body(*parts.fixed, *carry),
-        list(parts.start),
-    )
+    """Does a jit, loop or branch with other jaxprs inside: a while loop's are its body and its test."""
+    kind = calls.kind_of(eqn)
+    if kind is calls.Kind.WHILE:
+        return bind(eqn, *operands, body_jaxpr=jaxprs[0], cond_jaxpr=jaxprs[1])
+    if kind is calls.Kind.COND:
+        return bind(eqn, *operands, branches=tuple(jaxprs))
+    return bind(eqn, *operands, jaxpr=jaxprs[0])
 
 
 def cond(branches: Sequence[Function], operands: Sequence[Any]) -> list[Any]:
@@ -165,22 +146,24 @@ def custom_jvp(
       dtypes: what is wanted of its results and their tangents; None for results as they come.
     """
     _, user_rule = compat.subfunctions(eqn)
-    whole: Any = jax.custom_jvp(_named(function, eqn))
-    zero, atoms = jax.custom_derivatives.SymbolicZero, eqn.invars
+    function.__name__ = compat.name_of(eqn).rsplit(".", 1)[-1]
+    whole: Any = jax.custom_jvp(function)
+    zero, written_for = jax.custom_derivatives.SymbolicZero, [ir.dtype_of(atom) for atom in eqn.invars]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         # Symbolic zeros are of the dtypes that the rule was written for.
         kept = [
-            zero(ir.retyped(t.aval, ir.dtype_of(atom)))
-            if isinstance(t, zero) and is_floating(ir.dtype_of(atom))
-            else t
-            for t, atom in zip(tangents, atoms, strict=True)
+            zero(ir.retyped(t.aval, dtype)) if isinstance(t, zero) and is_floating(dtype) else t
+            for t, dtype in zip(tangents, written_for, strict=True)
         ]
+        flat = _traced(user_rule, [*primals, *kept], written_for * 2)
         wanted = [*dtypes, *dtypes]
-        outs, _ = _run_traced(run, user_rule, [*primals, *kept], [*atoms, *atoms], wanted)
+        # What is no array among its results, a symbolic zero, is there already.
+        there = flat.rebuild([None] * len(compat.open_jaxpr(flat.jaxpr).outvars))
+        of_arrays = [dtype for out, dtype in zip(there, wanted, strict=True) if out is None]
         outs = [
             zero(ir.retyped(out.aval, dtype)) if isinstance(out, zero) and dtype is not None else out
-            for out, dtype in zip(outs, wanted, strict=True)
+            for out, dtype in zip(flat.rebuild(run(flat.jaxpr, flat.arrays, of_arrays)), wanted, strict=True)
         ]
         return outs[: len(dtypes)], outs[len(dtypes) :]
 
@@ -201,7 +184,7 @@ def custom_vjp(
       dtypes: of its results; None for those that are left alone.
     """
     _, user_forward, user_backward = compat.subfunctions(eqn)
-    residual_types: list[Any] = []
+    operands, residual_dtypes = [ir.dtype_of(atom) for atom in eqn.invars], list[Any]()
     closed = compat.closed_over(eqn)
     whole: Any = jax.custom_vjp(function)
 
@@ -210,9 +193,11 @@ def custom_vjp(
             # With each argument: whether it is differentiated. What the function closes over is not.
             return user_forward(*(part for place, x in enumerate(arrays) for part in (x, place >= closed)))
 
-        outs, atoms = _run_traced(run, flat, arrays, eqn.invars)
+        traced = _traced(flat, arrays, operands)
+        outs = traced.rebuild(run(traced.jaxpr, traced.arrays, None))
         places = compat.residual_places(eqn)  # Known once the forward pass was traced.
-        residual_types[:] = _chosen(atoms, eqn.invars, places)
+        made = traced.rebuild([ir.dtype_of(var) for var in compat.open_jaxpr(traced.jaxpr).outvars])
+        residual_dtypes[:] = _chosen(made, operands, places)
         results = zip(outs[-len(dtypes) :], dtypes, strict=True)
         return [_cast(x, dtype) for x, dtype in results], _chosen(outs, arrays, places)
 
@@ -220,7 +205,9 @@ def custom_vjp(
         def flat(*arrays: Any) -> Sequence[Any]:
             return compat.cotangents(user_backward(*arrays))
 
-        outs, _ = _run_traced(run, flat, [*residuals, *cotangents], [*residual_types, *eqn.outvars])
+        written_for = [*residual_dtypes, *map(ir.dtype_of, eqn.outvars)]
+        traced = _traced(flat, [*residuals, *cotangents], written_for)
+        outs = traced.rebuild(run(traced.jaxpr, traced.arrays, None))
         return tuple(
             _cast(out, array.dtype) if ir.is_array(out) else None
             for out, array in zip(outs, arrays, strict=True)
@@ -228,11 +215,6 @@ def custom_vjp(
 
     whole.defvjp(forward, backward)
     return whole(*arrays)
-
-
-def _named(function: Callable[..., Any], eqn: Any) -> Callable[..., Any]:
-    function.__name__ = compat.name_of(eqn).rsplit(".", 1)[-1]
-    return function
 
 
 def _cast(value: Any, dtype: Any) -> Any:
@@ -245,40 +227,6 @@ def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int 
     return [next(new) if place is None else arguments[place] for place in places]
 
 
-def _run_traced(
-    run: Run, function: Function, values: Sequence[Any], atoms: Sequence[Any], wanted: Any = None
-) -> tuple[list[Any], list[Any]]:
-    """Traces a function in the dtypes that it was written for, and runs the trace on arrays in others.
-
-    Args:
-      run: runs it.
-      function: of flat arrays. It closes over what is no array among the arguments (symbolic zeros, tangents
-        of integers); its results may hold such things too.
-      values: its arguments, as they are.
-      atoms: an atom of the jaxpr for each argument: the dtype that the function was written for.
-      wanted: a dtype for each result; None for all results as they come.
-
-    Returns:
-      Its results, and the atom of the trace for each of them.
-    """
-    others: dict[int, Any] = {}
-    places = [place for place, value in enumerate(values) if ir.is_array(value)]
-
-    def traced(*given: Any) -> list[Any]:
-        filled = list(values)
-        for place, array in zip(places, given, strict=True):
-            filled[place] = array
-        outs = list(function(*filled))
-        others.update((place, out) for place, out in enumerate(outs) if not ir.is_array(out))
-        return [out for place, out in enumerate(outs) if place not in others]
-
-    arrays = [values[place] for place in places]
-    jaxpr = ir.trace_as(traced, arrays, [ir.dtype_of(atoms[place]) for place in places])
-    atoms_of_results = compat.open_jaxpr(jaxpr).outvars
-    count = len(atoms_of_results) + len(others)
-    kept = None if wanted is None else [dtype for i, dtype in enumerate(wanted) if i not in others]
-    made, found = iter(run(jaxpr, arrays, kept)), iter(atoms_of_results)
-    return (
-        [others[i] if i in others else next(made) for i in range(count)],
-        [None if i in others else next(found) for i in range(count)],
-    )
+def _traced(function: Function, values: Sequence[Any], dtypes: Sequence[Any]) -> ir.Flat:
+    """Traces a function of flat lists in the dtypes that it was written for."""
+    return ir.flattened(lambda *values: list(function(*values)), values, {}, dtypes)

@@ -6,11 +6,6 @@ from typing import Any, NamedTuple
 from jmp_policy._src.jaxpr import calls, compat
 from jmp_policy._src.jaxpr.calls import Kind
 
-#: Kinds of equations whose jaxpr runs once: what they give is what its last operations give.
-_RUN_ONCE = frozenset(
-    (Kind.JIT, Kind.CALL, Kind.CHECKPOINT, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP, Kind.SHARD_MAP)
-)
-
 
 class Ancestors(NamedTuple):
     """What traced values were computed from, within the trace that they are in.
@@ -88,4 +83,4 @@ def transposes(eqn: Any) -> bool:
 
 def ends_backward_pass(eqn: Any) -> bool:
     """Whether an equation is of a backward pass, or calls a function that has one inside."""
-    return compat.is_transposed(eqn) or (calls.kind_of(eqn) in _RUN_ONCE and transposes(eqn))
+    return compat.is_transposed(eqn) or (calls.called(eqn) is not None and transposes(eqn))

@@ -14,7 +14,7 @@ import jax.core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr import compat, ir
 
 Arrays = Sequence[jax.Array]
 #: Primitives that stand for a whole function.
@@ -77,7 +77,7 @@ def by_devices(
         mlir.register_lowering(primitive, on_gpu, platform=platform)
 
     def choose(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
-        if any(_is_placed(x) or not _has_known_shape(x) for x in arrays):
+        if any(_is_placed(x) or not ir.has_known_sizes(x.shape) for x in arrays):
             # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
             return list(anywhere(*arrays, **options))
         return primitive.bind(*arrays, **options)
@@ -89,8 +89,3 @@ def _is_placed(x: jax.Array) -> bool:
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", ())
     return compat.varies_over_devices(aval) or any(part is not None for part in spec)
-
-
-def _has_known_shape(x: jax.Array) -> bool:
-    """Whether all sizes are integers; they are not while a program is exported with symbolic ones."""
-    return all(isinstance(size, int) for size in x.shape)

@@ -137,9 +137,9 @@ def is_foreign(name: str) -> bool:
 
 def _param(value: Any) -> Any:
     """A parameter of an equation, for operands in float32."""
-    if _is_jaxpr(value):
+    if ir.is_jaxpr(value):
         return _retraced(value)
-    if isinstance(value, tuple) and any(map(_is_jaxpr, value)):
+    if isinstance(value, tuple) and any(map(ir.is_jaxpr, value)):
         parts = [_param(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, np.dtype):
@@ -148,10 +148,6 @@ def _param(value: Any) -> Any:
         # F16_F16_F32 and the like round their operands; BF16_BF16_F32_X6 takes float32 apart instead.
         return None if re.search(r"F8|float8|F16(?!.*_X\d)|float16", str(value)) else value
     return value
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(compat.open_jaxpr(value), "eqns")
 
 
 def _retraced(jaxpr: Any) -> Any:
@@ -182,13 +178,16 @@ def has_half(jaxpr: Any) -> bool:
     """Whether a value in a jaxpr, or one in a program inside it, is half."""
     opened = compat.open_jaxpr(jaxpr)
     atoms = (*opened.invars, *opened.constvars, *opened.outvars)
-    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(map(holds_half, opened.eqns))
+    return _are_half(atoms) or any(map(holds_half, opened.eqns))
 
 
 def holds_half(eqn: Any) -> bool:
     """Whether an operation, or one inside it, has half operands or results."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    return any(is_half(ir.dtype_of(atom)) for atom in atoms) or any(map(has_half, ir.subjaxprs(eqn)))
+    return _are_half((*eqn.invars, *eqn.outvars)) or any(map(has_half, ir.subjaxprs(eqn)))
+
+
+def _are_half(atoms: Sequence[Any]) -> bool:
+    return any(is_half(ir.dtype_of(atom)) for atom in atoms)
 
 
 def _mentions_half(value: Any) -> bool:

@@ -30,21 +30,12 @@ def shape_of(atom: Any) -> Any:
 
 def has_known_sizes(shape: Sequence[Any]) -> bool:
     """Whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
-    return _INTEGERS.issuperset(map(type, shape))
-
-
-_INTEGERS = frozenset([int])
-
-
-def is_array_of(atom: Any, dtype: np.dtype) -> bool:
-    """Whether an atom of a jaxpr is an array of such a dtype, and no token, key or reference."""
-    aval = atom.aval
-    return isinstance(aval, ShapedArray) and aval.dtype == dtype
+    return all(isinstance(size, int) for size in shape)
 
 
 def is_float32(atom: Any) -> bool:
     """Whether an atom is a float32 array, the only thing that autocast ever lowers."""
-    aval = atom.aval  # Not by `is_array_of`: planning a program asks this more than anything else.
+    aval = atom.aval
     return isinstance(aval, ShapedArray) and aval.dtype == FLOAT32
 
 
@@ -62,8 +53,13 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
     """Yields every jaxpr among the parameters of an equation."""
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(open_jaxpr(part), "eqns"):
+            if is_jaxpr(part):
                 yield part
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a value is a jaxpr, closed or open."""
+    return hasattr(open_jaxpr(value), "eqns")
 
 
 def holds_jaxpr(eqn: Any) -> bool:
@@ -100,27 +96,27 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def broadcast_like(value: Any, atom: Any) -> Any:
-    """Broadcasts a scalar, or axes of size 1, to the shape (and explicit sharding) of an atom."""
-    shape, axes = atom.aval.shape, range(len(atom.aval.shape)) if value.ndim else ()
-    sharding = atom.aval.sharding if is_explicit([atom]) else None
-    return jax.lax.broadcast_in_dim(value, shape, tuple(axes), out_sharding=sharding)
+def broadcast_like(value: Any, aval: Any) -> Any:
+    """Broadcasts a scalar, or axes of size 1, to the shape (and explicit sharding) of a type of arrays."""
+    axes = tuple(range(aval.ndim)) if value.ndim else ()
+    sharding = aval.sharding if _is_explicit(aval) else None
+    return jax.lax.broadcast_in_dim(value, aval.shape, axes, out_sharding=sharding)
 
 
 def is_explicit(atoms: Sequence[Any]) -> bool:
     """Whether an atom is laid out on a mesh whose axes are part of its type."""
-    shardings = [getattr(atom.aval, "sharding", None) for atom in atoms]
-    return any(s is not None and jax.sharding.AxisType.Explicit in s.mesh.axis_types for s in shardings)
+    return any(_is_explicit(atom.aval) for atom in atoms)
+
+
+def _is_explicit(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def asks_for_precision(eqn: Any) -> bool:
     """Whether a product has a `precision=` of its own, and not the ambient default."""
-    precision = eqn.params.get("precision")
-    default = (None, (jax.lax.Precision.DEFAULT,) * 2, jax.lax.Precision.DEFAULT)
-    if precision in default:
-        return False
-    default_name = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return precision != _default_precision(default_name)
+    default, name = jax.lax.Precision.DEFAULT, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return eqn.params.get("precision") not in (None, default, (default,) * 2, _default_precision(name))
 
 
 @functools.lru_cache(maxsize=16)
@@ -139,15 +135,6 @@ def zeros(aval: Any) -> Any:
     """Zeros of a type of arrays, inside shard_map over the axes that it varies over."""
     array, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(varying(aval))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
-
-
-def trace_as(function: Callable[..., Any], arrays: Sequence[Any], dtypes: Sequence[Any]) -> Any:
-    """The jaxpr of a function of arrays like these, in other dtypes."""
-    types = [
-        jax.typeof(array) if dtype is None or array.dtype == dtype else retyped(jax.typeof(array), dtype)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]
-    return jax.make_jaxpr(function)(*types)
 
 
 def has_shardings(params: dict[str, Any]) -> bool:
@@ -277,8 +264,14 @@ class Flat(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def flattened(fn: Callable[..., Any], args: Any, kwargs: Any) -> Flat:
-    """Traces a function; arguments and results that are no arrays are static."""
+def flattened(fn: Callable[..., Any], args: Any, kwargs: Any, dtypes: Sequence[Any] | None = None) -> Flat:
+    """Traces a function; arguments and results that are no arrays are static.
+
+    Args:
+      fn: the function.
+      args, kwargs: its arguments.
+      dtypes: what to trace each leaf of the arguments in, if they are in others.
+    """
     given, results = split_arrays((args, kwargs)), list[Split]()
 
     def flat(*arrays: Any) -> list[Any]:
@@ -289,7 +282,11 @@ def flattened(fn: Callable[..., Any], args: Any, kwargs: Any) -> Flat:
         results.append(made._replace(arrays=[], leaves=leaves))
         return made.arrays
 
-    jaxpr = jax.make_jaxpr(flat)(*given.arrays)
+    types = given.arrays
+    if dtypes is not None:
+        pairs = [(jax.typeof(given.leaves[place]), dtypes[place]) for place in given.places]
+        types = [aval if aval.dtype == dtype else retyped(aval, dtype) for aval, dtype in pairs]
+    jaxpr = jax.make_jaxpr(flat)(*types)
     # As the trace took them: NumPy's float64 is float32 here, unless x64 is on.
     arrays = [jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in given.arrays]
     return Flat(jaxpr, arrays, results[-1].merged)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.products.primitives import JAXS, primitive_for
+from jmp_policy._src.products.primitives import primitive_for
 
 #: How often each operation was bound to values of each type in this program so far; None in bodies, which are
 #: differentiated whole.
@@ -25,10 +25,7 @@ _OFTEN = 1
 
 def bind_product(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds a primitive to values, a product to the implementation that suits them; results as a list."""
-    # Ours, in a program that was traced before, goes back to JAX's for operands of other dtypes.
-    if primitive in JAXS or any(getattr(value, "dtype", None) == jax.numpy.bfloat16 for value in values):
-        primitive = primitive_for(primitive, values, params)
-    return compat.bind_primitive(primitive, values, params)
+    return compat.bind_primitive(primitive_for(primitive, values, params), values, params)
 
 
 @contextlib.contextmanager
@@ -41,6 +38,17 @@ def program(is_body: bool) -> Iterator[None]:
         _BOUND.reset(token)
 
 
+def run_program(jaxpr: Any, arrays: Sequence[Any], function: Callable[..., Sequence[Any]]) -> list[Any]:
+    """The results of a whole traced program, which a function of its arrays runs, as they were traced."""
+    opened = compat.open_jaxpr(jaxpr)
+    is_explicit = ir.is_explicit(opened.invars)
+    # Op by op, constants would not get the shardings that the trace gave them.
+    function = jax.jit(function) if is_explicit else function
+    with program(is_body=is_explicit):
+        made = function(*arrays)
+    return [ir.as_array(value, atom) for value, atom in zip(made, opened.outvars, strict=True)]
+
+
 class _Operation(NamedTuple):
     """What is bound, as a function of its operands; equal to others that do the same.
 
@@ -48,31 +56,28 @@ class _Operation(NamedTuple):
       primitive, params: of the operation.
       context: of its equation (compute type, mesh), under which it is traced once.
       broadcast: operands that are broadcast first, and then cast.
-      shape, dtype: what those are broadcast and cast to.
+      like, dtype: the type like which those are broadcast, and what they are cast to.
     """
 
     primitive: Any
     params: tuple[Any, ...]
     context: Any
     broadcast: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
+    like: Any = None
     dtype: Any = None
 
     def __call__(self, *values: Any) -> list[Any]:
         given = list(values)
         for place in self.broadcast:
-            axes = range(len(self.shape)) if given[place].ndim else ()
-            wide = jax.lax.broadcast_in_dim(given[place], self.shape, axes)
+            wide = ir.broadcast_like(given[place], self.like)
             given[place] = jax.lax.convert_element_type(wide, self.dtype)
         return bind_product(self.primitive, given, dict(self.params))
 
 
 def bind(eqn: Any, *values: Any, **changed: Any) -> list[Any]:
     """Binds an equation's primitive to other values, with some parameters changed; results as a list."""
-    params = {**eqn.params, **changed}
-    if not _is_counted(eqn, values):
-        return bind_product(eqn.primitive, values, params)
-    return _bound(_Operation(eqn.primitive, tuple(params.items()), compat.context_of(eqn)), values)
+    params = tuple({**eqn.params, **changed}.items())
+    return _bound(_Operation(eqn.primitive, params, compat.context_of(eqn)), values)
 
 
 def bind_broadcast(eqn: Any, values: Sequence[Any], broadcast: tuple[int, ...], dtype: Any) -> list[Any]:
@@ -86,28 +91,17 @@ def bind_broadcast(eqn: Any, values: Sequence[Any], broadcast: tuple[int, ...], 
       broadcast: which of them are broadcast like the result.
       dtype: what those are cast to.
     """
-    like = eqn.outvars[0]
-    if ir.is_explicit([like]) or not _is_counted(eqn, values):
-        given = list(values)
-        for place in broadcast:
-            given[place] = converted(ir.broadcast_like(given[place], like), dtype)
-        return bind(eqn, *given)
-    params, context = tuple(eqn.params.items()), compat.context_of(eqn)
-    return _bound(_Operation(eqn.primitive, params, context, broadcast, ir.shape_of(like), dtype), values)
-
-
-def _is_counted(eqn: Any, values: Sequence[Any]) -> bool:
-    """Returns whether an operation may be bound as a jit of which JAX keeps the derivative."""
-    return (
-        is_derived_by_operation()
-        and eqn.primitive.name in _SIMPLE
-        and any(isinstance(value, Tracer) for value in values)
-    )
+    params, like = tuple(eqn.params.items()), eqn.outvars[0].aval
+    operation = _Operation(eqn.primitive, params, compat.context_of(eqn), broadcast, like, dtype)
+    return _bound(operation, values)
 
 
 def _bound(operation: _Operation, values: Sequence[Any]) -> list[Any]:
-    """Binds an operation; one that occurs often in the program as a jit."""
+    """Binds an operation; one that occurs often in the program as a jit, whose derivative JAX keeps."""
     counts = _BOUND.get()
+    is_simple = operation.primitive.name in _SIMPLE
+    if counts is None or not is_simple or not any(isinstance(value, Tracer) for value in values):
+        return operation(*values)
     # Numbers that stand in the program are no arrays.
     types = (getattr(value, "dtype", type(value)) for value in values)
     key = operation, *zip(map(np.shape, values), types, strict=True)

@@ -18,76 +18,80 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
-from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.device_dispatch import GPUS
-from jmp_policy._src.products import cpu_products
+from jmp_policy._src.products.cpu_products import product
 
-#: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
-#: JAX's own operation.
-_Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
+#: Binds the product of an equation of JAX's to operands.
+Bind = Callable[[Any, Sequence[Any]], Any]
 
 
-def _product_primitive(like: Any, choose: _Chooser, on_gpu: Callable[..., Any] | None = None) -> Primitive:
-    """Makes a primitive that is one of JAX's bilinear ones, computed in another way on some platforms.
+def product_primitive(
+    like: Primitive,
+    abstract: Callable[..., Any],
+    batched: Callable[..., Any],
+    lowerings: Mapping[str | None, Callable[..., Any]],
+) -> Primitive:
+    """Makes a primitive that stands in for one of JAX's products; its derivatives are added by the caller.
 
     Args:
-      like: JAX's primitive.
-      choose: says how a CPU computes it for bfloat16 operands.
-      on_gpu: how a GPU does; None for JAX's own operation.
+      like: JAX's primitive, whose name it has.
+      abstract: gives the type of the result, as JAX's does.
+      batched: its rule for `vmap`.
+      lowerings: how each platform computes it; None for all others.
     """
     primitive = Primitive(like.name)
 
-    primitive.def_impl(functools.partial(run_alone, primitive))
-    primitive.def_effectful_abstract_eval(like.abstract_eval)
+    def run_alone(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # Or it would call itself.
+            return _jitted(primitive, tuple(params.items()))(*operands)
 
-    def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
-        other = operands[1 - place]
-        types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
-        mesh = jax.sharding.get_abstract_mesh()
-        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
-        return _evaluated(jaxpr, {}, cotangent, other)[0]
-
-    ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
-
-    def batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        out_dim = None
-
-        def call(*operands: Any) -> Any:
-            nonlocal out_dim
-            out, out_dim = batching.fancy_primitive_batchers[like](axis, operands, dims, **params)
-            return out
-
-        (out,) = _evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), {like: primitive}, *operands)
-        return out, out_dim
-
+    primitive.def_impl(run_alone)
+    primitive.def_effectful_abstract_eval(abstract)
     batching.fancy_primitive_batchers[primitive] = batched
-
-    def lower_for_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
-        function = (is_bfloat16 and choose(ctx.avals_in, ctx.avals_out[0], params)) or like.bind
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
-
-    mlir.register_lowering(primitive, mlir.lower_fun(like.bind, multiple_results=False))
-    mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
-    if on_gpu is not None:
-        for platform in GPUS:
-            mlir.register_lowering(primitive, mlir.lower_fun(on_gpu, multiple_results=False), platform)
-    compat.set_checkpoint_rule(primitive, functools.partial(checkpointed, like))
+    for platform, function in lowerings.items():
+        mlir.register_lowering(primitive, function, platform=platform)
+    compat.set_checkpoint_rule(primitive, functools.partial(_checkpointed, like))
     return primitive
-
-
-def run_alone(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Runs a primitive outside of any trace."""
-    with jax.disable_jit(False):  # Or it would call itself.
-        return _jitted(primitive, tuple(params.items()))(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
     return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+
+
+def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """How a platform computes a primitive: as a function of its operands and parameters."""
+    return mlir.lower_fun(function, multiple_results=False)
+
+
+def evaluated(jaxpr: Any, values: Sequence[Any], bind: Bind) -> Any:
+    """The first result of a jaxpr whose products are bound by a function, on the current source line."""
+
+    def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in op_table.LOWERED:
+            return [bind(eqn, operands)]
+        return compat.bind_primitive(eqn.primitive, operands, eqn.params)
+
+    return ir.evaluate(jaxpr, values, step)[0]
+
+
+def batched_as(
+    like: Primitive, bind: Bind, axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """Batches a product as JAX batches its own; `bind` does that of the whole batch."""
+    out_dim = None
+
+    def call(*operands: Any) -> Any:
+        nonlocal out_dim
+        out, out_dim = batching.fancy_primitive_batchers[like](axis, operands, dims, **params)
+        return out
+
+    return evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), operands, bind), out_dim
 
 
 @functools.lru_cache(maxsize=4096)
@@ -111,25 +115,7 @@ def transposed_jaxpr(like: Any, place: int, types: tuple[Any, ...], params: tupl
     return jax.make_jaxpr(call)(cotangent, other, *more)
 
 
-def _evaluated(closed: Any, given: Mapping[Any, Any], *values: Any) -> list[Any]:
-    """Evaluates a jaxpr with our primitives in place of JAX's, on the current source line.
-
-    Args:
-      closed: the jaxpr.
-      given: which of our primitives to take for one of JAX's; `primitive_for` says it for the others.
-      values: the arguments.
-    """
-    jaxpr, source = compat.open_jaxpr(closed), compat.without_name_stack()
-
-    def ours(eqn: Any) -> Any:
-        found = given.get(eqn.primitive)
-        return found or primitive_for(eqn.primitive, [var.aval for var in eqn.invars], eqn.params)
-
-    eqns = [compat.changed_equation(eqn, ours(eqn), source) for eqn in jaxpr.eqns]
-    return jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), compat.constants(closed), *values)
-
-
-def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
     """Says what `jax.checkpoint` does with a product: policies that save JAX's save ours as well."""
     needed = [
         var
@@ -144,39 +130,66 @@ def checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn:
     return eqn, eqn, [False], [True], needed
 
 
-DOT_GENERAL = _product_primitive(primitives.dot_general_p, lambda *_: cpu_products.product)
-CONV_GENERAL_DILATED = _product_primitive(primitives.conv_general_dilated_p, cpu_products.convolution)
-#: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
-CONV_WITH_FLOAT32_RESULT = _product_primitive(
-    primitives.conv_general_dilated_p, cpu_products.convolution, on_gpu=cpu_products.convolved_in_half
-)
+def _bilinear(like: Primitive, lowerings: Mapping[str, Callable[..., Any]]) -> Primitive:
+    """A primitive that is one of JAX's bilinear ones, computed in another way on some platforms."""
 
-_OURS = {
-    primitives.dot_general_p: DOT_GENERAL,
-    primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
-}
-#: JAX's primitive for each of ours that stands in for it.
-JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
+    def batched(*args: Any, **params: Any) -> Any:
+        return batched_as(like, lambda eqn, values: primitive.bind(*values, **eqn.params), *args, **params)
+
+    def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+        other, mesh = operands[1 - place], jax.sharding.get_abstract_mesh()
+        types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
+        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
+        return evaluated(jaxpr, (cotangent, other), bind_suited)
+
+    primitive = product_primitive(like, like.abstract_eval, batched, {None: lowered(like.bind), **lowerings})
+    ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
+    return primitive
+
+
+def _on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+    return lowered(product if is_bfloat16 else primitives.dot_general_p.bind)(ctx, *operands, **params)
+
+
+def _convolved_in_half(lhs: Any, rhs: Any, *, preferred_element_type: Any, **params: Any) -> Any:
+    """Computes a convolution in the dtype of its operands, and casts the result to the dtype asked for.
+
+    cuDNN has no convolution of half operands with a float32 result: XLA casts the operands to float32. The
+    step of a U-Net whose last convolution is read by a float32 loss moves 20 % more bytes so on an H100, and
+    on cards without TF32 that convolution misses the Tensor Cores.
+    """
+    out = primitives.conv_general_dilated_p.bind(lhs, rhs, preferred_element_type=lhs.dtype, **params)
+    return lax.convert_element_type(out, preferred_element_type)
+
+
+DOT_GENERAL = _bilinear(primitives.dot_general_p, {"cpu": _on_cpu})
+#: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
+CONV_WITH_FLOAT32_RESULT = _bilinear(
+    primitives.conv_general_dilated_p, dict.fromkeys(GPUS, lowered(_convolved_in_half))
+)
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the primitive to bind in place of another, for these operands.
 
-    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
-    of at most 32 bits; JAX's for all other products, and any other primitive itself,
-    `CONV_WITH_FLOAT32_RESULT` too.
+    Where the default backend is a CPU, ours for a matrix product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other matrix products, and any other primitive itself.
 
     Args:
       primitive: JAX's or ours.
       operands: arrays, or their types.
       params: of the operation.
     """
-    if primitive is CONV_WITH_FLOAT32_RESULT:
+    if primitive not in (DOT_GENERAL, primitives.dot_general_p):
         return primitive
-    jaxs = JAXS.get(primitive, primitive)
-    if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
-        return jaxs
     result = params.get("preferred_element_type")
     fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
-    is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
-    return _OURS[jaxs] if is_ours else jaxs
+    is_bfloat16 = all(x.dtype == jnp.bfloat16 for x in operands)
+    is_ours = is_bfloat16 and fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
+    return DOT_GENERAL if is_ours else primitives.dot_general_p
+
+
+def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:
+    """Does a product of operands, which may be in other dtypes, by the primitive that suits them."""
+    return primitive_for(eqn.primitive, operands, eqn.params).bind(*operands, **eqn.params)

@@ -89,16 +89,15 @@ class DualValues(Interpreter):
 
     def __init__(self) -> None:
         self.missed: dict[str, str] = {}
-        self._marked: dict[int, bool] = {}
 
-    def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
-        """A jaxpr as a function of arrays, weights and activations to arrays."""
-        return lambda *values: list(map(read, self.inside(jaxpr, lambda: list(values), False)[0]))
+    def results(self, jaxpr: Any, values: Sequence[Any], where: Any) -> list[Any]:
+        """The results of a jaxpr, of arrays, weights and activations, as arrays."""
+        return list(map(read, self.run(jaxpr, values, where)))
 
     def inside(self, jaxpr: Any, take: Callable[[], list[Any]], where: Any) -> tuple[list[Any], Any]:
         """Runs the body of a loop, branch or call; what leaves it is an activation."""
         with binding.program(is_body=True):
-            return _activations(map(read, self.run(jaxpr, take(), where))), ()
+            return _activations(self.results(jaxpr, take(), where)), ()
 
     def at(self, eqn: Any, around: Any) -> bool:
         """Whether the first named scope of all operations is left out: of the outermost jaxpr alone."""
@@ -155,11 +154,8 @@ class DualValues(Interpreter):
             return [_product(inner, values, inner.invars[0].aval.dtype)]
         if kind is not Kind.WHILE:
             name = eqn.primitive.name
-            why = (
-                "which is bound to its shardings or donations"
-                if name == "jit"
-                else "whose derivative is given"
-            )
+            is_jit = name == "jit"
+            why = "which is bound to its shardings or donations" if is_jit else "whose derivative is given"
             line = source_lines.source_line(eqn) or "somewhere"
             self.missed.setdefault(line, f"the weight goes into a {name}, {why}")
         return _activations(binding.bind(eqn, *map(read, values)))
@@ -169,13 +165,7 @@ class DualValues(Interpreter):
 
     def _is_marked(self, eqn: Any) -> bool:
         """Whether a parameter is cast inside a call or loop."""
-        return any(map(self._has_marks, ir.subjaxprs(eqn)))
-
-    def _has_marks(self, jaxpr: Any) -> bool:
-        if id(jaxpr) not in self._marked:
-            eqns = compat.open_jaxpr(jaxpr).eqns
-            self._marked[id(jaxpr)] = any(param_cast_kind(eqn) or self._is_marked(eqn) for eqn in eqns)
-        return self._marked[id(jaxpr)]
+        return any(param_cast_kind(inner) for jaxpr in ir.subjaxprs(eqn) for inner in ir.equations(jaxpr))
 
 
 #: Calls and loops that are run operation by operation, jits aside. The others bring their own derivative,
@@ -187,7 +177,11 @@ _ENTERED = (Kind.CALL, Kind.CHECKPOINT, Kind.SHARD_MAP, Kind.SCAN, Kind.COND)
 def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
     """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
     run = DualValues()
-    function = run.function(jaxpr)
+
+    def function(*values: Any) -> list[Any]:
+        with binding.program(is_body=True):
+            return run.results(jaxpr, values, False)
+
     function.__name__ = name
     return jax.jit(function), run.missed
 
@@ -201,11 +195,6 @@ def _cast(eqn: Any, value: Any, kind: WeightKind) -> DualWeight:
     fp32 = read(value)
     value = binding.bind(eqn, lax.stop_gradient(fp32))[0]
     return DualWeight(value, lax.convert_element_type(fp32, FLOAT32), kind)
-
-
-def _kind_of(kinds: set[WeightKind]) -> WeightKind:
-    """What weights of these kinds make together."""
-    return "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
 
 
 def _value(value: Any) -> Any:
@@ -233,11 +222,10 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     return is_linear and not others and all(ir.shape_of(atom) == () for atom in numbers)
 
 
-def _dual(eqn: Any, operands: Sequence[Any], kind: WeightKind) -> list[Any]:
+def _bound_to_both(eqn: Any, values: Iterable[Any], fp32: Iterable[Any], kind: WeightKind) -> list[Any]:
     """Does an operation as it was traced, without a gradient, and in float32 for the gradient."""
-    values = binding.bind(eqn, *(lax.stop_gradient(_value(value)) for value in operands))
-    float32_values = binding.bind(eqn, *map(_fp32_of, operands))
-    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
+    both = zip(binding.bind(eqn, *values), binding.bind(eqn, *fp32), strict=True)
+    return [DualWeight(value, fp32, kind) for value, fp32 in both]
 
 
 def _fp32_of(value: Any) -> Any:
@@ -252,9 +240,7 @@ def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         kind = "rows"
     elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
         kind = "copies"
-    values = binding.bind(eqn, *map(_value, operands))
-    float32_values = binding.bind(eqn, operands[0].fp32, *map(read, operands[1:]))
-    return [DualWeight(value, fp32, kind) for value, fp32 in zip(values, float32_values, strict=True)]
+    return _bound_to_both(eqn, map(_value, operands), [operands[0].fp32, *map(read, operands[1:])], kind)
 
 
 def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> Sequence[Any]:
@@ -266,7 +252,10 @@ def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeigh
     if eqn.primitive.name in _MOVES and operands[0] is weights[0] and len(weights) == 1:
         return _moved(eqn, operands)
     if _makes_weights(eqn, operands, weights):
-        return _dual(eqn, operands, _kind_of({weight.kind for weight in weights}))
+        values = [lax.stop_gradient(_value(value)) for value in operands]
+        kinds = {weight.kind for weight in weights}
+        kind = "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
+        return _bound_to_both(eqn, values, map(_fp32_of, operands), kind)
     if eqn.primitive.name in op_table.BROADCASTING:
         operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
     return _activations(binding.bind(eqn, *map(read, operands)))
@@ -297,7 +286,7 @@ def _broadcast(value: Any, like: Any) -> Any:
     """Broadcasts an operand before the operation does, so that its gradient is summed in float32."""
     if not isinstance(value, DualWeight) or value.value.shape == ir.shape_of(like):
         return value
-    whole, fp32 = (ir.broadcast_like(x, like) for x in (value.value, value.fp32))
+    whole, fp32 = (ir.broadcast_like(x, like.aval) for x in (value.value, value.fp32))
     return DualWeight(whole, fp32, value.kind)
 
 
@@ -312,9 +301,10 @@ def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
     values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
     fp32 = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
     if sum(is_factor) < len(floats) or "argument" in kinds:
-        return Activation(product(eqn, values, fp32, cotangent=cotangent))
+        return Activation(_derived(eqn, cotangent)(tuple(values), tuple(fp32)))
     # Its cotangent is summed already, and may be beyond half.
-    return DualWeight(binding.bind(eqn, *values)[0], product(eqn, values, fp32, result=FLOAT32))
+    out = _derived(eqn, preferred_element_type=FLOAT32)(tuple(values), tuple(fp32))
+    return DualWeight(binding.bind(eqn, *values)[0], out)
 
 
 #: Operations of weights that are done in a way of their own.
@@ -346,20 +336,14 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
                 return fn(*args, **kwargs)
             jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
         run = DualValues()
-        if ir.is_explicit(compat.open_jaxpr(jaxpr).invars):
-            # Op by op, constants would not get the shardings that the trace gave them.
-            made = jax.jit(run.function(jaxpr))(*arrays)
-        else:
-            with binding.program(is_body=False):
-                made = list(map(read, run.run(jaxpr, arrays, opens_scope)))
+        made = binding.run_program(jaxpr, arrays, lambda *arrays: run.results(jaxpr, arrays, opens_scope))
         for place, why in run.missed.items():
             warnings.warn(
                 f"grad_dtype=float32 does not reach a weight at {place}: {why}. Its gradient is as without.",
                 UserWarning,
                 stacklevel=2,
             )
-        atoms = compat.open_jaxpr(jaxpr).outvars
-        return rebuild([ir.as_array(value, atom) for value, atom in zip(made, atoms, strict=True)])
+        return rebuild(made)
 
     return in_float32
 
@@ -376,21 +360,18 @@ def _joined_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def product(
-    eqn: Any, operands: Sequence[Any], fp32: Sequence[Any], *, cotangent: Any = None, result: Any = None
-) -> Any:
-    """Computes a product, the gradients of some of whose operands go to float32 arrays.
+def _derived(eqn: Any, cotangent: Any = None, **changed: Any) -> Callable[..., Any]:
+    """A product as a function, the gradients of some of whose operands go to float32 arrays.
+
+    It takes half operands, and for each the float32 array that it is the cast of, or None.
 
     Args:
       eqn: a product with `preferred_element_type`, linear in each floating operand.
-      operands: half arrays.
-      fp32: for each operand the float32 array that it is the cast of, or None.
       cotangent: a dtype to round the cotangent to before it meets half operands.
-      result: dtype of the result, if it is to be another one.
+      changed: other parameters than the equation's.
     """
-    params = eqn.params if result is None else eqn.params | {"preferred_element_type": result}
-    function = _derived_product(eqn.primitive, tuple(params.items()), compat.context_of(eqn), cotangent)
-    return function(tuple(operands), tuple(fp32))
+    params = tuple((eqn.params | changed).items())
+    return _derived_product(eqn.primitive, params, compat.context_of(eqn), cotangent)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -406,8 +387,8 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
 
     def forward(operands: Any, fp32: Any) -> Any:
         taken = [operand.value for operand in operands]
-        asked = tuple(operand.perturbed for operand in operands)
-        asked_fp32 = tuple(w is not None and w.perturbed for w in fp32)
+        asked = [operand.perturbed for operand in operands]
+        asked_fp32 = [w is not None and w.perturbed for w in fp32]
         return bound(*taken), (taken, _Static((asked, asked_fp32)))
 
     def backward(residuals: Any, ct: Any) -> Any:

@@ -13,17 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.policy.recipes import DELAYED, of_attention, staying, without_target
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, float8_scale, largest_of
+from jmp_policy._src.products.primitives import bind_suited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +51,17 @@ class Float8DotGeneral:
         """Returns the product of two arrays; the arguments are those of `lax.dot_general`."""
         if any(not is_half(getattr(x, "dtype", None)) for x in (lhs, rhs)):
             return functions.dot_general(lhs, rhs, *args, **kwargs)
-        jaxpr = jax.make_jaxpr(lambda lhs, rhs: lax.dot_general(lhs, rhs, *args, **kwargs))(
-            jax.typeof(lhs), jax.typeof(rhs)
-        )
 
-        def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-            # Inside shard_map an operand may be marked as varying first.
-            if eqn.primitive.name != "dot_general":
-                return compat.bind_primitive(eqn.primitive, operands, eqn.params)
+        def bind(eqn: Any, operands: Sequence[Any]) -> Any:
             if stays_because(eqn, self.recipe, self.is_asked_for):
-                return [functions.dot_general(*operands, **eqn.params)]
+                return bind_suited(eqn, operands)
             size = size_of(eqn)
             if loses(size, self.recipe):
                 with staying(self.recipe, size):
-                    return [functions.dot_general(*operands, **eqn.params)]
-            return [self.product(operands, eqn.params, (lhs, rhs))]
+                    return bind_suited(eqn, operands)
+            return self.product(operands, eqn.params, (lhs, rhs))
 
-        return evaluate(jaxpr, (lhs, rhs), step)[0]
+        return functions.dot_general_by(bind, lhs, rhs, *args, **kwargs)
 
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product; the arguments are those of `bind_float8`."""

@@ -10,7 +10,7 @@ from jmp_policy._src.policy.recipes import DELAYED
 from jmp_policy._src.products.fp8 import nvfp4
 from jmp_policy._src.products.fp8.eligibility import recipe_of
 from jmp_policy._src.products.fp8.primitive import rounder
-from jmp_policy._src.products.fp8.ragged import axes_of, scaled_rows
+from jmp_policy._src.products.fp8.ragged import axes_of
 from jmp_policy._src.products.fp8.scales import as_matrices, has_blocks, quantised
 
 
@@ -34,8 +34,7 @@ def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
         largest = float(jnp.finfo(format).max)
         if has_blocks(recipe):
             x = as_matrices(x, contracted[place], batch[place])
-            rounded, sizes = rounder(eqn.params, operands[4]), operands[7:]
-            scaled = scaled_rows(place, x, sizes[0], rounded, eqn.params) if sizes else rounded(place, x)
+            scaled = rounder(eqn.params, operands[4], operands[7:])(place, x)
             scale = scaled.scale_of_each if scaled.whole is None else scaled.scale_of_each * scaled.whole
             x = nvfp4.transformed(x) if transforms else x
             is_zero = scaled.values == 0

@@ -29,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, primitives
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.ir import evaluate
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, parts_of_nvfp4, passes_of
 from jmp_policy._src.products.fp8 import nvfp4, ragged, random_rounding
 from jmp_policy._src.products.fp8.scales import (
@@ -52,7 +51,14 @@ from jmp_policy._src.products.fp8.scales import (
     scale_of,
     scaled_product,
 )
-from jmp_policy._src.products.primitives import checkpointed, primitive_for, run_alone, transposed_jaxpr
+from jmp_policy._src.products.primitives import (
+    batched_as,
+    evaluated,
+    lowered,
+    primitive_for,
+    product_primitive,
+    transposed_jaxpr,
+)
 
 #: Recipes with one scale per tensor, which forward and gradients share.
 _PER_TENSOR = ("fp8_current", DELAYED)
@@ -95,34 +101,32 @@ def bind_float8(
     operands, sizes = operands[:2], operands[2:]
     if sizes:
         recipe, operands = ragged.without_transform(recipe), ragged.masked(operands, sizes[0], params)
-    this = passes_of(recipe).fwd
-    none = np.float32(1)
+    this, none = passes_of(recipe).fwd, np.float32(1)
     formats = formats or [_value_format(this)] * 2
+    *own_scales, third = scales
+    if third is None:
+        third = random_rounding.next_key() if needs_key(recipe) else none
     if this is None or has_blocks(this):
-        scales = [none, none, scales[2]]
-    if scales[2] is None and needs_key(recipe):
-        scales = [*scales[:2], random_rounding.next_key()]
+        own_scales = [none, none]
     contracted, batch = ragged.axes_of(params)
     if this != "fp8_rowwise":  # One for the whole, or for each of a batch: of experts, say.
         each = zip(operands, batch, strict=True)
         contracted = [[i for i in range(x.ndim) if i not in own] if own else None for x, own in each]
-    *own_scales, of_cotangent = scales
     scales = [
         scale_of(x, format, axes, per_device=bool(own)) if scale is None else scale
         for x, format, axes, own, scale in zip(
             unmarked or operands, formats, contracted, batch, own_scales, strict=True
         )
     ]
-    scales.append(none if of_cotangent is None else of_cotangent)
     if _keeps_scales(recipe):
-        each = zip(operands, scales[:2], formats, rounded, strict=True)
+        each = zip(operands, scales, formats, rounded, strict=True)
         rounded = [
             none if place == gradient else named_bits(x, scale, format, recipe == DELAYED) if q is None else q
             for place, (x, scale, format, q) in enumerate(each)
         ]
     rounded = [none if q is None else q for q in rounded]
     own = {"recipe": recipe, "formats": tuple(formats), "weight": weight, "gradient": gradient}
-    return float8_like(like).bind(*operands, *scales, *rounded, *sizes, **own, **params)
+    return float8_like(like).bind(*operands, *scales, third, *rounded, *sizes, **own, **params)
 
 
 def _keeps_scales(recipe: str) -> bool:
@@ -136,69 +140,56 @@ def _jaxs_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compute(
-    like: Primitive,
-    lhs: Any,
-    rhs: Any,
-    lhs_scale: Any,
-    rhs_scale: Any,
-    third: Any,
-    lhs_bits: Any,
-    rhs_bits: Any,
-    *sizes: Any,
-    on_cpu: bool = False,
-    scaled: bool = False,
-    **params: Any,
+    like: Primitive, *operands: Any, on_cpu: bool = False, scaled: bool = False, **params: Any
 ) -> Any:
     """Computes the product.
 
     Args:
       like: JAX's primitive.
-      lhs, rhs: operands. In float32 (a replay of the program) they are multiplied as they are.
-      lhs_scale, rhs_scale, third: their scales, and that of the cotangent or data of a key.
-      lhs_bits, rhs_bits: of the operands in float8, or numbers where they are not known.
-      sizes: those of groups, if the product has them.
+      operands: two arrays, which in float32 (a replay of the program) are multiplied as they are; their
+        scales; the scale of the cotangent, or data of a key; both in float8, or numbers where that is not
+        known; the sizes of groups, if the product has them.
       on_cpu: XLA's CPU compiler has no float8 products; those of bfloat16 operands are the same, bit for bit.
       scaled: whether the compiler has products with scales for blocks.
       params: of the primitive.
     """
+    both, scales, sizes = operands[:2], operands[2:4], operands[7:]
     given, recipe, jaxs = params["formats"], passes_of(params["recipe"]).fwd, _jaxs_params(params)
-    result = jaxs["preferred_element_type"] or lhs.dtype
-    if recipe is None or None in given or not (is_half(lhs.dtype) and is_half(rhs.dtype)):
-        return primitive_for(like, (lhs, rhs), jaxs).bind(lhs, rhs, *sizes, **jaxs)
+    result = jaxs["preferred_element_type"] or both[0].dtype
+    if recipe is None or None in given or not all(is_half(x.dtype) for x in both):
+        return primitive_for(like, both, jaxs).bind(*both, *sizes, **jaxs)
     if has_blocks(recipe):
         of_scales = nvfp4.SCALE if FLOAT4 in given else jnp.float8_e8m0fnu
 
         def product(lhs: Any, rhs: Any, third: Any) -> Any:
-            both, of_types, rounded = (lhs, rhs), (given, of_scales), rounder(params, third)
+            both, of_types, rounded = (lhs, rhs), (given, of_scales), rounder(params, third, sizes)
             if sizes:
                 sums = jaxs | {"preferred_element_type": jnp.dtype(jnp.float32)}
-                values = ragged.rounded_in_place(both, sizes[0], rounded, jaxs)
+                values = ragged.rounded_in_place(both, rounded, jaxs)
                 return like.bind(*values, *sizes, **sums).astype(result)
-            return scaled_product(both, rounded, of_types, jaxs, result=result, scaled=scaled)
+            return scaled_product(both, rounded, of_types, jaxs, out, scaled)
 
-        types = map(jax.typeof, (lhs, rhs, *sizes))
-        return _on_any_mesh(product, like.abstract_eval(*types, **jaxs)[0])(lhs, rhs, third)
+        out = like.abstract_eval(*map(jax.typeof, (*both, *sizes)), **jaxs)[0]
+        return _on_any_mesh(product, out)(*both, operands[4])
     # Scales are powers of two, so that a result in bfloat16, with float32's range, is rounded to the same
     # value before as after. It is half as large.
     sums = result if not on_cpu and result == jnp.bfloat16 else jnp.float32
     jaxs["preferred_element_type"] = jnp.dtype(sums)
-    saturates = recipe == DELAYED
-    both = zip((lhs, rhs), (lhs_scale, rhs_scale), given, (lhs_bits, rhs_bits), strict=True)
-    operands = [
+    values = [
         lax.bitcast_convert_type(bits, jnp.dtype(format))
         if bits.dtype == jnp.uint8
-        else quantised(x, scale, format, saturates=saturates)
-        for x, scale, format, bits in both
+        else quantised(x, scale, format, saturates=recipe == DELAYED)
+        for x, scale, format, bits in zip(both, scales, given, operands[5:7], strict=True)
     ]
-    scales, order = [lhs_scale, rhs_scale], None
+    order = None
     if not sizes and _is_of_weight(given, jaxs):
-        jaxs, order = _exchanged(operands, jaxs)
-        operands, scales = operands[::-1], scales[::-1]
+        jaxs, order = _exchanged(values, jaxs)
+        values, scales = values[::-1], scales[::-1]
     if on_cpu:
-        operands = [x.astype(jnp.bfloat16) for x in operands]
-    out = primitive_for(like, operands, jaxs).bind(*operands, *sizes, **jaxs)
+        values = [x.astype(jnp.bfloat16) for x in values]
+    out = primitive_for(like, values, jaxs).bind(*values, *sizes, **jaxs)
     if sizes:
-        scales = ragged.scales_like_result(operands, scales, sizes[0], jaxs)
+        scales = ragged.scales_like_result(values, scales, sizes[0], jaxs)
     else:
         numbers = jaxs["dimension_numbers"]
         scales = [like_result(scale, place, out.ndim, numbers) for place, scale in enumerate(scales)]
@@ -215,20 +206,23 @@ def _on_any_mesh(product: Callable[..., Any], result: Any) -> Callable[..., Any]
     return jax.sharding.auto_axes(product, out_sharding=result.sharding)
 
 
-def rounder(params: dict[str, Any], key: Any) -> Callable[[int, Any], Scaled]:
+def rounder(params: dict[str, Any], key: Any, sizes: Sequence[Any]) -> Callable[[int, Any], Scaled]:
     """Returns what rounds an operand of a product with blocks, given which it is and its matrices.
 
     Args:
       params: of the primitive.
-      key: the product's last operand.
+      key: data of the product's key.
+      sizes: those of groups, if the product has them.
     """
     recipe, weight = passes_of(params["recipe"]).fwd or "", params["weight"]
-    if recipe in BLOCKS:
-        return lambda place, x: rounded_by_blocks(
-            x, params["formats"][place], BLOCKS[recipe][place == weight]
-        )
+
+    def by_blocks(place: int, x: Any) -> Scaled:
+        return rounded_by_blocks(x, params["formats"][place], BLOCKS[recipe][place == weight])
+
     has_own = [bool(own) for own in ragged.axes_of(params)[1]]
-    return nvfp4.rounder(recipe, weight, params["gradient"], key, has_own)
+    is_nvfp4 = recipe not in BLOCKS
+    rounded = nvfp4.rounder(recipe, weight, params["gradient"], key, has_own) if is_nvfp4 else by_blocks
+    return functools.partial(ragged.rounded_rows, rounded, sizes[0], params) if sizes else rounded
 
 
 def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
@@ -290,7 +284,10 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
     format = value if known == GRADIENT or has_blocks(recipe) else GRADIENT
     keeps_scale = known is not None and forward == recipe and recipe in _PER_TENSOR
     is_rounded = keeps_scale and operands[6 - place].dtype == jnp.uint8
-    is_known = recipe == DELAYED and format == GRADIENT
+    of_other = known if known == GRADIENT and value == VALUE else value
+    kept = operands[3 - place] if keeps_scale else None
+    bits = operands[6 - place] if is_rounded else np.float32(1)
+    new = operands[4] if recipe == DELAYED and format == GRADIENT else None
     if needs_key(recipe):
         random_rounding.check_key(operands[4])
 
@@ -298,33 +295,18 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
         values = operands_and_sizes[:2]
         if recipe is None or not all(is_half(value.dtype) for value in values):
             return primitive_for(like, values, eqn.params).bind(*operands_and_sizes, **eqn.params)
-        formats = [
-            (known if known == GRADIENT and value == VALUE else value) if x is other else format
-            for x in values
-        ]
-        weights = [i for i, x in enumerate(values) if x is other and params["weight"] == 1 - place]
-        gradients = [i for i, x in enumerate(values) if x is not other]
-        kept, new = operands[3 - place] if keeps_scale else None, operands[4] if is_known else None
-        scales = [*(kept if x is other else new for x in values), operands[4]]
-        weight, gradient = next(iter(weights), None), next(iter(gradients), None)
+        gradient = 1 if values[0] is other else 0
+        own = {"weight": 1 - gradient if params["weight"] == 1 - place else None, "gradient": gradient}
+        formats, scales, rounded = [of_other] * 2, [kept] * 2, [bits] * 2
         # One that is not known in 8 bits is rounded where it is multiplied.
-        rounded = [operands[6 - place] if x is other and is_rounded else np.float32(1) for x in values]
-        own = {"weight": weight, "gradient": gradient, "like": like}
-        return bind_float8(operands_and_sizes, recipe, eqn.params, formats, scales, rounded=rounded, **own)
+        formats[gradient], scales[gradient], rounded[gradient] = format, new, np.float32(1)
+        scales.append(operands[4])
+        return bind_float8(
+            operands_and_sizes, recipe, eqn.params, formats, scales, rounded=rounded, like=like, **own
+        )
 
-    found[place] = _evaluated(jaxpr, (cotangent, other, *sizes), product)
+    found[place] = evaluated(jaxpr, (cotangent, other, *sizes), product)
     return found
-
-
-def _evaluated(jaxpr: Any, values: Sequence[Any], product: Callable[[Any, Sequence[Any]], Any]) -> Any:
-    """Evaluates a jaxpr with a product of ours in place of JAX's; returns its first result."""
-
-    def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name in ragged.MATRIX_PRODUCTS:
-            return [product(eqn, operands)]
-        return compat.bind_primitive(eqn.primitive, operands, eqn.params)
-
-    return evaluate(jaxpr, values, step)[0]
 
 
 def _batch(
@@ -335,16 +317,7 @@ def _batch(
         # Of equal operands under other keys each is rounded in its own way.
         operands = [jnp.broadcast_to(operands[0], (axis.size, *operands[0].shape)), *operands[1:]]
         dims = [0, *dims[1:]]
-    arrays, scales, jaxs, out_dim = (*operands[:2], *operands[7:]), operands[2:5], _jaxs_params(params), None
-
-    def call(*arrays: Any) -> Any:
-        nonlocal out_dim
-        own_dims = (*dims[:2], *dims[7:])
-        out, out_dim = batching.fancy_primitive_batchers[like](axis, arrays, own_dims, **jaxs)
-        return out
-
-    jaxpr = jax.make_jaxpr(call)(*map(jax.typeof, arrays))
-    own = {name: params[name] for name in _OWN}
+    scales, own = operands[2:5], {name: params[name] for name in _OWN}
     is_batched = [dim is not None for dim in dims[2:5]]
 
     def product(eqn: Any, values: Sequence[Any]) -> Any:
@@ -361,7 +334,8 @@ def _batch(
         third = scales[2] if not is_batched[2] else jnp.moveaxis(scales[2], dims[4], 0)[0]
         return bind_float8(values, params=eqn.params, scales=(None, None, third), like=like, **own)
 
-    return _evaluated(jaxpr, arrays, product), out_dim
+    arrays, own_dims = (*operands[:2], *operands[7:]), (*dims[:2], *dims[7:])
+    return batched_as(like, product, axis, arrays, own_dims, **_jaxs_params(params))
 
 
 @functools.cache
@@ -371,24 +345,20 @@ def float8_like(like: Primitive) -> Primitive:
     It has JAX's name and parameters, and four of its own: `recipe`, of this product and its gradients;
     `formats`, the dtype of each operand, None for a tangent; `weight` and `gradient`, which of them is one.
     """
-    primitive = Primitive(like.name)
 
     def abstract(lhs: Any, rhs: Any, *others: Any, **params: Any) -> Any:
         return like.abstract_eval(lhs, rhs, *others[5:], **_jaxs_params(params))
 
-    def lowering(**where: bool) -> Callable[..., Any]:
-        return mlir.lower_fun(functools.partial(_compute, like, **where), multiple_results=False)
+    def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        compute = functools.partial(_compute, like, scaled=compat.is_for_one_device(ctx))
+        return lowered(compute)(ctx, *operands, **params)
 
-    def lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-        return lowering(scaled=compat.is_for_one_device(ctx))(ctx, *operands, **params)
-
-    primitive.def_impl(functools.partial(run_alone, primitive))
-    primitive.def_effectful_abstract_eval(abstract)
+    lowerings = {
+        None: lowered(functools.partial(_compute, like)),
+        "cpu": lowered(functools.partial(_compute, like, on_cpu=True)),
+        "cuda": on_cuda,
+    }
+    primitive = product_primitive(like, abstract, functools.partial(_batch, like), lowerings)
     ad.primitive_jvps[primitive] = functools.partial(_differentiate, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, like)
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, like)
-    mlir.register_lowering(primitive, lowering())
-    mlir.register_lowering(primitive, lowering(on_cpu=True), platform="cpu")
-    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
-    compat.set_checkpoint_rule(primitive, functools.partial(checkpointed, like))
     return primitive

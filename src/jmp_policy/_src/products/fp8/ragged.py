@@ -110,19 +110,18 @@ def masked(operands: Sequence[Any], sizes: Any, params: dict[str, Any]) -> list[
 
 
 def rounded_in_place(
-    operands: Sequence[Any], sizes: Any, rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
+    operands: Sequence[Any], rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
 ) -> list[Any]:
     """Operands whose blocks are rounded, in bfloat16, which holds the rounded values times their scales.
 
     Args:
       operands: two half arrays.
-      sizes: of the groups.
       rounded: rounds an operand, given which one it is and its values as (batch, rows, terms).
       params: of the product.
     """
     found = []
     for place, (x, summed, own) in enumerate(zip(operands, *axes_of(params), strict=True)):
-        scaled = scaled_rows(place, as_matrices(x, summed, own), sizes, rounded, params)
+        scaled = rounded(place, as_matrices(x, summed, own))
         order = [*own, *free_axes(x, summed, own), *summed]
         whole = 1 if scaled.whole is None else scaled.whole.astype(jnp.bfloat16)
         there = (scaled.in_bfloat16 * whole).reshape([x.shape[axis] for axis in order])
@@ -130,8 +129,8 @@ def rounded_in_place(
     return found
 
 
-def scaled_rows(
-    place: int, x: Any, sizes: Any, rounded: Callable[[int, Any], Scaled], params: dict[str, Any]
+def rounded_rows(
+    rounded: Callable[[int, Any], Scaled], sizes: Any, params: dict[str, Any], place: int, x: Any
 ) -> Scaled:
     """Rounds (batch, rows, terms); where terms are rows of groups, `whole` has a scale for each of them."""
     if params[_NUMBERS].rhs_group_dimensions:

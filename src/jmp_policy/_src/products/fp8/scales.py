@@ -239,7 +239,6 @@ def scaled_product(
     rounded: Callable[[int, Any], Scaled],
     dtypes: tuple[Sequence[Any], Any],
     params: dict[str, Any],
-    *,
     result: Any,
     scaled: bool,
 ) -> Any:
@@ -250,7 +249,7 @@ def scaled_product(
       rounded: rounds an operand, given which one it is and its values as (batch, rows, terms).
       dtypes: of the two operands' values, and of scales, as the hardware takes them.
       params: of JAX's primitive.
-      result: dtype of the result.
+      result: type of the result.
       scaled: whether to leave the scales to the compiler, where the sizes suit it.
     """
     contracted, batch = params["dimension_numbers"]
@@ -260,7 +259,7 @@ def scaled_product(
     lhs, rhs = each = [rounded(place, x) for place, x in enumerate(matrices)]
     terms = matrices[0].shape[2]
     # In bfloat16 at once, so that several devices add up 16 bits, as they do without a recipe.
-    sums = result if result == jnp.bfloat16 else jnp.float32
+    sums = result.dtype if result.dtype == jnp.bfloat16 else jnp.float32
     formats, format_of_scales = dtypes
     # XLA takes a single scale per row for one of the whole row.
     if scaled and terms % TERMS == 0 and terms > TERMS:
@@ -277,19 +276,14 @@ def scaled_product(
         out = primitive_for(primitives.dot_general_p, values, new).bind(*values, **new)
     for x in each:
         out = out if x.whole is None else out * x.whole.astype(out.dtype)
-    return out.reshape(_result_shape(operands, contracted, batch)).astype(result)
+    return out.reshape(result.shape).astype(result.dtype)
 
 
 def rounded_by_blocks(x: Any, format: str, block: Block) -> Scaled:
     """Rounds (batch, rows, terms) to float8."""
-    scales = block_scales(x, format, block)
-    return Scaled(quantised(x, repeated(scales, TERMS, x.shape[2]), format), scales, TERMS)
-
-
-def block_scales(x: Any, format: str, block: Block) -> Any:
-    """Returns the scales of (batch, rows, terms), one for each row and 32 terms."""
     scales = float8_scale(in_parts(x, TERMS), format, (3,), ())[..., 0]
-    return shared(shared(scales, 2, block.terms // TERMS), 1, block.rows)
+    scales = shared(shared(scales, 2, block.terms // TERMS), 1, block.rows)
+    return Scaled(quantised(x, repeated(scales, TERMS, x.shape[2]), format), scales, TERMS)
 
 
 def in_parts(x: Any, terms: int) -> Any:
@@ -328,13 +322,6 @@ def as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
 def free_axes(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
     """The axes of an operand that the result has too, batches aside."""
     return [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
-
-
-def _result_shape(operands: Sequence[Any], contracted: Any, batch: Any) -> list[int]:
-    shape = [operands[0].shape[axis] for axis in batch[0]]
-    for x, *axes in zip(operands, contracted, batch, strict=True):
-        shape += [x.shape[axis] for axis in free_axes(x, *axes)]
-    return shape
 
 
 def like_result(scale: Any, place: int, rank: int, dimension_numbers: Any) -> Any:

@@ -287,7 +287,9 @@ class TappedProgram(Interpreter):
             return [summed(lambda x: self.bind(eqn, x, *arrays[1:])[0], arrays[0])]
         (result,) = eqn.outvars
         full = [
-            summed(lambda x: ir.broadcast_like(x, result), x) if _is_half_and_smaller(atom, result) else x
+            summed(lambda x: ir.broadcast_like(x, result.aval), x)
+            if _is_half_and_smaller(atom, result)
+            else x
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
