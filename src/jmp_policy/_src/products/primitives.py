@@ -24,10 +24,14 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.device_dispatch import GPUS
-from jmp_policy._src.products.cpu_products import product
+from jmp_policy._src.products import cpu_products
 
 #: Binds the product of an equation of JAX's to operands.
 Bind = Callable[[Any, Sequence[Any]], Any]
+
+#: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
+#: JAX's own operation.
+_Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
 
 
 def product_primitive(
@@ -147,9 +151,13 @@ def _bilinear(like: Primitive, lowerings: Mapping[str, Callable[..., Any]]) -> P
     return primitive
 
 
-def _on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-    is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
-    return lowered(product if is_bfloat16 else primitives.dot_general_p.bind)(ctx, *operands, **params)
+def _for_cpu(like: Primitive, choose: _Chooser) -> Callable[..., Any]:
+    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+        function = (is_bfloat16 and choose(ctx.avals_in, ctx.avals_out[0], params)) or like.bind
+        return lowered(function)(ctx, *operands, **params)
+
+    return on_cpu
 
 
 def _convolved_in_half(lhs: Any, rhs: Any, *, preferred_element_type: Any, **params: Any) -> Any:
@@ -163,31 +171,42 @@ def _convolved_in_half(lhs: Any, rhs: Any, *, preferred_element_type: Any, **par
     return lax.convert_element_type(out, preferred_element_type)
 
 
-DOT_GENERAL = _bilinear(primitives.dot_general_p, {"cpu": _on_cpu})
+DOT_GENERAL = _bilinear(
+    primitives.dot_general_p, {"cpu": _for_cpu(primitives.dot_general_p, lambda *_: cpu_products.product)}
+)
+_CONV_FOR_CPU = {"cpu": _for_cpu(primitives.conv_general_dilated_p, cpu_products.convolution)}
+CONV_GENERAL_DILATED = _bilinear(primitives.conv_general_dilated_p, _CONV_FOR_CPU)
 #: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
 CONV_WITH_FLOAT32_RESULT = _bilinear(
-    primitives.conv_general_dilated_p, dict.fromkeys(GPUS, lowered(_convolved_in_half))
+    primitives.conv_general_dilated_p, _CONV_FOR_CPU | dict.fromkeys(GPUS, lowered(_convolved_in_half))
 )
+
+_OURS = {
+    primitives.dot_general_p: DOT_GENERAL,
+    primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
+}
+_JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the primitive to bind in place of another, for these operands.
 
-    Where the default backend is a CPU, ours for a matrix product of bfloat16 operands with a floating result
-    of at most 32 bits; JAX's for all other matrix products, and any other primitive itself.
+    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other products, and any other primitive itself,
+    `CONV_WITH_FLOAT32_RESULT` too.
 
     Args:
       primitive: JAX's or ours.
       operands: arrays, or their types.
       params: of the operation.
     """
-    if primitive not in (DOT_GENERAL, primitives.dot_general_p):
-        return primitive
+    jaxs = _JAXS.get(primitive, primitive)
+    if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
+        return jaxs
     result = params.get("preferred_element_type")
     fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
-    is_bfloat16 = all(x.dtype == jnp.bfloat16 for x in operands)
-    is_ours = is_bfloat16 and fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
-    return DOT_GENERAL if is_ours else primitives.dot_general_p
+    is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
+    return _OURS[jaxs] if is_ours else jaxs
 
 
 def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr.matrix_products import size_of
@@ -61,7 +62,7 @@ class Float8DotGeneral:
                     return bind_suited(eqn, operands)
             return self.product(operands, eqn.params, (lhs, rhs))
 
-        return functions.dot_general_by(bind, lhs, rhs, *args, **kwargs)
+        return functions.bound_by(bind, lax.dot_general, lhs, rhs, *args, **kwargs)
 
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product; the arguments are those of `bind_float8`."""
