@@ -130,24 +130,15 @@ def magnitudes(path: str, kind: str, vector: np.ndarray, largest: float | None) 
     def share(lost: np.ndarray) -> Share:
         return Share(*((lost + np.array([0.0, 0.0, infinite])) / (size or 1)).tolist())
 
-    return Magnitudes(
-        path=path,
-        kind=kind,
-        size=round(size),
-        zeros=round(zeros),
-        infinite=round(infinite),
-        nan=round(nan),
-        exponents=exponents,
-        largest=float(largest),
-        float16=share(float16),
-        bfloat16=share(bfloat16),
-    )
+    counts = round(size), round(zeros), round(infinite), round(nan)
+    return Magnitudes(path, kind, *counts, exponents, float(largest), share(float16), share(bfloat16))
 
 
 def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
     """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
     sizes = np.array([row.size for row in rows])
+    largest = max((row.largest for row in rows), default=0.0)
 
     def total(name: str) -> int:
         return sum(getattr(row, name) for row in rows)
@@ -156,18 +147,8 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
         shares = np.reshape([dataclasses.astuple(getattr(row, name)) for row in rows], (-1, 3))
         return Share(*(sizes @ shares / (total("size") or 1)).tolist())
 
-    return Magnitudes(
-        path="",
-        kind=kind,
-        size=total("size"),
-        zeros=total("zeros"),
-        infinite=total("infinite"),
-        nan=total("nan"),
-        exponents=_added(rows),
-        largest=max((row.largest for row in rows), default=0.0),
-        float16=share("float16"),
-        bfloat16=share("bfloat16"),
-    )
+    counts = total("size"), total("zeros"), total("infinite"), total("nan")
+    return Magnitudes("", kind, *counts, _added(rows), largest, share("float16"), share("bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)
