@@ -162,7 +162,7 @@ class Diagnosis(Report, Placed):
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict, *([lost_constants.repair(self.constants)] if self.constants else [])]
+            return [self.verdict, *filter(None, [lost_constants.repair(self.constants)])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(
@@ -209,8 +209,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
             f"around it. Or make what it is given smaller: normalise before it.{_mask(found)}"
         )
     known = NOT_FINITE.get(
-        found.operation,
-        "In float32 it is not finite either: look for what feeds this operation.",
+        found.operation, "In float32 it is not finite either: look for what feeds this operation."
     )
     if found.has_infinite_constant:
         known += (
