@@ -349,7 +349,8 @@ def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | N
 
 def _lost(replay: EagerReplay, place: int) -> np.ndarray:
     """Where a value is zero which in float32 is not."""
-    return (np.asarray(replay.values[place]) == 0) & (np.asarray(replay.in_float32(place)) != 0)
+    value, exact = np.asarray(replay.values[place]), np.asarray(replay.in_float32(place))
+    return (value == 0) & (exact != 0) & np.issubdtype(exact.dtype, np.floating)
 
 
 def _first_lost(replay: EagerReplay, place: int, lost: np.ndarray) -> ReplayedEqn | None:

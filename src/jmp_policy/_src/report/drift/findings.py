@@ -319,16 +319,12 @@ class Drift(Report):
 
 def exceeding_text(found: Drift, rtol: float) -> str:
     """Describes what is further off than a bound; "" if nothing is."""
-    parts = []
+    errors = [(result.name, result.error) for result in found.results]
     if found.is_loss:
-        if not found.gradient_error <= rtol:
-            parts.append(f"the gradient is off by {found.gradient_error:.3g}")
-        if not found.loss_error <= rtol:
-            parts.append(f"the loss is off by {found.loss_error:.3g}")
-    else:
-        parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.results if not r.error <= rtol])]
-    wrong = "; ".join(filter(None, parts))
-    return f"{wrong}, and may be by {rtol:.3g}" if wrong else ""
+        errors = [("the gradient", found.gradient_error), ("the loss", found.loss_error)]
+    wrong = [f"{name} is off by {error:.3g}" for name, error in errors if not error <= rtol]
+    text = "; ".join(wrong) if found.is_loss else joined(wrong)
+    return f"{text}, and may be by {rtol:.3g}" if wrong else ""
 
 
 def loses_unseen(found: Drift) -> bool:
