@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,6 @@ from jmp_policy._src.report.function import (
     as_loss_scale,
     named_results,
     returns_scalar,
-    trained_arguments,
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, lost_in, without_overflow_warnings
@@ -79,36 +78,69 @@ def diagnose(
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     with without_overflow_warnings(), progress.showing("diagnose"):
-        if has_aux or not _is_one(scale) or returns_scalar(function):
-            return _of_loss(function, float(as_loss_scale(scale).loss_scale), has_aux)
-        return _of_program(function, (params, args, kwargs))
+        is_one = isinstance(scale, int | float) and scale == 1
+        if has_aux or not is_one or returns_scalar(function):
+            loss_scale = float(as_loss_scale(scale).loss_scale)
+            program, names = value_and_gradients(function, "diagnose", loss_scale, has_aux)
+            return _diagnosed(function, program, names, loss_scale, Mending(function, loss_scale, has_aux))
+        try:
+            loss_scale = float(find_loss_scale((params, args, kwargs)).loss_scale)
+        except (TypeError, ValueError):  # None, or several.
+            loss_scale = 1.0
+        return _diagnosed(function, *named_results(function), loss_scale)
 
 
-def _of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
-    """Diagnoses a loss and its gradients."""
-    trained = trained_arguments(function, "diagnose")
-    jaxpr = jax.make_jaxpr(value_and_gradients(function, trained, loss_scale, has_aux))(function.arrays)
+def _diagnosed(
+    function: Function,
+    program: Callable[..., Any],
+    names: Sequence[str],
+    loss_scale: float,
+    mending: Mending | None = None,
+) -> Diagnosis:
+    """Diagnoses a program, a loss with its gradients or any other.
+
+    Args:
+      function: what is diagnosed.
+      program, names: to its results, and what these are called.
+      loss_scale: what a loss is multiplied by.
+      mending: tries rules; None where the program is no loss.
+    """
+    jaxpr = jax.make_jaxpr(program)(function.arrays)
     results, replay = _run(jaxpr, function.arrays)
-    loss = float(np.asarray(results[0]).astype(np.float64))
+    loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=lost_in(jaxpr).found())
     if replay is None:
         return found
-    names = ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
-    mending = Mending(function, loss_scale, has_aux)
-    return _diagnosed(found, replay, function, names, replay.results[:2], mending)
-
-
-def _of_program(function: Function, given: Any) -> Diagnosis:
-    """Diagnoses a function whose result is no loss, such as a whole training step."""
-    program, names = named_results(function)
-    jaxpr = jax.make_jaxpr(program)(function.arrays)
-    try:
-        loss_scale = float(find_loss_scale(given).loss_scale)
-    except (TypeError, ValueError):  # None, or several.
-        loss_scale = 1.0
-    found = Diagnosis(function.name, True, math.nan, loss_scale, constants=lost_in(jaxpr).found())
-    _, replay = _run(jaxpr, function.arrays)
-    return found if replay is None else _diagnosed(found, replay, function, names, replay.results)
+    pairs = zip(names, replay.results, strict=True)
+    bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]
+    if not bad:
+        return found
+    found = dataclasses.replace(found, finite=False, bad_results=tuple(name for name, _ in bad))
+    first = replay.first_nonfinite_step()
+    if first is not None and first >= 0:
+        arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
+        # The loss and the scaled loss are of the forward pass; of other programs everything is.
+        forward = replay.feeding(replay.results if mending is None else replay.results[:2])
+        fault = Fault(replay, first, arguments, forward, {})
+        # Loops and shard_maps ran as a whole. If the value was made in one, it runs again.
+        while (inside := _inside(fault)) is not None:
+            fault = inside
+        return _described(found, fault, mending)
+    if first is None:
+        place, path = bad[0][1], "a constant of the program"
+        advised = "The program itself holds a constant that is not finite, and returns it."
+    else:
+        place, argument = replay.arguments[-2 - first], function.arguments[-2 - first]
+        path, advised = argument.path, "Clean the data: neither a loss scale nor a policy can help."
+        if argument.position == 0:
+            advised = (
+                "An update that was not skipped made it: train with loss_scaled, from the last good "
+                "checkpoint."
+            )
+        dtype = replay.values[place].dtype
+        if is_half(dtype) and not replay.ranges[place].nan:
+            advised += f" If it was finite before its cast to {dtype} (a mask of -1e9): {OF_MASK}"
+    return dataclasses.replace(found, kind="argument", path=path, advice=advised, **_array(replay, place))
 
 
 def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | None]:
@@ -123,70 +155,6 @@ def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | No
             return results, None
     replay = EagerReplay(jaxpr, arrays)
     return [replay.values[place] for place in replay.results], replay
-
-
-def _is_one(scale: Any) -> bool:
-    return isinstance(scale, int | float) and scale == 1
-
-
-def _diagnosed(
-    found: Diagnosis,
-    replay: EagerReplay,
-    function: Function,
-    names: Sequence[str],
-    forward: Sequence[int],
-    mending: Mending | None = None,
-) -> Diagnosis:
-    """Adds to a diagnosis the first non-finite value, if a result is not finite.
-
-    Args:
-      found: what is known already.
-      replay, function: what ran.
-      names: of the results.
-      forward: places of the results of the forward pass.
-      mending: tries rules, of a loss.
-    """
-    pairs = list(zip(names, replay.results, strict=True))
-    bad = tuple(name for name, place in pairs if not replay.ranges[place].is_finite)
-    if not bad:
-        return found
-    found, first = dataclasses.replace(found, finite=False, bad_results=bad), replay.first_nonfinite_step()
-    if first is None:
-        place = next(p for p in replay.results if not replay.ranges[p].is_finite)
-        return dataclasses.replace(
-            found,
-            kind="argument",
-            path="a constant of the program",
-            dtype=str(replay.values[place].dtype),
-            shape=tuple(replay.values[place].shape),
-            is_nan=replay.ranges[place].nan,
-            advice="The program itself holds a constant that is not finite, and returns it.",
-        )
-    if first < -1:
-        return _of_argument(found, replay, -2 - first, function)
-    arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
-    return of_step(found, Fault(replay, first, arguments, replay.feeding(forward), {}), mending)
-
-
-def _of_argument(found: Diagnosis, replay: EagerReplay, index: int, function: Function) -> Diagnosis:
-    argument, place = function.arguments[index], replay.arguments[index]
-    value = replay.values[place]
-    advice = "Clean the data: neither a loss scale nor a policy can help."
-    if argument.position == 0:
-        advice = (
-            "An update that was not skipped made it: train with loss_scaled, from the last good checkpoint."
-        )
-    if is_half(value.dtype) and not replay.ranges[place].nan:
-        advice += f" If it was finite before its cast to {value.dtype} (a mask of -1e9): {OF_MASK}"
-    return dataclasses.replace(
-        found,
-        kind="argument",
-        path=argument.path,
-        dtype=str(value.dtype),
-        shape=tuple(value.shape),
-        is_nan=replay.ranges[place].nan,
-        advice=advice,
-    )
 
 
 class Fault(NamedTuple):
@@ -207,63 +175,42 @@ class Fault(NamedTuple):
     before: dict[Any, tuple[float, str]]
     trip: int | None = None
 
-    @property
-    def step(self) -> ReplayedEqn:
-        """The step itself."""
-        return self.replay.steps[self.at]
-
-
-def of_step(found: Diagnosis, fault: Fault, mending: Mending | None = None) -> Diagnosis:
-    """Says what happened at a step of a replay, or inside it, and what helps.
-
-    Loops and shard_maps run as a whole at first. If the value was made in one, it runs again: a loop trip by
-    trip, a shard_map with the devices as an axis. The operation inside takes its place.
-    """
-    while True:
-        _note_largest(fault.replay, fault.at, fault.before)
-        inside = _inside(fault)
-        if inside is None:
-            return _described(found, fault, mending)
-        fault = inside
-
 
 def _inside(fault: Fault) -> Fault | None:
-    """The fault within a loop or shard_map; notes the largest magnitudes that are met in search of it.
+    """The fault within a loop, run trip by trip, or a shard_map, run with the devices as an axis.
 
-    There is no such fault in other operations, nor where each trip of a loop is finite by itself.
+    There is none in other operations, nor where each trip of a loop is finite by itself. Notes the largest
+    magnitudes that are met in search of it.
     """
-    replay, step, kind = fault.replay, fault.step, calls.kind_of(fault.step.eqn)
-    if replay.is_stacked or kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
+    replay, step, before = fault.replay, fault.replay.steps[fault.at], fault.before
+    _note_largest(replay, fault.at, before)
+    if replay.is_stacked or calls.kind_of(step.eqn) not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
         return None
-    if kind is Kind.SHARD_MAP:
-        runs = iter([(fault.trip, on_devices(step, [replay.values[p] for p in step.reads]))])
-    else:
-        runs = enumerate(_trips(replay, step))
-    for trip, inner in runs:
+    for trip, inner in enumerate(_runs_inside(replay, step)):
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
-            return Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), fault.before, trip)
-        if kind is not Kind.SHARD_MAP:
-            _note_largest(inner, len(inner.steps), fault.before)
+            forward = _forward_inside(step, inner, fault.forward)
+            return Fault(inner, first, {}, forward, before, fault.trip if inner.is_stacked else trip)
+        _note_largest(inner, len(inner.steps), before)
     return None
 
 
 def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagnosis:
     """Adds to a diagnosis what a step did to its operands, and what to do about it."""
-    replay, step = fault.replay, fault.step
+    replay, step = fault.replay, fault.replay.steps[fault.at]
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
-    value = replay.values[place]
     in_float32 = range_of(replay.in_float32(place))
-    largest, where = fault.before.get(value.dtype, (0.0, ""))
+    largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
     zero = underflow_before(replay, step, in_float32.is_finite)
     infinite = infinite_constant(replay, step)
+    made_zero = None
+    if zero is not None:
+        name, dtype, site = zero.eqn.primitive.name, replay.values[zero.writes[0]].dtype, zero.site
+        made_zero = Zero(name, site.path, site.line, site.backward, str(dtype))
     kind = "underflow" if zero is not None else "overflow" if in_float32.is_finite else "not finite"
     constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None)
-    if (
-        kind == "not finite"
-        and infinite is not None
-        and (constant or step.eqn.primitive.name in ("mul", "div"))
-    ):
+    is_product = step.eqn.primitive.name in ("mul", "div")
+    if kind == "not finite" and infinite is not None and (constant or is_product):
         kind = "overflow"
     found = dataclasses.replace(
         found,
@@ -273,80 +220,60 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         # Derivatives such as sqrt's 1 / (2 sqrt(x)) are computed before the transpose begins.
         backward=step.site.backward or place not in fault.forward,
         operation=step.eqn.primitive.name,
-        dtype=str(value.dtype),
-        shape=_shape(replay, place),
-        is_nan=replay.ranges[place].nan,
         operands=tuple(_operand(replay, p, fault.names.get(p, "")) for p in step.reads),
         largest_before=largest,
         largest_before_place=where,
         largest_in_float32=in_float32.largest if in_float32.is_finite else math.nan,
         trip=fault.trip,
-        zero=_zero(replay, zero),
+        zero=made_zero,
         constant=constant,
         has_infinite_constant=infinite is not None,
+        **_array(replay, place),
     )
     scaled, in_optimizer = step.site.backward, is_called_by(step.eqn, "optax")
     # A smaller loss scale is tried by the next step of training.
     is_for_policy = kind != "not finite" and not in_optimizer and not (scaled and found.loss_scale > 1)
-    if mending is None or not is_for_policy:
-        return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer))
-    mended = mending.best([found.path if found.zero is None else found.zero.path])
-    found = dataclasses.replace(
-        found,
-        rule={} if mended is None else mended.rule,
-        tried=tuple(mending.tried),
-        error_after=math.nan if mended is None else mended.error,
-    )
+    mended = None
+    if mending is not None and is_for_policy:
+        mended = mending.best([found.path if found.zero is None else found.zero.path])
+        found = dataclasses.replace(found, tried=tuple(mending.tried))
+    if mended is not None:
+        found = dataclasses.replace(found, rule=mended.rule, error_after=mended.error)
     return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, mended))
-
-
-def _zero(replay: EagerReplay, step: ReplayedEqn | None) -> Zero | None:
-    if step is None:
-        return None
-    site, dtype = step.site, replay.values[step.writes[0]].dtype
-    return Zero(step.eqn.primitive.name, site.path, site.line, site.backward, str(dtype))
 
 
 def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostConstant | None:
     """The constant in the line of a step that half precision made zero, or infinite."""
-    name = step.eqn.primitive.name
+    # What is cast before another operation reads it has the cast's line.
+    name, is_cast = step.eqn.primitive.name, step.eqn.primitive.name == "convert_element_type"
     for constant in found.constants:
-        is_kind = (constant.becomes == "0") == is_zero
-        # What is cast before another operation reads it has the cast's line.
-        if (
-            is_kind
-            and constant.line == step.site.line
-            and name in (constant.operation, "convert_element_type")
-        ):
+        is_there = constant.line == step.site.line and (is_cast or name == constant.operation)
+        if is_there and (constant.becomes == "0") == is_zero:
             return constant
     return None
 
 
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
     """The places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
-    first, carries = 0, 0
-    if calls.kind_of(step.eqn) is not Kind.SHARD_MAP:
-        loop = control_flow.loop(step.eqn, step.reads)
-        first, carries = len(loop.fixed), len(loop.start)
-    wanted = {result for result, write in zip(inner.results, step.writes, strict=True) if write in forward}
-    starts = inner.arguments[first : first + carries]
-    while True:
-        needed = inner.feeding(list(wanted))
-        # What a trip passes to the next one.
-        more = {r for start, r in zip(starts, inner.results, strict=False) if start in needed} - wanted
-        if not more:
-            return needed
-        wanted |= more
+    if forward.isdisjoint(step.writes):
+        return set()
+    # What a trip passes to the next one is of the same pass.
+    is_loop = calls.kind_of(step.eqn) is not Kind.SHARD_MAP
+    carries = len(control_flow.loop(step.eqn, step.reads).start) if is_loop else 0
+    made = zip(inner.results[carries:], step.writes[carries:], strict=True)
+    return inner.feeding([*inner.results[:carries], *(result for result, write in made if write in forward)])
 
 
 def _operand(replay: EagerReplay, place: int, name: str) -> Operand:
+    array = _array(replay, place)
+    return Operand(name, array["dtype"], array["shape"], replay.ranges[place].largest)
+
+
+def _array(replay: EagerReplay, place: int) -> dict[str, Any]:
+    """What a diagnosis says of an array; its shape is that on one device of a shard_map."""
     value = replay.values[place]
-    return Operand(name, str(value.dtype), _shape(replay, place), replay.ranges[place].largest)
-
-
-def _shape(replay: EagerReplay, place: int) -> tuple[int, ...]:
-    """The shape of a value, on one device of a shard_map."""
-    return tuple(replay.values[place].shape)[1 if replay.is_stacked else 0 :]
+    shape = tuple(value.shape)[1 if replay.is_stacked else 0 :]
+    return {"dtype": str(value.dtype), "shape": shape, "is_nan": replay.ranges[place].nan}
 
 
 def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]) -> None:
@@ -358,14 +285,16 @@ def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float
                 before[dtype] = (largest, f"{step.eqn.primitive.name} in {step.site.place}")
 
 
-def _trips(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
-    """Yields the trips of a loop, each as a replay of its own."""
-    loop = control_flow.loop(step.eqn, [replay.values[place] for place in step.reads])
-    trips: Iterable[int] = itertools.count() if loop.trips is None else range(loop.trips)
-    if loop.trips is not None and step.eqn.params["reverse"]:
-        trips = range(loop.trips - 1, -1, -1)
+def _runs_inside(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
+    """Yields the trips of a loop, each as a replay of its own; of a shard_map all devices as one."""
+    values = [replay.values[place] for place in step.reads]
+    if calls.kind_of(step.eqn) is Kind.SHARD_MAP:
+        yield on_devices(step, values)
+        return
+    loop = control_flow.loop(step.eqn, values)
+    order = -1 if step.eqn.params.get("reverse") else 1
     carry = loop.start
-    for i in trips:
+    for i in itertools.count() if loop.trips is None else range(loop.trips)[::order]:
         if loop.test is not None:
             test = EagerReplay(loop.test, [*loop.tested, *carry], step.site)
             if not bool(test.values[test.results[0]]):
@@ -391,20 +320,17 @@ def underflow_before(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: 
     if name not in _POLES:
         return None
     reads = step.reads[1:] if name in _DIVISIONS else step.reads
-    makers = {write: made for made in replay.steps for write in made.writes}
     if finite_in_float32:
         for place in reads:
             lost = _lost(replay, place)
             if lost.any():
-                return _first_lost(replay, makers, place, lost) or step
+                return _first_lost(replay, place, lost) or step
         return None
-    epsilons = (_epsilon(replay, makers, place) for place in reads)
-    return next((made for made in epsilons if made is not None), None)
+    return next(filter(None, (_epsilon(replay, place) for place in reads)), None)
 
 
 def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | None:
     """The operation that reads the infinite half constant from which a step was computed, if any."""
-    makers = {write: made for made in replay.steps for write in made.writes}
     steps, seen = [step], set()
     while steps:
         step = steps.pop()
@@ -412,30 +338,26 @@ def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | N
             if replay.ranges[place].is_finite or place in seen:
                 continue
             seen.add(place)
-            is_half_constant = replay.is_constant(place) and is_half(replay.values[place].dtype)
+            is_half_constant = place in replay.constants and is_half(replay.values[place].dtype)
             # A largest value is searched for from -inf on.
             if is_half_constant and step.eqn.primitive.name not in ("max", "min"):
                 return step
-            if place in makers:
-                steps.append(makers[place])
+            if place in replay.makers:
+                steps.append(replay.makers[place])
     return None
 
 
 def _lost(replay: EagerReplay, place: int) -> np.ndarray:
     """Where a value is zero which in float32 is not."""
-    value = replay.values[place]
-    if not np.issubdtype(np.asarray(replay.in_float32(place)).dtype, np.floating):
-        return np.zeros(np.shape(value), bool)
-    return (np.asarray(value) == 0) & (np.asarray(replay.in_float32(place)) != 0)
+    value, exact = np.asarray(replay.values[place]), np.asarray(replay.in_float32(place))
+    return (value == 0) & (exact != 0) & np.issubdtype(exact.dtype, np.floating)
 
 
-def _first_lost(
-    replay: EagerReplay, makers: dict[int, ReplayedEqn], place: int, lost: np.ndarray
-) -> ReplayedEqn | None:
+def _first_lost(replay: EagerReplay, place: int, lost: np.ndarray) -> ReplayedEqn | None:
     """The operation that made zeros of operands that were not lost; None for an argument's zeros."""
     made = None
-    while place in makers:
-        made = makers[place]
+    while place in replay.makers:
+        made = replay.makers[place]
         for read in made.reads:
             before = _lost(replay, read)
             # The same elements, where the operation goes element by element.
@@ -448,15 +370,15 @@ def _first_lost(
     return made
 
 
-def _epsilon(replay: EagerReplay, makers: dict[int, ReplayedEqn], place: int) -> ReplayedEqn | None:
+def _epsilon(replay: EagerReplay, place: int) -> ReplayedEqn | None:
     """The addition of a constant that is zero in half (an epsilon) that a zero is the result of."""
-    while place in makers:
-        step = makers[place]
+    while place in replay.makers:
+        step = replay.makers[place]
         if step.eqn.primitive.name == "add":
             # On the right: Python's sum() begins with 0 on the left.
             constant = step.reads[1]
             zero = not np.asarray(replay.values[constant]).any()
-            is_epsilon = replay.is_constant(constant) and zero and is_half(replay.values[constant].dtype)
+            is_epsilon = constant in replay.constants and zero and is_half(replay.values[constant].dtype)
             return step if is_epsilon else None
         if step.eqn.primitive.name not in _KEEPS_ZERO or len(step.reads) > 1:
             return None

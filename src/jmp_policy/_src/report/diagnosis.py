@@ -162,7 +162,7 @@ class Diagnosis(Report, Placed):
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict, *([lost_constants.repair(self.constants)] if self.constants else [])]
+            return [self.verdict, *filter(None, [lost_constants.repair(self.constants)])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(
@@ -187,8 +187,13 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
         whole = mended.text[0].upper() + mended.text[1:]
         rule = f"{whole} mends it: the gradient is finite, and off by {trials.error_text(mended.error)}."
         return f"{_limit(found)} {rule}{_mask(found)}{_logarithm(found.zero)}"
-    if found.kind == "underflow" and found.zero is not None:
-        return _of_underflow(found.zero)
+    if found.zero is not None:
+        part = _part(found.zero.path, found.zero.line)
+        return (
+            f"{_became_zero(found.zero)} (the smallest number of float16 is 6e-8): compute {part} in "
+            "float32, by a rule of a PolicyMap or with full_precision around it, and return float32 from it; "
+            f"or enlarge the epsilon that guards it to 1e-4 or more.{_logarithm(found.zero)}"
+        )
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
         if found.constant is None:
             return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
@@ -209,8 +214,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
             f"around it. Or make what it is given smaller: normalise before it.{_mask(found)}"
         )
     known = NOT_FINITE.get(
-        found.operation,
-        "In float32 it is not finite either: look for what feeds this operation.",
+        found.operation, "In float32 it is not finite either: look for what feeds this operation."
     )
     if found.has_infinite_constant:
         known += (
@@ -227,16 +231,18 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
 
 def _limit(found: Diagnosis) -> str:
     """What was exceeded, or became zero."""
-    if found.kind == "underflow" and found.zero is not None:
-        return (
-            f"The result of {found.zero.operation} in {found.zero.place} became zero in {found.zero.dtype}."
-        )
+    if found.zero is not None:
+        return f"{_became_zero(found.zero)}."
     if found.constant is not None:
         return f"{found.constant.text}."
     limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
     if found.backward:
         return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}."
     return f"The activation exceeds {limit}; no loss scale can help."
+
+
+def _became_zero(zero: Zero) -> str:
+    return f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype}"
 
 
 def _upstream(found: Diagnosis) -> str:
@@ -260,16 +266,6 @@ def _mask(found: Diagnosis) -> str:
 
 def _part(path: str, line: str) -> str:
     return f"{path!r}" if path else f"the function at {line}"
-
-
-def _of_underflow(zero: Zero) -> str:
-    part = _part(zero.path, zero.line)
-    return (
-        f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype} (the smallest number of "
-        f"float16 is 6e-8): compute {part} in float32, by a rule of a PolicyMap or with full_precision "
-        "around it, and return float32 from it; or enlarge the epsilon that guards it to 1e-4 or more."
-        f"{_logarithm(zero)}"
-    )
 
 
 def _logarithm(zero: Zero | None) -> str:

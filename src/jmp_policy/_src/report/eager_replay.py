@@ -5,8 +5,9 @@ the search starts from results that are not finite, and leaves constants of the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,8 +39,7 @@ class Range:
         return not (self.nan or self.infinite)
 
 
-@dataclasses.dataclass
-class ReplayedEqn:
+class ReplayedEqn(NamedTuple):
     """One operation that ran.
 
     Args:
@@ -61,46 +61,44 @@ class EagerReplay(Interpreter):
       jaxpr: a closed jaxpr; calls and branches are followed, loops run as a whole.
       arguments: its arguments.
       site: where the program is called.
-      is_known: whether the arguments are arrays; in a trace nothing is measured, nor is a branch chosen.
 
     Attributes:
       values: every value, in the order of creation; the arguments first.
-      ranges: what is in each.
       steps: every operation, in order.
       results: places of the program's results.
+      makers: by place, the step that made a value.
+      constants: places of constants of the program.
       origins: by place, the index of the argument that a value is, casts and reshapes aside.
       is_stacked: whether values have the devices of a shard_map as their first axis.
     """
 
-    def __init__(
-        self, jaxpr: Any, arguments: Sequence[Any], site: walk.Site | None = None, is_known: bool = True
-    ):
+    def __init__(self, jaxpr: Any, arguments: Sequence[Any], site: walk.Site | None = None):
         self.is_stacked = False
-        self._is_known = is_known
         self.values: list[Any] = []
-        self.ranges: list[Range] = []
         self.steps: list[ReplayedEqn] = []
-        self.origins: dict[int, int] = {}
-        self._constants: set[int] = set()
+        self.makers: dict[int, ReplayedEqn] = {}
+        self.constants: set[int] = set()
         self._float32_values: dict[int, Any] = {}
-        places = [self._add(value) for value in arguments]
-        self.arguments = places
-        self.origins.update({place: i for i, place in enumerate(places)})
-        self.results = self.run(jaxpr, places, site or walk.Site())
+        self.arguments = [self._add(value) for value in arguments]
+        self.origins = {place: i for i, place in enumerate(self.arguments)}
+        self.results = self.run(jaxpr, self.arguments, site or walk.Site())
 
-    def _add(self, value: Any, constant: bool = False) -> int:
+    @functools.cached_property
+    def ranges(self) -> list[Range]:
+        """What is in each value."""
+        return list(map(range_of, self.values))
+
+    def _add(self, value: Any) -> int:
         self.values.append(value)
-        self.ranges.append(range_of(value) if self._is_known else Range(False, False, 0.0))
-        place = len(self.values) - 1
-        if constant:
-            self._constants.add(place)
-        return place
+        return len(self.values) - 1
 
     def constant(self, atom: Any, value: Any) -> int:
         """The place of a constant."""
         if isinstance(atom, compat.Literal):
             value = np.asarray(value, ir.dtype_of(atom))
-        return self._add(value, constant=True)
+        place = self._add(value)
+        self.constants.add(place)
+        return place
 
     def at(self, eqn: Any, around: walk.Site) -> walk.Site:
         """The site of an operation."""
@@ -108,11 +106,13 @@ class EagerReplay(Interpreter):
 
     def enters(self, eqn: Any, kind: Kind, values: list[int]) -> bool:
         """Whether it is followed: calls are, and branches where it is known which one is taken."""
-        return self._is_known if kind is Kind.COND else kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
+        if kind is Kind.COND:
+            return not ir.is_traced(self.values[values[0]])
+        return kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
 
     def call(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
         """Runs what is called; of branches by platform the one that is taken."""
-        is_branch = calls.kind_of(eqn) is Kind.PLATFORM and self._is_known
+        is_branch = calls.kind_of(eqn) is Kind.PLATFORM and not ir.is_traced(self.values[values[0]])
         return self.cond(eqn, values, where) if is_branch else super().call(eqn, values, where)
 
     checkpoint = Interpreter.call
@@ -126,7 +126,8 @@ class EagerReplay(Interpreter):
     def operation(self, eqn: Any, values: list[int], where: walk.Site) -> list[int]:
         """Does an operation, and keeps what it gives."""
         writes = [self._add(out) for out in self.bind(eqn, *(self.values[place] for place in values))]
-        self.steps.append(ReplayedEqn(eqn, where, values, writes))
+        self.steps.append(step := ReplayedEqn(eqn, where, values, writes))
+        self.makers.update(dict.fromkeys(writes, step))
         progress.step(f"operation {len(self.steps)}")
         if eqn.primitive.name in VIEWS and len(values) == 1 and values[0] in self.origins:
             self.origins[writes[0]] = self.origins[values[0]]
@@ -136,13 +137,8 @@ class EagerReplay(Interpreter):
         """The replay of a trace with what its values, and those in float32, have become; stacked."""
         count = len(self.values)
         self.values, self._float32_values = list(values[:count]), dict(enumerate(values[count:]))
-        self.ranges = [range_of(value) for value in self.values]
-        self.is_stacked, self._is_known = True, True
+        self.is_stacked = True
         return self
-
-    def is_constant(self, place: int) -> bool:
-        """Whether a value is a constant of the program."""
-        return place in self._constants
 
     def first_nonfinite_step(self) -> int | None:
         """The first step that made a non-finite value which reached a non-finite result.
@@ -155,13 +151,8 @@ class EagerReplay(Interpreter):
           finite, or non-finite constants were returned unchanged.
         """
         # By place of a non-finite value: the step or argument that it comes from.
-        sources: dict[int, int] = {}
-        for place in range(len(self.values)):
-            if not self.ranges[place].is_finite:
-                sources[place] = _CONSTANT
-        for index, place in enumerate(self.arguments):
-            if place in sources:
-                sources[place] = -2 - index
+        sources = {place: _CONSTANT for place, found in enumerate(self.ranges) if not found.is_finite}
+        sources.update((p, -2 - index) for index, p in enumerate(self.arguments) if p in sources)
         for index, step in enumerate(self.steps):
             bad = [place for place in step.reads if place in sources]
             known = [sources[place] for place in bad if sources[place] != _CONSTANT]
@@ -191,9 +182,8 @@ class EagerReplay(Interpreter):
     def in_float32(self, place: int) -> Any:
         """A value as the program would have it if it computed in float32 throughout."""
         if not self._float32_values:
-            self._float32_values = {
-                p: to_float32(self.values[p]) for p in [*self.arguments, *self._constants]
-            }
+            given = [*self.arguments, *self.constants]
+            self._float32_values = {p: to_float32(self.values[p]) for p in given}
             for step in self.steps:
                 outs = replay_equation(step.eqn, [self._float32_values[p] for p in step.reads])
                 self._float32_values.update(zip(step.writes, outs, strict=True))
@@ -207,7 +197,7 @@ def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
 
     def program(*values: Any) -> list[Any]:
         nonlocal inside
-        inside = EagerReplay(params["jaxpr"], values, step.site, is_known=False)
+        inside = EagerReplay(params["jaxpr"], values, step.site)
         places = range(len(inside.values))
         in_float32 = [inside.in_float32(place) for place in places]
         return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *in_float32)]
@@ -230,17 +220,13 @@ def range_of(value: Any) -> Range:
     """What is in an array; nothing in one that holds no real or complex numbers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
-        return Range(False, False, 0.0)
+        return Range(nan=False, infinite=False, largest=0.0)
     array = np.asarray(value)
     if jax.numpy.issubdtype(dtype, jax.numpy.floating):
         array = array.astype(np.float64)
     magnitude = np.abs(array)
-    finite = magnitude[np.isfinite(magnitude)]
-    return Range(
-        bool(np.isnan(magnitude).any()),
-        bool(np.isinf(magnitude).any()),
-        float(finite.max()) if finite.size else 0.0,
-    )
+    largest = magnitude.max(initial=0.0, where=np.isfinite(magnitude))
+    return Range(bool(np.isnan(magnitude).any()), bool(np.isinf(magnitude).any()), float(largest))
 
 
 #: Operations after which a parameter is still recognised.

@@ -186,9 +186,10 @@ def trained_arguments(function: Function, use: str) -> list[int]:
 
 
 def value_and_gradients(
-    function: Function, trained: Sequence[int], loss_scale: Any, has_aux: bool
-) -> Callable[..., Any]:
-    """A function to the loss, the loss times its scale, and the gradients of the latter."""
+    function: Function, use: str, loss_scale: Any, has_aux: bool
+) -> tuple[Callable[..., Any], list[str]]:
+    """A function to the loss, the loss times its scale, and the gradients of the latter; and their names."""
+    trained = trained_arguments(function, use)
 
     def program(arrays: Sequence[Any]) -> Any:
         def scaled(params: Sequence[Any]) -> Any:
@@ -201,7 +202,7 @@ def value_and_gradients(
         (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
         return [loss, product, *grads]
 
-    return program
+    return program, ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
 
 
 def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:

@@ -87,18 +87,10 @@ OF_MASK = (
 
 def table(constants: Sequence[LostConstant]) -> Table:
     """Makes the table of lost constants."""
-    rows = [
-        (
-            c.written or "(unknown)",
-            c.becomes,
-            c.dtype,
-            c.operation,
-            c.path,
-            c.line,
-            "backward" if c.backward else "forward",
-        )
-        for c in constants
-    ]
+    rows = []
+    for c in constants:
+        direction = "backward" if c.backward else "forward"
+        rows.append((c.written or "(unknown)", c.becomes, c.dtype, c.operation, c.path, c.line, direction))
     columns = ("constant", "becomes", "in", "read by", "module", "line", "pass")
     return Table(columns, rows, "Constants that half precision makes infinite, zero or one")
 
@@ -113,6 +105,22 @@ class _Constant(NamedTuple):
 
     written: str
     becomes: str
+
+
+class _Known(NamedTuple):
+    """What is known of a value; it stays with it through casts and reshapes.
+
+    Args:
+      constant: the half constant that it is.
+      wide: the constant that it is otherwise, or those that it may hold.
+      guard: the lost constant that was added to it.
+      not_negative: whether it cannot be negative.
+    """
+
+    constant: _Constant | None = None
+    wide: Any = None
+    guard: LostConstant | None = None
+    not_negative: bool = False
 
 
 class LostConstants(Visitor):
@@ -131,10 +139,7 @@ class LostConstants(Visitor):
     def __init__(self) -> None:
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
-        self._guards: dict[int, LostConstant] = {}
-        self._constants: dict[int, _Constant] = {}
-        self._wide: dict[int, Any] = {}
-        self._not_negative: set[int] = set()
+        self._known: dict[int, _Known] = {}
 
     def found(self) -> tuple[LostConstant, ...]:
         """What was found so far, each place once."""
@@ -142,103 +147,78 @@ class LostConstants(Visitor):
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation, as `Visitor.see`."""
-        name = eqn.primitive.name
-        constants = [self._constant(atom, info) for atom, info in zip(eqn.invars, operands, strict=True)]
+        name, dtype = eqn.primitive.name, ir.dtype_of(eqn.outvars[0]) if eqn.outvars else None
+        known = [self._of(atom, info) for atom, info in zip(eqn.invars, operands, strict=True)]
         if name in _VIEWS and len(operands) == 1:
-            self._pass_on(eqn, operands[0], constants[0], results[0])
+            (passed,) = known
+            if passed.wide is not None and is_half(dtype) and not is_half(ir.dtype_of(eqn.invars[0])):
+                passed = passed._replace(constant=_lost_in_cast(passed.wide, dtype), wide=None)
+            self._known[results[0].key] = passed
             return
-        if name == "select_n" and is_floating(ir.dtype_of(eqn.outvars[0])):
+        wide = [one.wide for one in known[1:] if one.wide is not None]
+        if name == "select_n" and wide and is_floating(dtype) and not is_half(dtype):
             # What a mask is filled with before it is cast.
-            wide = [value for info in operands[1:] if (value := self._value(info)) is not None]
-            if wide and not is_half(ir.dtype_of(eqn.outvars[0])):
-                self._wide[results[0].key] = np.concatenate([np.ravel(value) for value in wide])
-        for place, constant in enumerate(constants):
-            if constant is not None:
-                self._read(eqn, site, place, constant, operands, results)
-        if name in _POLES and operands[-1].key in self._guards:
-            self._keep(self._guards[operands[-1].key])
-        if name in _NOT_NEGATIVE or (name in _KEEPS_SIGN and operands[0].key in self._not_negative):
-            self._not_negative.update(info.key for info in results)
+            self._note(results[0], wide=np.concatenate([np.ravel(value) for value in wide]))
+        for place, one in enumerate(known):
+            if one.constant is not None:
+                self._read(eqn, site, place, known, results)
+        if name in _POLES and known[-1].guard is not None:
+            self._keep(known[-1].guard)
+        if name in _NOT_NEGATIVE or (name in _KEEPS_SIGN and known[0].not_negative):
+            for info in results:
+                self._note(info, not_negative=True)
 
-    def _pass_on(self, eqn: Any, operand: ValueInfo, constant: _Constant | None, result: ValueInfo) -> None:
-        value = self._value(operand)
-        before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
-        if operand.key in self._not_negative:
-            self._not_negative.add(result.key)
-        if operand.key in self._guards:
-            self._guards[result.key] = self._guards[operand.key]
-        if constant is not None:
-            self._constants[result.key] = constant
-        elif value is not None and is_half(after) and not is_half(before):
-            lost = _lost_in_cast(value, after)
-            if lost is not None:
-                self._constants[result.key] = lost
-        elif value is not None:
-            self._wide[result.key] = value
+    def _of(self, atom: Any, info: ValueInfo) -> _Known:
+        value, dtype = info.constant, ir.dtype_of(atom)
+        if value is None or ir.is_traced(value):
+            return self._known.get(info.key, _Known())
+        if is_half(dtype) and np.ndim(value) == 0 and (float(value) in (0, 1) or np.isinf(float(value))):
+            return _Known(_Constant("", _text(float(value))))
+        return _Known(wide=value)
 
-    def _value(self, info: ValueInfo) -> Any:
-        """The constant that a value is, or those that it may hold; None for other values."""
-        value = self._wide.get(info.key) if info.constant is None else info.constant
-        return None if ir.is_traced(value) else value
+    def _note(self, info: ValueInfo, **fields: Any) -> None:
+        self._known[info.key] = self._known.get(info.key, _Known())._replace(**fields)
 
-    def _constant(self, atom: Any, info: ValueInfo) -> _Constant | None:
-        dtype = ir.dtype_of(atom)
-        if info.key in self._constants:
-            return self._constants[info.key]
-        if info.constant is None or not is_half(dtype) or np.ndim(info.constant) != 0:
-            return None
-        value = float(info.constant)
-        return _Constant("", _text(value)) if value in (0, 1) or np.isinf(value) else None
-
-    def _read(
-        self,
-        eqn: Any,
-        site: Site,
-        place: int,
-        constant: _Constant,
-        operands: Sequence[ValueInfo],
-        results: Sequence[ValueInfo],
-    ) -> None:
-        name, dtype = eqn.primitive.name, ir.dtype_of(eqn.invars[place])
-        written, becomes = constant.written, constant.becomes
+    def _read(self, eqn: Any, site: Site, place: int, known: Sequence[_Known], results: Any) -> None:
+        """Takes note of an operation that reads a constant."""
+        name, dtype, constant = eqn.primitive.name, ir.dtype_of(eqn.invars[place]), known[place].constant
+        assert constant is not None
+        written, becomes = constant
         if name in (_BOUNDS if written and becomes != "0" else _COMPARISONS):
             return
         if becomes == "1" and name not in _SCALES:
             return
-        is_guard = False
+        found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
         if not written:
             numbers = written_constants(eqn)
             lost = [(n, text) for n, text in numbers if _is_lost(n, becomes, dtype)]
             if lost:
-                number, written = lost[0]
-                self.numbers[id(eqn), place] = number
+                self.numbers[id(eqn), place] = lost[0][0]
+                found = dataclasses.replace(found, written=lost[0][1])
             elif becomes == "1" or any(_becomes(n, dtype) == becomes for n, _ in numbers):
                 return  # Unknown, or written so.
             elif becomes == "0" and name == "add":
                 # On the right: Python's sum() begins with 0 on the left.
-                is_guard = place == 1 and float(jnp.finfo(dtype).smallest_subnormal) > _LEAST_EPSILON
-                if not is_guard:
-                    return
-            elif not self._is_meaningless(name, place, becomes, operands):
+                if place == 1 and float(jnp.finfo(dtype).smallest_subnormal) > _LEAST_EPSILON:
+                    self._note(results[0], guard=found)
                 return
-        found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
-        if is_guard:
-            self._guards[results[0].key] = found
-        else:
-            self._keep(found)
+            elif not _is_meaningless(name, place, becomes, known):
+                return
+        self._keep(found)
 
     def _keep(self, found: LostConstant) -> None:
         # The backward pass reads it again.
         key = (found.line, found.dtype, found.becomes, found.written or found.operation)
         self._found.setdefault(key, found)
 
-    def _is_meaningless(self, name: str, place: int, becomes: str, operands: Sequence[ValueInfo]) -> bool:
-        """Whether no program means an operation with such a constant."""
-        if becomes != "0":
-            return name in ("mul", "div") or (name in ("add", "sub") and becomes == "inf")
-        if name == "max":
-            return operands[1 - place].key in self._not_negative
-        return name == "div" and place == 1
+
+def _is_meaningless(name: str, place: int, becomes: str, known: Sequence[_Known]) -> bool:
+    """Whether no program means an operation with such a constant."""
+    if becomes != "0":
+        return name in ("mul", "div") or (name in ("add", "sub") and becomes == "inf")
+    if name == "max":
+        return known[1 - place].not_negative
+    return name == "div" and place == 1
 
 
 def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:

@@ -22,7 +22,7 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.function import Function, trained_arguments, value_and_gradients
+from jmp_policy._src.report.function import Function, value_and_gradients
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
@@ -126,8 +126,7 @@ class Mending:
     """
 
     def __init__(self, function: Function, loss_scale: float, has_aux: bool):
-        trained = trained_arguments(function, "a report")
-        self._program = value_and_gradients(function, trained, loss_scale, has_aux)
+        self._program, _ = value_and_gradients(function, "a report", loss_scale, has_aux)
         self._arrays = function.arrays
         self.tried: list[Tried] = []
 

@@ -16,9 +16,8 @@ What one line of the source does with few operations that are cheap is a region,
 `wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
 """
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -38,17 +37,7 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
-from jmp_policy._src.report.drift.recorder import (
-    LEAST,
-    Errors,
-    Measured,
-    Node,
-    Recorder,
-    Stack,
-    over_devices,
-    over_trips,
-    squares,
-)
+from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, Stack, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
 from jmp_policy._src.report.lost_constants import lost_in
 
@@ -71,12 +60,6 @@ class TwinEvaluation(Interpreter):
         """The site of an operation."""
         return walk.site_of(eqn, around)
 
-    def in_loop(self, eqn: Any, around: Site) -> Site:
-        """The site of the body of a loop, which runs once per trip."""
-        if calls.kind_of(eqn) is Kind.WHILE:
-            return dataclasses.replace(around, counted=False)
-        return dataclasses.replace(around, times=around.times * eqn.params["length"])
-
     def constant(self, atom: Any, value: Any) -> Twin:
         """A constant, which both runs share."""
         return same(jnp.asarray(value, ir.dtype_of(atom)) if isinstance(atom, compat.Literal) else value)
@@ -92,29 +75,36 @@ class TwinEvaluation(Interpreter):
 
     def enters(self, eqn: Any, kind: Kind, values: list[Twin]) -> bool:
         """Whether it is looked into; else it is an operation as a whole."""
-        if kind is Kind.WHILE:
-            return control_flow.ends_at_once(eqn)
-        is_for_platforms = compat.platforms_of_branches(eqn) is not None
-        return kind is not Kind.COND or not (is_for_platforms or ir.has_references(eqn))
+        if kind is Kind.COND:
+            return compat.platforms_of_branches(eqn) is None and not ir.has_references(eqn)
+        return kind is not Kind.WHILE
 
     def inside(
         self, jaxpr: Any, take: Callable[[], list[Twin]], where: Site
     ) -> tuple[list[Twin], dict[int, Measured]]:
         """Runs a jaxpr in a trace of its own; what is recorded is what was measured there."""
-        with self.recorder.inside() as measured:
-            return self.run(jaxpr, take(), where), measured
+        outside, self.recorder.measured = self.recorder.measured, {}
+        results, measured = self.run(jaxpr, take(), where), self.recorder.measured
+        self.recorder.measured = outside
+        return results, measured
 
     def of_trip(self, record: dict[int, Measured]) -> Stack:
         """What is measured in a trip, as one array."""
-        return Stack(record)
-
-    def added(self, record: Stack, trip: Stack) -> Stack:
-        """What is measured in several trips of a while loop, and in one more."""
-        return Stack(over_trips(record.measured(), trip.measured()))
+        return Stack.of(record)
 
     def over_devices(self, eqn: Any, record: dict[int, Measured]) -> dict[int, Measured]:
         """What is measured on all devices of a shard_map."""
-        return over_devices(record, tuple(compat.manual_axes(eqn.params)), eqn.params["check_vma"])
+        axes = compat.manual_axes(eqn.params)
+
+        def whole(field: str, x: Any) -> Any:
+            if x is None:
+                return None
+            # One that all devices have counts once, if arrays say over which axes they vary.
+            varies = compat.varying(jax.typeof(x)) if eqn.params["check_vma"] else axes
+            names = tuple(axis for axis in axes if axis in varies)
+            return (lax.pmax if field == "largest" else lax.psum)(x, names) if names else x
+
+        return {number: Measured(*map(whole, Measured._fields, values)) for number, values in record.items()}
 
     def keep(self, record: Any) -> None:
         """Keeps what was measured in a loop or on devices."""
@@ -127,12 +117,7 @@ class TwinEvaluation(Interpreter):
 
     def carries(self, eqn: Any, loop: control_flow.Loop, where: Site) -> TwinCarries:
         """Carries are nodes of their own."""
-        return TwinCarries(self, eqn, loop, where)
-
-    def goes_on(self, loop: control_flow.Loop, carries: Any, carry: Any, where: Site) -> Any:
-        """Whether both runs have another trip."""
-        found = carries.goes_on(carry)
-        return found.exact if found.node is None else found.exact & found.half
+        return TwinCarries(self.recorder, eqn, loop.start, where)
 
     def cond(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
         """Runs the branch of both runs, or that of each."""
@@ -175,10 +160,8 @@ class TwinEvaluation(Interpreter):
             return twin
         var = eqn.invars[place]
         node = Node(where, eqn.primitive.name, ir.dtype_of(var), 1, (), rounds=True, adds=False)
-        added = self.recorder.add(node)
         exact, half = jnp.full_like(twin.exact, number), held(twin.half, var)
-        self.recorder.measure(added, half, exact, exact)
-        return Twin(half, exact, added)
+        return Twin(half, exact, self.recorder.add(node, half, exact, exact))
 
     def _result(
         self, eqn: Any, site: Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
@@ -197,9 +180,8 @@ class TwinEvaluation(Interpreter):
         before = [nodes[number] for number, inside in operands if inside]
         var = eqn.outvars[i]
         name, dtype = eqn.primitive.name, _computed_in(eqn, var)
-        terms = (
-            walk.size(eqn.invars[0]) // max(walk.size(var), 1) if name in _REDUCES and is_half(dtype) else 1
-        )
+        is_sum = name in _REDUCES and is_half(dtype)
+        terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if is_sum else 1
         # A region is called by what rounds most in it.
         named = max(before, key=_weight, default=None)
         if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
@@ -209,9 +191,7 @@ class TwinEvaluation(Interpreter):
         joins = operands if before and len(sources) > 1 else ()
         adds = eqn.primitive.name in _ADDS
         node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins)
-        number = self.recorder.add(node)
-        self.recorder.measure(number, made.half, made.wide, made.exact, made.lost)
-        return made._replace(node=number)
+        return made._replace(node=self.recorder.add(node, made.half, made.wide, made.exact, made.lost))
 
 
 def _weight(node: Node) -> tuple[int, bool]:
@@ -231,9 +211,9 @@ def _runs_as_traced(eqn: Any) -> bool:
 def _computed_in(eqn: Any, out: Any) -> Any:
     """The dtype that decides how exact an operation is: of a float8 product the coarser operand's."""
     formats = formats_of(eqn)
-    return (
-        ir.dtype_of(out) if formats is None else max(map(jnp.dtype, formats), key=lambda d: jnp.finfo(d).eps)
-    )
+    if formats is None:
+        return ir.dtype_of(out)
+    return max(map(jnp.dtype, formats), key=lambda dtype: jnp.finfo(dtype).eps)
 
 
 def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
@@ -267,7 +247,7 @@ def _passed_on(eqn: Any, twins: Sequence[Twin], i: int) -> int | None:
 
 #: Of loops and branches that are done as one operation, why their row is of the whole.
 _NOT_INSIDE: Mapping[Kind | None, str] = {
-    Kind.WHILE: "what is inside is not looked at, since under vmap each example has its own end",
+    Kind.WHILE: "what is inside is not looked at, since it may end at another time in float32",
     Kind.COND: "what is inside is not looked at, since it is for other platforms or writes to references",
 }
 
@@ -350,24 +330,22 @@ class Comparison:
         made = walk.walk(jaxpr, updates)
         self._updated = {i: updates.of[info.key] for i, info in enumerate(made) if info.key in updates.of}
         self._errors = Errors(quick)
-        types = [var.aval for var in open_jaxpr(jaxpr).invars]
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
-
-        def trace(*arrays: Any) -> None:
-            self._run(arrays, {})
-
-        jax.eval_shape(trace, *types)
-        wanted = {"operation": _of_operations, "module": _of_modules}.get(detail)
-        self._wanted = wanted(self.nodes, self.results) if wanted else {}
+        types = [var.aval for var in open_jaxpr(jaxpr).invars]
+        jax.eval_shape(lambda *arrays: self._run(arrays, {})[1], *types)
+        self._wanted: Mapping[int, Set[str]] = {}
+        if detail == "operation":
+            self._wanted = dict.fromkeys(_used(self.nodes, self.results), _EVERYTHING)
+        elif detail == "module":
+            self._wanted = _of_modules(self.nodes, self.results)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """What was measured, for each result and by node, the first result in float32, and changes.
 
         Changes are the sums of the squares of what float32 adds to arguments, by result.
         """
-        outs, recorder = self._run(arrays, self._wanted)
-        measured = recorder.measured
+        outs, measured = self._run(arrays, self._wanted)
         compared = [self._compared(twin) for twin in outs]
         changes = {}
         for i, arguments in self._updated.items():
@@ -395,17 +373,12 @@ class Comparison:
             half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
-    def _run(self, arrays: Sequence[Any], wanted: Mapping[int, set[str]]) -> tuple[list[Twin], Recorder]:
+    def _run(self, arrays: Sequence[Any], wanted: Mapping[int, Set[str]]) -> tuple[list[Twin], Any]:
         recorder = Recorder(wanted, self._errors)
         evaluation = TwinEvaluation(recorder, self._every, self._written)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
-        return outs, recorder
-
-
-def _of_operations(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
-    """What is measured of which nodes: everything of all that results depend on."""
-    return {number: set(_EVERYTHING) for number in _used(nodes, results)}
+        return outs, recorder.measured
 
 
 def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
@@ -426,19 +399,15 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
             elif is_inside and number not in used and nodes[operand].operation not in _COSTLY:
                 wanted[operand] |= {"total"}
             for source in nodes[operand].sources if is_inside else (operand,):
-                is_mask = node.adds and not is_floating(nodes[source])
-                wanted[source] |= _error_of(nodes[source]) | (set() if is_mask else {"exact"})
+                wanted[source] |= {"introduced", "inherited"} if nodes[source].rounds else {"total"}
+                if is_floating(nodes[source]) or not node.adds:
+                    wanted[source].add("exact")
     for number in _leaving(nodes, results) & used:
         wanted[number] |= _EVERYTHING
     return dict(wanted)
 
 
 _EVERYTHING = frozenset(Measured._fields)
-
-
-def _error_of(node: Node) -> set[str]:
-    """Which fields tell the error of a node."""
-    return {"introduced", "inherited"} if node.rounds else {"total"}
 
 
 def _used(nodes: Sequence[Node], results: Sequence[int | None], *, within_regions: bool = False) -> set[int]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,14 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
-from jmp_policy._src.report.drift.findings import NAMED, NORMAL, Drift, ResultDrift, exceeding_text, lost_text
+from jmp_policy._src.report.drift.findings import (
+    NAMED,
+    NORMAL,
+    Drift,
+    ResultDrift,
+    exceeding_text,
+    loses_unseen,
+)
 from jmp_policy._src.report.drift.rows import Rows
 from jmp_policy._src.report.function import (
     Function,
@@ -21,20 +28,11 @@ from jmp_policy._src.report.function import (
     as_loss_scale,
     named_results,
     returns_scalar,
-    trained_arguments,
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.trials import Mending
-
-_DETAILS = ("module", "operation")
-
-#: Keywords of `drift` itself; all others are those of the function.
-_OPTIONS = ("grad", "detail", "scale", "has_aux")
-
-#: Name of the first result of a loss.
-_LOSS = "the loss"
 
 
 def drift(
@@ -84,61 +82,80 @@ def drift(
       model of rounding.
     """
     with progress.showing("drift"):
-        return _with_advice(has_aux, *_measured(fn, args, kwargs, grad, detail, scale, has_aux))
-
-
-def _with_advice(has_aux: bool, found: Drift, function: Function, loss_scale: float) -> Drift:
-    """The report with what rules do, where that is worth a try."""
-    if not found.is_worth_a_rule:
-        return found
-    mending = Mending(function, loss_scale, has_aux)
-    named = [row.module for row in found.contributions if row.share >= NAMED][:3]
-    mended = mending.best(named, limit=max(NORMAL * found.expected, 1e-3))
-    found = dataclasses.replace(found, tried=tuple(mending.tried))
-    if mended is None or not mended.error < found.error / 2:
-        return found
-    return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
+        found, function = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
+        if not found.is_worth_a_rule:
+            return found
+        mending = Mending(function, float(as_loss_scale(scale).loss_scale), has_aux)
+        named = [row.module for row in found.contributions if row.share >= NAMED][:3]
+        mended = mending.best(named, limit=max(NORMAL * found.expected, 1e-3))
+        found = dataclasses.replace(found, tried=tuple(mending.tried))
+        if mended is None or not mended.error < found.error / 2:
+            return found
+        return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
 
 
 def _measured(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    kwargs: dict[str, Any],
+    /,
     grad: bool = True,
     detail: str = "module",
     scale: Any = 1.0,
     has_aux: bool = False,
-) -> tuple[Drift, Function, float]:
-    """The report before any rule was tried, the function, and what its loss was multiplied by."""
-    if detail not in _DETAILS:
+    **kwargs: Any,
+) -> tuple[Drift, Function]:
+    """The report before any rule was tried, and the function."""
+    if detail not in ("module", "operation"):
         raise ValueError(f"drift has rows per 'module' or per 'operation'; got detail={detail!r}.")
     function = as_function(fn, args, kwargs, "drift")
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
-    given_scale = loss_scale = float(as_loss_scale(scale).loss_scale)
+    loss_scale = float(as_loss_scale(scale).loss_scale)
     progress.step("tracing")
     with without_overflow_warnings():
         jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
+    comparison, (compared, measured, first, changes) = _run(jaxpr, detail, function.arrays)
+    compared = [Compared(*map(_on_host, result)) for result in compared]
+    scales = [1.0] * len(names)
+    if is_loss:
+        loss_scale, changes = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale)), {}
+        scales[1:] = [loss_scale] * len(names[1:])
+    named = zip(names, compared, scales, strict=True)
+    results = [_result(name, c, unit, changes.get(i)) for i, (name, c, unit) in enumerate(named)]
+    if is_loss:
+        gradient = _result("the gradient", _added(compared[2:]), loss_scale)
+        error, squares = gradient.error, [0.0, 0.0, *(c.error for c in compared[2:])]
+    else:
+        gradient, squares = ResultDrift("", *[math.nan] * 4), [result.error**2 for result in results]
+        error = math.sqrt(sum(squares) / max(sum(c.exact > 0 for c in compared), 1))
+    of_loss = [float(is_loss and i == 0) for i in range(len(names))]
+    rows = Rows(comparison, measured, comparison.results[2:] if is_loss else [], squares, of_loss)
+    found = Drift(
+        function=function.name,
+        rows=rows.rows(by_operation=detail == "operation"),
+        results=tuple([results[0], *results[2:]] if is_loss else results),
+        loss=float(first) if is_loss else math.nan,
+        loss_error=results[0].error if is_loss else math.nan,
+        gradient_error=gradient.error,
+        cosine=gradient.cosine,
+        gradient_norm=gradient.norm,
+        error=error,
+        expected=rows.expected(error),
+        loss_scale=loss_scale if is_loss else 1.0,
+        constants=comparison.constants,
+    )
+    return found, function
+
+
+def _run(jaxpr: Any, detail: str, arrays: Sequence[Any]) -> tuple[Comparison, Any]:
+    """A comparison, and what it gave on the host."""
     for quick in (True, False):
         comparison = Comparison(jaxpr, detail, quick=quick)
         progress.step("compiling and running both precisions")
-        compared, measured, first, changes = jax.device_get(compiled_quickly(comparison)(function.arrays))
-        if quick and comparison.is_reliable(compared, measured):
+        found = jax.device_get(compiled_quickly(comparison)(arrays))
+        if quick and comparison.is_reliable(*found[:2]):
             break
-    if is_loss:
-        loss_scale = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale))
-    found = _report(
-        function,
-        comparison,
-        names,
-        compared,
-        measured,
-        {} if is_loss else changes,
-        float(first) if is_loss else math.nan,
-        loss_scale,
-        detail,
-    )
-    return found, function, given_scale
+    return comparison, found
 
 
 def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: Any) -> None:
@@ -158,13 +175,12 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
       >>> import jax.numpy as jnp
       >>> assert_drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3), rtol=1e-2)
     """
-    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-    found, *_ = _measured(fn, args, kwargs, **options)
+    found, _ = _measured(fn, args, **kwargs)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
     if wrong := exceeding_text(found, rtol):
         raise AssertionError(f"{wrong}. {found.verdict}")
-    if lost_text(found):
+    if loses_unseen(found):
         raise AssertionError(found.verdict)
 
 
@@ -213,7 +229,7 @@ def drift_metrics(
     if not is_loss:
         errors = [_relative(c.error, c.exact) for c in compared]
         return {f"{prefix}error": jnp.max(jnp.stack([jnp.float32(0), *errors]))}
-    whole = Compared(*(sum(part) for part in zip(*compared[2:], strict=True)))
+    whole = _added(compared[2:])
     return {
         f"{prefix}loss_error": _relative(compared[0].error, compared[0].exact),
         f"{prefix}gradient_error": _relative(whole.error, whole.exact),
@@ -231,69 +247,20 @@ def _traced(function: Function, grad: bool, loss_scale: Any, has_aux: bool) -> t
     # TF32 would be an error of its own.
     with jax.default_matmul_precision("highest"):
         is_loss = grad and (has_aux or returns_scalar(function))
-        program, names = _of_loss(function, loss_scale, has_aux) if is_loss else named_results(function)
+        if is_loss:
+            program, names = value_and_gradients(function, "drift", loss_scale, has_aux)
+        else:
+            program, names = named_results(function)
         return jax.make_jaxpr(program)(function.arrays), names, is_loss
 
 
-def _of_loss(function: Function, loss_scale: Any, has_aux: bool) -> tuple[Callable[..., Any], list[str]]:
-    trained = trained_arguments(function, "drift")
-    names = [_LOSS, "the scaled loss", *(function.arguments[i].path for i in trained)]
-    return value_and_gradients(function, trained, loss_scale, has_aux), names
+def _on_host(number: Any) -> float:
+    return float(np.nan_to_num(np.float64(number), nan=np.inf, posinf=np.inf))
 
 
-def _report(
-    function: Function,
-    comparison: Comparison,
-    names: Sequence[str],
-    compared: Sequence[Compared],
-    measured: Any,
-    changes: Mapping[int, Any],
-    loss: float,
-    loss_scale: float,
-    detail: str,
-) -> Drift:
-    """Makes the report; the loss is nan for a function that is none."""
-    is_loss = names[:1] == [_LOSS]
-    scales = [1.0, loss_scale, *[loss_scale] * (len(names) - 2)] if is_loss else [1.0] * len(names)
-    compared = [_host(c) for c in compared]
-    results = [
-        _result(name, c, s, changes.get(i))
-        for i, (name, c, s) in enumerate(zip(names, compared, scales, strict=True))
-    ]
-    gradient_error = cosine = norm = loss_error = math.nan
-    loss_weights: dict[int, float] = {}
-    kept = [i for i in range(len(names)) if not (is_loss and i < 2)]
-    if is_loss:
-        whole = Compared(*(float(sum(part)) for part in zip(*(compared[i] for i in kept), strict=True)))
-        gradient = _result("the gradient", whole, loss_scale)
-        error, cosine, norm = gradient.error, gradient.cosine, gradient.norm
-        gradient_error, loss_error = error, results[0].error
-        squares = [compared[i].error for i in kept]
-        loss_weights = _weights(comparison, [0], [1.0])
-    else:
-        squares = [results[i].error ** 2 for i in kept]
-        error = math.sqrt(sum(squares) / max(sum(c.exact > 0 for c in compared), 1))
-    gradients = [n for i in kept if is_loss and (n := comparison.results[i]) is not None]
-    rows = Rows(comparison, measured, gradients, _weights(comparison, kept, squares), loss_weights)
-    return Drift(
-        function=function.name,
-        rows=rows.of_operations() if detail == "operation" else rows.of_modules(),
-        results=tuple(r for i, r in enumerate(results) if not (is_loss and i == 1)),
-        loss=loss,
-        loss_error=loss_error,
-        gradient_error=gradient_error,
-        cosine=cosine,
-        gradient_norm=norm,
-        error=error,
-        expected=rows.expected(error),
-        loss_scale=loss_scale if is_loss else 1.0,
-        constants=comparison.constants,
-    )
-
-
-def _host(compared: Compared) -> Compared:
-    numbers = (float(np.nan_to_num(np.float64(part), nan=np.inf, posinf=np.inf)) for part in compared)
-    return Compared(*numbers)
+def _added(compared: Sequence[Compared]) -> Compared:
+    """Several results as one."""
+    return Compared(*(sum(part) for part in zip(*compared, strict=True)))
 
 
 def _result(name: str, compared: Compared, scale: float, change: Any = None) -> ResultDrift:
@@ -302,16 +269,3 @@ def _result(name: str, compared: Compared, scale: float, change: Any = None) -> 
     cosine = float(compared.cosine) if exact and half and math.isfinite(error) else math.nan
     of_change = math.sqrt(error / change) if change and math.isfinite(error) else math.nan
     return ResultDrift(name, relative, largest / scale, math.sqrt(exact) / scale, cosine, of_change)
-
-
-def _weights(comparison: Comparison, places: Sequence[int], squares: Sequence[float]) -> dict[int, float]:
-    """Returns, by node, the part that results have in the sum of their squared errors."""
-    found: dict[int, float] = {}
-    if any(map(math.isinf, squares)):
-        squares = [float(math.isinf(square)) for square in squares]
-    whole = sum(squares)
-    for place, square in zip(places, squares, strict=True):
-        number = comparison.results[place]
-        if number is not None and whole:
-            found[number] = found.get(number, 0.0) + square / whole
-    return found

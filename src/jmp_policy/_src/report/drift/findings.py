@@ -13,12 +13,8 @@ from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report import lost_constants, trials
 
 #: Parts of a program that a row is about.
-OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = (
-    "outputs",
-    "activation gradients",
-    "parameter gradients",
-)
-DIRECTIONS = (OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS)
+DIRECTIONS = ("outputs", "activation gradients", "parameter gradients")
+OUTPUTS, ACTIVATION_GRADIENTS, PARAMETER_GRADIENTS = DIRECTIONS
 
 #: The same in tables of all.
 _SHORT_NAMES = {OUTPUTS: "outputs", ACTIVATION_GRADIENTS: "cotangents", PARAMETER_GRADIENTS: "gradients"}
@@ -253,10 +249,9 @@ class Drift(Report):
         return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
 
     def _of_loss(self) -> str:
-        finite = math.isfinite(self.loss_error)
-        text = (
-            f"The loss is off by {trials.error_text(self.loss_error)}" if finite else "The loss is not finite"
-        )
+        text = f"The loss is off by {trials.error_text(self.loss_error)}"
+        if not math.isfinite(self.loss_error):
+            text = "The loss is not finite"
         row = max(self.rows, key=lambda row: row.loss_share, default=None)
         if row is None or row.loss_share < NAMED or not self.loss_error:
             return text
@@ -294,8 +289,8 @@ class Drift(Report):
 
     def _lines(self) -> Sequence[str]:
         notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
-        repair = [lost_constants.repair(self.constants)] if self.constants else []
-        return (*notes, *repair, *filter(None, [trials.tried_text(self.tried)]), self.verdict)
+        repair, tried = lost_constants.repair(self.constants), trials.tried_text(self.tried)
+        return (*notes, *filter(None, [repair, tried]), self.verdict)
 
     def plot(self) -> Any:
         """Draws the error along the depth of the program, forward and backward; returns the figure.
@@ -303,27 +298,39 @@ class Drift(Report):
         Raises:
           ImportError: when matplotlib is not installed.
         """
-        return plot(self, plotting("Drift.plot"))
+        pyplot = plotting("Drift.plot")
+        directions = list(dict.fromkeys(row.direction for row in self.rows))
+        if not directions:
+            figure, axes = pyplot.subplots(figsize=(8, 2), layout="constrained")
+            axes.set_title(self.verdict, fontsize=9)
+            axes.set_axis_off()
+            return figure
+        rows = [[row for row in self.rows if row.direction == direction] for direction in directions]
+        size = (max(8.0, 0.24 * max(map(len, rows))), 2.6 * len(directions) + 1.6)
+        figure, panels = pyplot.subplots(len(rows), 1, figsize=size, layout="constrained", squeeze=False)
+        for axes, direction, drawn in zip(panels[:, 0], directions, rows, strict=True):
+            _panel(axes, direction, drawn)
+        panels[-1, 0].set_xlabel("place in the program")
+        figure.suptitle(f"{self.function}: error against float32, in order of the program", fontsize=10)
+        legend = panels[0, 0].get_legend_handles_labels()
+        figure.legend(*legend, fontsize=8, loc="outside lower center", ncols=3)
+        return figure
 
 
 def exceeding_text(found: Drift, rtol: float) -> str:
     """Describes what is further off than a bound; "" if nothing is."""
-    parts = []
+    errors = [(result.name, result.error) for result in found.results]
     if found.is_loss:
-        if not found.gradient_error <= rtol:
-            parts.append(f"the gradient is off by {found.gradient_error:.3g}")
-        if not found.loss_error <= rtol:
-            parts.append(f"the loss is off by {found.loss_error:.3g}")
-    else:
-        parts += [joined([f"{r.name} is off by {r.error:.3g}" for r in found.results if not r.error <= rtol])]
-    wrong = "; ".join(filter(None, parts))
-    return f"{wrong}, and may be by {rtol:.3g}" if wrong else ""
+        errors = [("the gradient", found.gradient_error), ("the loss", found.loss_error)]
+    wrong = [f"{name} is off by {error:.3g}" for name, error in errors if not error <= rtol]
+    text = "; ".join(wrong) if found.is_loss else joined(wrong)
+    return f"{text}, and may be by {rtol:.3g}" if wrong else ""
 
 
-def lost_text(found: Drift) -> str:
-    """Describes what is lost though one call may not show it: constants, and updates; "" if nothing is."""
-    constants = [c for c in found.constants if c.becomes == "1" or not c.written]
-    return "; ".join(filter(None, [lost_constants.text(constants), _updates_text(found.results)]))
+def loses_unseen(found: Drift) -> bool:
+    """Whether constants or updates are lost, which one call may not show."""
+    constants = any(c.becomes == "1" or not c.written for c in found.constants)
+    return constants or bool(_updates_text(found.results))
 
 
 #: An argument is returned without what was added to it where so much of that is wrong.
@@ -356,35 +363,14 @@ _TOTAL, _INTRODUCED, _SHARE = "#0072B2", "#D55E00", "#999999"
 _LEAST = 1e-9
 
 
-def plot(found: Any, pyplot: Any) -> Any:
-    """Draws one panel per direction: total and introduced error per row, and its share of the final error."""
-    directions = list(dict.fromkeys(row.direction for row in found.rows))
-    if not directions:
-        figure, axes = pyplot.subplots(figsize=(8, 2), layout="constrained")
-        axes.set_title(found.verdict, fontsize=9)
-        axes.set_axis_off()
-        return figure
-    most = max(sum(row.direction == d for row in found.rows) for d in directions)
-    size = (max(8.0, 0.24 * most), 2.6 * len(directions) + 1.6)
-    figure, panels = pyplot.subplots(len(directions), 1, figsize=size, layout="constrained", squeeze=False)
-    for axes, direction in zip(panels[:, 0], directions, strict=True):
-        _panel(axes, direction, [row for row in found.rows if row.direction == direction])
-    panels[-1, 0].set_xlabel("place in the program")
-    figure.suptitle(f"{found.function}: error against float32, in order of the program", fontsize=10)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
-    return figure
-
-
 def _panel(axes: Any, direction: str, rows: list[Any]) -> None:
     places = np.arange(len(rows))
     total, introduced = (
         np.clip([getattr(row, field) for row in rows], _LEAST, 1e9) for field in ("total", "introduced")
     )
     share = axes.twinx()
-    bars = share.bar(places, [100 * row.share for row in rows], color=_SHARE, alpha=0.35, width=0.8)
+    share.bar(places, [100 * row.share for row in rows], color=_SHARE, alpha=0.35, width=0.8)
     share.set(ylim=(0, 100), ylabel="share of the error (%)")
-    bars.set_label("")
     # Markers differ too, for print without colours.
     axes.plot(places, total, "o-", color=_TOTAL, markersize=4, label="total error")
     axes.plot(places, introduced, "^--", color=_INTRODUCED, markersize=4, label="introduced here")

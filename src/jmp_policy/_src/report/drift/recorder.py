@@ -3,11 +3,10 @@
 A node is a value that differs. Its sources are the nodes that it was computed from.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import to_float32
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.one_pass import totals
@@ -143,6 +141,7 @@ class Recorder:
       errors: how errors are computed.
 
     Attributes:
+      wanted: as given; empty while nodes are not those of the end.
       nodes: of the program.
       measured: by node.
     """
@@ -150,26 +149,23 @@ class Recorder:
     def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
-        self._wanted, self._errors = wanted, errors
+        self.wanted, self._errors = wanted, errors
 
-    def add(self, node: Node) -> int:
-        """Adds a node, and returns its number."""
-        self.nodes.append(node)
-        return len(self.nodes) - 1
-
-    def measure(self, number: int, half: Any, wide: Any, exact: Any, lost: Any = None) -> None:
-        """Measures a node, if that is wanted.
+    def add(self, node: Node, half: Any, wide: Any, exact: Any, lost: Any = None) -> int:
+        """Adds a node, measures it if that is wanted, and returns its number.
 
         Args:
-          number: of the node.
+          node: the node.
           half: its value as the program computes it.
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
           lost: what rounding operands to float8 lost; None without float8.
         """
-        if number not in self._wanted:
-            return
-        fields, node = self._wanted[number], self.nodes[number]
+        self.nodes.append(node)
+        number = len(self.nodes) - 1
+        if number not in self.wanted:
+            return number
+        fields = self.wanted[number]
         unit = self._errors.unit(node.site.backward)
         difference = functools.partial(self._errors.difference, unit=unit)
         error, terms = difference(half, exact), dict[str, Any]()
@@ -188,92 +184,41 @@ class Recorder:
         if "total" in fields:
             found.setdefault("total", found.get("introduced"))
         self.measured[number] = Measured(*map(found.get, Measured._fields))
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[dict[int, Measured]]:
-        """Collects the measurements of a loop's body, whose arrays belong to a trace of their own."""
-        outer, self.measured = self.measured, {}
-        try:
-            yield self.measured
-        finally:
-            self.measured = outer
-
-    @contextlib.contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Forgets the nodes of a with-block; measures none, since their numbers may be others in the end."""
-        count, kept = len(self.nodes), self._wanted
-        self._wanted = {}
-        try:
-            yield
-        finally:
-            self._wanted = kept
-            del self.nodes[count:]
+        return number
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["structure", "shapes"]
+)
+@dataclasses.dataclass
 class Stack:
     """What is measured in a trip of a loop as one array: a loop that fills hundreds of small ones is slow.
 
     Args:
-      measured: by node.
+      array: everything in a row; of several trips with an axis for them in front.
+      structure, shapes: of what was measured, by node.
     """
 
-    def __init__(self, measured: Mapping[int, Measured]):
-        leaves, self._structure = jax.tree.flatten(dict(measured))
-        self._shapes = tuple(map(jnp.shape, leaves))
+    array: Any
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, measured: Mapping[int, Measured]) -> "Stack":
+        """The stack of what was measured, by node."""
+        leaves, structure = jax.tree.flatten(dict(measured))
         # Of a program in float64 some are.
         dtype = max((leaf.dtype for leaf in leaves), key=lambda d: d.itemsize, default=jnp.float32)
-        self._array = jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(x).astype(dtype) for x in leaves)])
+        array = jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(x).astype(dtype) for x in leaves)])
+        return cls(array, structure, tuple(map(jnp.shape, leaves)))
 
     def measured(self) -> dict[int, Measured]:
         """What was put in, with the axes that the array has got in front."""
-        sizes = list(map(math.prod, self._shapes))
-        parts = lax.split(self._array, sizes, self._array.ndim - 1) if sizes else []
-        before = self._array.shape[:-1]
-        leaves = [part.reshape(before + shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def tree_flatten(self) -> Any:
-        return (self._array,), (self._structure, self._shapes)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> "Stack":
-        stack = object.__new__(cls)
-        (stack._array,), (stack._structure, stack._shapes) = arrays, static
-        return stack
-
-
-def _by_field(function: Callable[..., Any], *all_measured: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Maps `function(is_largest, *values)` over the fields of each node; None stays None."""
-    is_largest = [field == "largest" for field in Measured._fields]
-    return {
-        number: Measured._make(
-            None if values[0] is None else function(largest, *values)
-            for largest, *values in zip(is_largest, *(of[number] for of in all_measured), strict=True)
-        )
-        for number in all_measured[-1]
-    }
-
-
-def over_trips(sums: Mapping[int, Measured], trip: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Measurements of the trips of a loop up to one, for those before it and its own."""
-    return _by_field(lambda largest, *pair: (jnp.maximum if largest else jnp.add)(*pair), sums, trip)
-
-
-def over_devices(measured: Mapping[int, Measured], axes: Sequence[str], typed: bool) -> dict[int, Measured]:
-    """Measurements of all devices, for those of one device's shards; within `jax.shard_map`.
-
-    Args:
-      measured: by node.
-      axes: of the mesh.
-      typed: whether arrays say over which axes they vary, so that one that all devices have counts once.
-    """
-
-    def whole(largest: bool, x: Any) -> Any:
-        names = tuple(a for a in axes if not typed or a in varying(jax.typeof(x)))
-        return (lax.pmax if largest else lax.psum)(x, names) if names else x
-
-    return _by_field(whole, measured)
+        sizes = list(map(math.prod, self.shapes))
+        parts = lax.split(self.array, sizes, self.array.ndim - 1) if sizes else []
+        before = self.array.shape[:-1]
+        leaves = [part.reshape(before + shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:
@@ -293,13 +238,20 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
 
 
 def over_all_trips(measured: Mapping[int, Measured]) -> dict[int, Measured]:
-    """Adds up what was measured over the trips of loops, on the host."""
-    return {
-        number: Measured(
-            *(value.sum() for value in values[:-2]),
+    """Adds up what was measured over the trips of loops, on the host; all nodes have a total then."""
+    found = {}
+    for number, values in measured.items():
+        *sums, lost, largest = values
+        added = Measured(
+            *(value.sum() for value in sums),
             # An array for each trip; 0 without float8.
-            lost=values.lost.reshape(-1, 2, 3).sum(0) if values.lost.size > 1 else 0.0,
-            largest=values.largest.max(initial=0.0),
+            lost=lost.reshape(-1, 2, 3).sum(0) if lost.size > 1 else 0.0,
+            largest=largest.max(initial=0.0),
         )
-        for number, values in measured.items()
-    }
+        found[number] = added._replace(total=whole_error(added))
+    return found
+
+
+def whole_error(at: Measured) -> Any:
+    """The squares of the whole error; of a node that has no total, by its parts."""
+    return np.where(at.total == 0, at.introduced + at.inherited, at.total)

@@ -12,7 +12,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
 from jmp_policy._src.report.drift.findings import ACTIVATION_GRADIENTS, OUTPUTS, PARAMETER_GRADIENTS, DriftRow
-from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips
+from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips, whole_error
 
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
 _LOST = 1e-9
@@ -43,30 +43,36 @@ class ErrorBudget:
         self._nodes, self._measured = nodes, measured
         self._known: dict[int, dict[int, float]] = {}
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
-        self._edges = [(i, *edge) for i in range(len(nodes)) for edge in self._split(i)]
+        self._edges = [
+            (number, source, (1 - here) * part)
+            for number, here in enumerate(self._introduced)
+            if nodes[number].sources and here != 1
+            for source, part in self._parts(number).items()
+            if part
+        ]
 
-    def error(self, number: int) -> float:
-        """The sum of the squared errors of a node."""
-        if number not in self._measured:
-            return 0.0
-        found = self._measured[number]
-        return found.total if found.total else found.introduced + found.inherited
+    def _at(self, number: int) -> Measured:
+        return self._measured.get(number, _NOTHING)
 
-    def shares(self, weights: Mapping[int, float]) -> np.ndarray:
-        """How much of an error was introduced at each node.
+    def shares(self, results: Sequence[int | None], squares: Sequence[float]) -> np.ndarray:
+        """How much of the error of all results was introduced at each node.
 
         Args:
-          weights: by node, its share in the error; they add up to 1.
+          results: their nodes; None for those without an error.
+          squares: the square of each one's error, as it counts in the whole.
 
         Returns:
           An array with one share per node. They add up to 1, but for nodes whose errors were too small to
           measure.
         """
         start = np.zeros(len(self._nodes))
-        for number, weight in weights.items():
-            start[number] += weight
-        arriving = self._solve(start, lambda i, j: True, backward=True)
-        return arriving * self._introduced
+        if any(map(math.isinf, squares)):
+            squares = [float(math.isinf(square)) for square in squares]
+        whole = sum(squares)
+        for number, square in zip(results, squares, strict=True):
+            if number is not None and whole:
+                start[number] += square / whole
+        return self._solve(start, self._edges, backward=True) * self._introduced
 
     def introduced_within(self, group: Sequence[object]) -> np.ndarray:
         """For each node which part of its error was introduced in the node's own group.
@@ -74,14 +80,16 @@ class ErrorBudget:
         Args:
           group: of each node.
         """
-        return self._solve(self._introduced, lambda i, j: group[i] == group[j], backward=False)
+        edges = [edge for edge in self._edges if group[edge[0]] == group[edge[1]]]
+        return self._solve(self._introduced, edges, backward=False)
 
-    def _solve(self, start: np.ndarray, follows: object, *, backward: bool) -> np.ndarray:
+    def _solve(
+        self, start: np.ndarray, edges: Sequence[tuple[int, int, float]], *, backward: bool
+    ) -> np.ndarray:
         """Solves x = start + A x, in which A has what each node inherits from each of its sources."""
         from scipy import sparse
         from scipy.sparse import linalg
 
-        edges = [(i, j, w) for i, j, w in self._edges if follows(i, j)]  # type: ignore[operator]
         size = len(start)
         if not edges:
             return start
@@ -91,19 +99,10 @@ class ErrorBudget:
         return np.asarray(linalg.spsolve(sparse.identity(size, format="csc") - matrix, start))
 
     def _introduced_part(self, number: int) -> float:
-        if not self._nodes[number].rounds or number not in self._measured:
-            return 0.0
-        here, before = self._measured[number].introduced, self._measured[number].inherited
-        if np.isinf(before) or not here:
+        here, before = self._at(number).introduced, self._at(number).inherited
+        if not self._nodes[number].rounds or np.isinf(before) or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
-
-    def _split(self, number: int) -> list[tuple[int, float]]:
-        """The sources of a node, with the part of its error that it inherits from each."""
-        inherited = 1 - self._introduced[number]
-        if not self._nodes[number].sources or not inherited:
-            return []
-        return [(source, inherited * part) for source, part in self._parts(number).items() if part]
 
     def _parts(self, number: int) -> dict[int, float]:
         """How what a node inherits is split among its sources; within a region, operation by operation."""
@@ -111,20 +110,19 @@ class ErrorBudget:
             return self._known[number]
         node = self._nodes[number]
         operands = node.operands or tuple((source, False) for source in node.sources)
-        errors = [self.error(operand) for operand, _ in operands]
+        errors = [self._at(operand).total for operand, _ in operands]
         inner = [
             i for i, (operand, inside) in enumerate(operands) if inside and operand not in self._measured
         ]
         if node.adds and len(inner) == 1 and number in self._measured:
             # What the others leave of the whole.
-            errors[inner[0]] = max(self._inherited(number) - sum(errors), 0.0)
+            errors[inner[0]] = max(self.inherited(number) - sum(errors), 0.0)
         elif not node.adds:
-            errors = [
-                self._relative(o, self._inherited(o) if inside else self.error(o)) for o, inside in operands
-            ]
+            found = [self.inherited(o) if inside else self._at(o).total for o, inside in operands]
+            errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
         elif inner:
             outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
-            errors = [sum(self._relative(s, self.error(s)) for s in sources) for sources in outside]
+            errors = [sum(self._relative(s, self._at(s).total) for s in sources) for sources in outside]
         if len(errors) == 1 or not any(errors):
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
@@ -136,19 +134,20 @@ class ErrorBudget:
         self._known[number] = parts
         return parts
 
-    def _inherited(self, number: int) -> float:
-        """The sum of the squared errors that a node inherits."""
-        found = self._measured.get(number)
-        if found is None:
-            return 0.0
-        return found.inherited if self._nodes[number].rounds else self.error(number)
+    def inherited(self, number: int) -> float:
+        """The sum of the squared errors that a node inherits; all where nothing is rounded."""
+        at = self._at(number)
+        return at.inherited if self._nodes[number].rounds else at.total
 
     def _relative(self, number: int, error: float) -> float:
-        exact = self._measured[number].exact if number in self._measured else 0.0
+        exact = self._at(number).exact
         if np.isinf(error):
             return np.inf
         return error / exact if exact else float(error > 0)
 
+
+#: Of a node that was not measured.
+_NOTHING = Measured(*[0.0] * len(Measured._fields))
 
 #: What may stand between a product of the backward pass and the gradient of a parameter.
 _PASSES_ON = frozenset(["neg", "carry", "cond"]).union(
@@ -163,58 +162,46 @@ class Rows:
       comparison: that was run.
       measured: what it gave by node, as arrays of the host.
       gradients: nodes of the gradients of the parameters.
-      weights: by node, its share in the error that the report is about.
-      loss_weights: the same of the loss.
+      squares: of each result, its part in the squared error that the report is about.
+      of_loss: the same of the error of the loss.
     """
 
     def __init__(
         self,
         comparison: Comparison,
         measured: Mapping[int, Measured],
-        gradients: Sequence[int],
-        weights: Mapping[int, float],
-        loss_weights: Mapping[int, float],
+        gradients: Sequence[int | None],
+        squares: Sequence[float],
+        of_loss: Sequence[float],
     ):
         self._nodes, self._raw = comparison.nodes, on_host(measured, comparison.unit_of)
         self._measured = over_all_trips(self._raw)
         self._budget = ErrorBudget(self._nodes, self._measured)
-        self.shares = self._budget.shares(weights)
-        self._loss_shares = self._budget.shares(loss_weights)
-        self._results = {number for number in comparison.results if number is not None}
+        self.shares = self._budget.shares(comparison.results, squares)
+        self._loss_shares = self._budget.shares(comparison.results, of_loss)
+        self._results = set(comparison.results)
         self._consumers: dict[int, list[int]] = defaultdict(list)
         for number, node in enumerate(self._nodes):
             for source in node.sources:
                 self._consumers[source].append(number)
-        self._is_gradient: dict[int, bool] = dict.fromkeys(gradients, True)
+        self._is_gradient: dict[int | None, bool] = dict.fromkeys(gradients, True)
         for number in reversed(range(len(self._nodes))):
             self._is_gradient.setdefault(number, self._leads_to_gradients(number))
 
-    def of_operations(self) -> tuple[DriftRow, ...]:
-        """One row per operation, line and direction."""
+    def rows(self, by_operation: bool) -> tuple[DriftRow, ...]:
+        """One row per module and direction, or per operation, line and direction."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, node in enumerate(self._nodes):
-            if number in self._measured and node.operation != "carry":
-                direction = self._direction(number)
-                groups[(node.site.path, node.site.line, node.operation, direction)].append(number)
-        return tuple(
-            self._row(key[0], key[3], numbers, False, numbers, self._sum(numbers, "introduced"))
-            for key, numbers in groups.items()
-            if self._ran(numbers)
-        )
-
-    def of_modules(self) -> tuple[DriftRow, ...]:
-        """One row per module and direction."""
-        within = self._budget.introduced_within(list(map(group_of, self._nodes)))
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for number, node in enumerate(self._nodes):
-            if number in self._measured:
-                groups[(node.site.path, self._direction(number))].append(number)
+            if number in self._measured and not (by_operation and node.operation == "carry"):
+                key = (node.site.line, node.operation) if by_operation else ()
+                groups[(node.site.path, self._direction(number), *key)].append(number)
+        within = None if by_operation else self._budget.introduced_within([*map(group_of, self._nodes)])
         rows = []
-        for (module, direction), numbers in groups.items():
-            leaving = self._leaving(numbers)
-            if leaving and self._ran(leaving):
-                introduced = sum(within[n] * self._budget.error(n) for n in leaving if within[n])
-                rows.append(self._row(module, direction, leaving, True, numbers, introduced))
+        for (module, direction, *_), numbers in groups.items():
+            shown = numbers if by_operation else self._leaving(numbers)
+            # Nothing is to be told of a branch that is not taken.
+            if any(np.any(value) for number in shown for value in self._measured[number]):
+                rows.append(self._row(module, direction, shown, numbers, within))
         return tuple(rows)
 
     def expected(self, error: float) -> float:
@@ -232,10 +219,6 @@ class Rows:
                 found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / at.introduced
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
 
-    def _ran(self, numbers: Sequence[int]) -> bool:
-        """Whether there is anything to tell of nodes: not of those in a branch that is not taken."""
-        return any(np.any(value) for number in numbers for value in self._measured[number])
-
     def _leads_to_gradients(self, number: int) -> bool:
         """Whether a value of the backward pass is a parameter's gradient on its way out."""
         consumers = self._consumers[number]
@@ -243,11 +226,8 @@ class Rows:
             bool(consumers)
             and number not in self._results
             and self._nodes[number].site.backward
-            and all(self._is_gradient.get(c, False) and self._passes_on(c) for c in consumers)
+            and all(self._is_gradient.get(c) and self._nodes[c].operation in _PASSES_ON for c in consumers)
         )
-
-    def _passes_on(self, number: int) -> bool:
-        return self._nodes[number].operation in _PASSES_ON
 
     def _direction(self, number: int) -> str:
         if self._is_gradient[number]:
@@ -269,34 +249,34 @@ class Rows:
         # What nobody else reads is what the module's own gradients are computed from.
         return by_pass or by_module or floating
 
-    def _sum(self, numbers: Sequence[int], field: str) -> float:
-        return sum(getattr(self._measured[n], field) for n in numbers)
-
     def _row(
         self,
         module: str,
         direction: str,
         shown: Sequence[int],
-        is_module: bool,
         counted: Sequence[int],
-        introduced: float,
+        within: np.ndarray | None,
     ) -> DriftRow:
         """Makes a row.
 
         Args:
           module, direction: what it is about.
           shown: nodes whose errors it shows.
-          is_module: whether it is about a module, for which `inherited` is what is not introduced.
           counted: nodes whose shares it has.
-          introduced: sum of the squared errors introduced.
+          within: of a module, which part of each node's error was introduced there; None for operations.
         """
-        total, exact = sum(map(self._budget.error, shown)), self._sum(shown, "exact")
-        rest = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
-        inherited = rest if is_module else self._inherited(shown)
+        measured = [self._measured[n] for n in shown]
+        total, exact = sum(at.total for at in measured), sum(at.exact for at in measured)
+        if within is None:
+            introduced = sum(at.introduced for at in measured)
+            inherited = sum(map(self._budget.inherited, shown))
+        else:
+            introduced = sum(within[n] * self._measured[n].total for n in shown if within[n])
+            inherited = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
         # Of a module one operation is named: what spoils the loss may do nothing to the gradient.
         main = max(counted, key=lambda n: (self.shares[n] + self._loss_shares[n], self._relative(n)))
         node = self._nodes[main]
-        largest = max(self._measured[n].largest for n in shown)
+        notes = [self._nodes[n].note for n in counted if self._measured[n].introduced]
         return DriftRow(
             module=module,
             operation=node.operation,
@@ -305,15 +285,13 @@ class Rows:
             introduced=_root(introduced, exact),
             inherited=_root(inherited, exact),
             total=_root(total, exact),
-            largest=float(largest),
+            largest=float(max(at.largest for at in measured)),
             share=_share(self.shares, counted),
             loss_share=_share(self._loss_shares, counted),
             dtype=str(node.dtype),
             terms=node.terms,
             trips=self._trips(shown),
-            note=next(
-                filter(None, (self._nodes[n].note for n in counted if self._measured[n].introduced)), ""
-            ),
+            note=next(filter(None, notes), ""),
             flushed=self._lost(counted, 1),
             saturated=self._lost(counted, 2),
         )
@@ -324,12 +302,6 @@ class Rows:
         left, right = np.divide(counts[:, place], counts[:, 0], out=np.zeros(2), where=counts[:, 0] > 0)
         return round(float(left), 6), round(float(right), 6)
 
-    def _inherited(self, numbers: Sequence[int]) -> float:
-        """The sum of the squared errors that operations inherit; all where nothing is rounded."""
-        return sum(
-            self._measured[n].inherited if self._nodes[n].rounds else self._budget.error(n) for n in numbers
-        )
-
     def _relative(self, number: int) -> float:
         at = self._measured[number]
         return _root(at.introduced, at.exact)
@@ -339,7 +311,7 @@ class Rows:
         shapes = {np.shape(self._raw[n].exact) for n in numbers}
         if len(shapes) != 1 or shapes == {()}:
             return ()
-        error = np.sum([_total(self._raw[n]) for n in numbers], axis=0)
+        error = np.sum([whole_error(self._raw[n]) for n in numbers], axis=0)
         exact = np.sum([self._raw[n].exact for n in numbers], axis=0)
         return tuple(_root(e, x) for e, x in zip(np.ravel(error), np.ravel(exact), strict=True))
 
@@ -347,10 +319,6 @@ class Rows:
 def _share(shares: np.ndarray, numbers: Sequence[int]) -> float:
     """The sum of the shares of nodes, to as many digits as shares have."""
     return round(float(sum(shares[n] for n in numbers)), 6)
-
-
-def _total(at: Measured) -> np.ndarray:
-    return np.where(at.total == 0, at.introduced + at.inherited, at.total)
 
 
 def _root(error: float, exact: float) -> float:

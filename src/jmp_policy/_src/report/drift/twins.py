@@ -1,17 +1,15 @@
-"""A value in two runs of a program, as it was written and in float32, and the loops and branches between.
+"""A value in two runs of a program, as it was written and in float32, and the scans and branches between.
 
-Loops and branches are where the two runs may go different ways.
-A scan has as many trips in both runs, and what is measured in it is known for each trip. The trips of a while
-loop may be counted by values that differ. Both runs go on together while both of them go on, and what is
-measured is added up. What is left to the one that has more trips it does alone.
+A scan has as many trips in both runs, and what is measured in it is known for each trip. A while loop may
+have more in one of them, and is one operation.
 
-The index of a branch may differ, too. Then one more branch is there for the case that both runs take
-different ones; it gives the results of both, and measures nothing::
+The index of a branch may differ. Then one more branch is there for the case that both runs take different
+ones; it gives the results of both, and measures nothing::
 
     switch(index.half if index.half == index.exact else the last,
            first branch on twins, second branch on twins, ..., each run its own branch)
 
-Where the two runs went different ways, their whole difference is introduced by the loop or branch itself.
+Where the two runs went different ways, their whole difference is introduced by the branch itself.
 """
 
 import dataclasses
@@ -27,7 +25,7 @@ from jmp_policy._src.jaxpr import compat, control_flow, ir
 from jmp_policy._src.jaxpr.float32_replay import as_traced, replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Carries
 from jmp_policy._src.jaxpr.walk import Site
-from jmp_policy._src.report.drift.recorder import Node, Recorder, Stack
+from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder
 
 
 class Twin(NamedTuple):
@@ -75,92 +73,57 @@ def as_written(eqn: Any, twins: Sequence[Twin]) -> list[Any]:
         return as_traced(eqn, [twin.half for twin in twins])
 
 
-def result_of(
-    recorder: Recorder, eqn: Any, site: Site, i: int, twin: Twin, sources: Sequence[int | None],
-    apart: Any, note: str,
-) -> Twin:  # fmt: skip
-    """A result of a branch or loop as a node, if the two runs may differ in it.
-
-    It inherits what was computed inside where both runs went the same way. Where they did not, their whole
-    difference is introduced here: what is inside cannot be compared.
-
-    Args:
-      recorder, eqn, site: where to note it, and which operation it is.
-      i: which of its results.
-      twin: its values in both runs.
-      sources: the nodes that it may be; None for values that cannot differ.
-      apart: whether the two runs went different ways; None if they cannot.
-      note: what to say then.
-    """
-    inside = tuple(dict.fromkeys(node for node in sources if node is not None))
-    if not inside and apart is None:
-        return same(twin.exact)
-    var = eqn.outvars[i]
-    half = held(twin.half, var)
-    node = Node(site, eqn.primitive.name, ir.dtype_of(var), 1, inside, apart is not None, True, note)
-    number = recorder.add(node)
-    wide = half if apart is None else jnp.where(apart, twin.exact, to_float32(half))
-    recorder.measure(number, half, wide, twin.exact)
-    return Twin(half, twin.exact, number)
-
-
 class TwinCarries(Carries):
-    """The carries of a loop. At the start of a trip each that may differ is a node of its own.
+    """The carries of a scan. At the start of a trip each that may differ is a node of its own.
 
     Args:
-      evaluation: the `comparison.TwinEvaluation` that evaluates the body.
-      eqn, site: its equation, and where it is.
-      loop: its operands.
+      recorder: takes note of them.
+      eqn, site: the scan, and where it is.
+      start: the first carries.
 
     Attributes:
-      differs: for each carry, whether the two runs may differ in it.
-      carried: for each carry, its node at the start of a trip.
-      results: the carries at the end of a trip.
+      differs: whether each may differ between the runs.
+      carried: the node of each at the start of a trip; None where it cannot differ.
+      results: of a trip, those that are carried on.
     """
 
-    def __init__(self, evaluation: Any, eqn: Any, loop: control_flow.Loop, site: Site):
-        super().__init__(loop.start)
-        self._evaluation, self._recorder, self._eqn, self._loop = evaluation, evaluation.recorder, eqn, loop
-        self._outside, self._site = site, evaluation.in_loop(eqn, site)
-        self._is_scan = loop.test is None
-        self.differs = [twin.node is not None for twin in self.start]
+    def __init__(self, recorder: Recorder, eqn: Any, start: Sequence[Twin], site: Site):
+        super().__init__(start)
+        self._recorder, self._eqn, self._site = recorder, eqn, site
+        self.differs = [twin.node is not None for twin in start]
         self.carried: list[int | None] = []
         self.results: list[Twin] = []
-        self._begin = len(self._recorder.nodes)
+        self._begin = len(recorder.nodes)
 
     def settle(self, trial: Callable[[], Any]) -> None:
         """Sets `differs`: what differs after a trip differs at its start."""
 
         def after(differs: list[bool]) -> list[bool]:
             self.differs = differs
-            with self._recorder.forgetting():
-                # A new function each time: JAX would not trace the same one again.
-                jax.eval_shape(lambda: trial())
+            # A new function each time: JAX would not trace the same one again.
+            jax.eval_shape(lambda: trial())
             return [a or b.node is not None for a, b in zip(differs, self.results, strict=True)]
 
+        # Nothing is measured, since the numbers of nodes may be others in the end.
+        wanted, self._recorder.wanted = self._recorder.wanted, {}
         ir.fixed_point(self.differs, after)
+        self._recorder.wanted = wanted
 
     def first(self) -> list[Twin]:
         """The first carries, as two arrays each where the runs may differ."""
         return self._alike(self.start)
 
     def begin(self, carry: list[Twin]) -> list[Twin]:
-        """The carries as nodes of the trip."""
+        """The carries at the start of a trip, each a node of its own if it may differ."""
         # A loop may trace its body more than once; what was recorded before is void.
         del self._recorder.nodes[self._begin :]
-        carried = self.as_nodes(carry)
+        carried = [t if t.node is None else self._as_node(i, t) for i, t in enumerate(carry)]
         self.carried = [twin.node for twin in carried]
         return carried
 
-    def as_nodes(self, carry: list[Twin]) -> list[Twin]:
-        """The carries at the start of a trip, each a node of its own if it may differ."""
-        return [self._as_node(i, t) if t.node is not None else t for i, t in enumerate(carry)]
-
     def _as_node(self, i: int, twin: Twin) -> Twin:
         node = Node(self._site, "carry", ir.dtype_of(self._eqn.outvars[i]), 1, (), rounds=False, adds=True)
-        number = self._recorder.add(node)
-        self._recorder.measure(number, twin.half, twin.exact, twin.exact)
-        return Twin(twin.half, twin.exact, number)
+        return twin._replace(node=self._recorder.add(node, twin.half, twin.exact, twin.exact))
 
     def end(self, results: list[Twin]) -> list[Twin]:
         """The carries after a trip, as two arrays each where the runs may differ."""
@@ -168,14 +131,7 @@ class TwinCarries(Carries):
         return self._alike(results)
 
     def last(self, carry: list[Twin]) -> list[Twin]:
-        """The results of the loop."""
-        self._connect()
-        if not self._is_scan:
-            return self._last_of_while(carry)
-        return [Twin(*pair[:2], made.node) for pair, made in zip(carry, self.results, strict=True)]
-
-    def _connect(self) -> None:
-        """Gives the nodes of carries their sources: the first carry, and what a trip makes of it."""
+        """The results of the scan; gives the nodes of carries their sources."""
         nodes = self._recorder.nodes
         for number, begun, result in zip(self.carried, self.start, self.results, strict=True):
             if number is not None:
@@ -183,29 +139,7 @@ class TwinCarries(Carries):
                 made = nodes[number if result.node is None else result.node]
                 sources = tuple(n for n in (begun.node, result.node) if n is not None)
                 nodes[number] = dataclasses.replace(nodes[number], site=made.site, sources=sources)
-
-    def goes_on(self, carry: list[Twin]) -> Twin:
-        """Whether a while loop has another trip, in both runs."""
-        with self._recorder.forgetting():
-            operands = [*self._loop.tested, *self.as_nodes(carry)]
-            (found,) = self._evaluation.run(self._loop.test, operands, self._site)
-        return found
-
-    def _last_of_while(self, carry: list[Twin]) -> list[Twin]:
-        """The results of a while loop, after each run has done the trips that it has more of."""
-        loop, goes_on, apart = self._loop, self.goes_on(carry), None
-        final = [Twin(twin.half, twin.exact) for twin in carry]
-        if goes_on.node is not None:
-            apart = goes_on.half | goes_on.exact
-            rest = [*loop.tested, *loop.fixed, *final]
-            exacts = replay_equation(self._eqn, [twin.exact for twin in rest])
-            final = list(map(Twin, as_written(self._eqn, rest), exacts))
-        note = "one of the two runs takes more trips"
-        where = self._recorder, self._eqn, self._outside
-        return [
-            result_of(*where, i, twin, (begun.node, made.node), apart, note)
-            for i, (twin, begun, made) in enumerate(zip(final, self.start, self.results, strict=True))
-        ]
+        return [Twin(*pair[:2], made.node) for pair, made in zip(carry, self.results, strict=True)]
 
     def _alike(self, carries: Sequence[Twin]) -> list[Twin]:
         """Carries, before or after a trip, in the same structure and dtypes."""
@@ -220,15 +154,29 @@ _A_NODE = -1
 
 
 def cond(evaluation: Any, eqn: Any, twins: Sequence[Twin], site: Site) -> list[Twin]:
-    """The results of a cond or switch."""
-    index, *operands = twins
-    branches = [_Branch(evaluation, eqn, jaxpr, site, operands) for jaxpr in control_flow.branches(eqn)]
-    nothing = [branch.nothing for branch in branches]
+    """The results of a cond or switch.
 
-    def taken(number: int) -> Callable[..., Any]:
+    They inherit what was computed inside where both runs took the same branch. Where they did not, their
+    whole difference is introduced here: what is inside cannot be compared.
+    """
+    index, *operands = twins
+    runs, nodes, nothing, recorder = [], [], dict[int, Measured](), evaluation.recorder
+    # What is measured must be known before any branch is put together.
+    for jaxpr in control_flow.branches(eqn):
+
+        def branch(operands: list[Twin], jaxpr: Any = jaxpr) -> Any:
+            results, measured = evaluation.inside(jaxpr, lambda: operands, site)
+            nodes.append([twin.node for twin in results])
+            return _pairs(eqn, results), measured
+
+        run, (_, measured) = control_flow.traced_once(branch, operands)
+        runs.append(run)
+        nothing |= jax.tree.map(ir.zeros, measured)
+
+    def taken(run: Callable[..., Any]) -> Callable[..., Any]:
         def function(operands: list[Twin]) -> Any:
-            pairs, measured = branches[number].run(operands)
-            return pairs, [*nothing[:number], measured, *nothing[number + 1 :]]
+            pairs, measured = run(operands)
+            return pairs, nothing | measured
 
         return function
 
@@ -237,40 +185,25 @@ def cond(evaluation: Any, eqn: Any, twins: Sequence[Twin], site: Site) -> list[T
         exacts = replay_equation(eqn, [twin.exact for twin in both])
         return _pairs(eqn, map(Twin, as_written(eqn, both), exacts)), nothing
 
-    functions, number, apart = [taken(i) for i in range(len(branches))], index.exact, None
+    functions, number, apart = list(map(taken, runs)), index.exact, None
     if index.node is not None:
         apart = index.half != index.exact
         number = jnp.where(apart, len(functions), number)
         functions.append(each_its_own)
     pairs, found = lax.switch(number, functions, operands)
-    for stack in found:
-        evaluation.recorder.measured.update(stack.measured())
-    where, note = (evaluation.recorder, eqn, site), "the two runs take different branches"
-    return [
-        result_of(*where, i, Twin(*pair), [branch.nodes[i] for branch in branches], apart, note)
-        for i, pair in enumerate(pairs)
-    ]
+    recorder.measured.update(found)
 
+    def joined(half: Any, exact: Any, var: Any, sources: Sequence[int | None]) -> Twin:
+        inside = tuple(dict.fromkeys(node for node in sources if node is not None))
+        if not inside and apart is None:
+            return same(exact)
+        wide = half if apart is None else jnp.where(apart, exact, to_float32(half))
+        note, dtype = "the two runs take different branches", ir.dtype_of(var)
+        node = Node(site, eqn.primitive.name, dtype, 1, inside, apart is not None, True, note)
+        return Twin(half, exact, recorder.add(node, half, wide, exact))
 
-class _Branch:
-    """One branch, traced: what is measured must be known before any branch is put together.
-
-    Attributes:
-      run: function of the operands to the results in both runs, and what was measured.
-      nodes: of its results.
-      nothing: what is measured in it where another one is taken.
-    """
-
-    def __init__(self, evaluation: Any, eqn: Any, jaxpr: Any, site: Site, operands: list[Twin]):
-        self.nodes: list[int | None] = []
-
-        def branch(operands: list[Twin]) -> Any:
-            results, measured = evaluation.inside(jaxpr, lambda: operands, site)
-            self.nodes = [twin.node for twin in results]
-            return _pairs(eqn, results), Stack(measured)
-
-        self.run, types = control_flow.traced_once(branch, operands)
-        self.nothing = jax.tree.map(ir.zeros, types[1])
+    rows = zip(pairs, eqn.outvars, zip(*nodes, strict=True), strict=True)
+    return [joined(half, exact, var, sources) for (half, exact), var, sources in rows]
 
 
 def _pairs(eqn: Any, twins: Any) -> list[tuple[Any, Any]]:

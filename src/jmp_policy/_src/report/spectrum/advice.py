@@ -140,9 +140,8 @@ def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
     stuck = False
     for name, whose, in_a_row in each or [("", "", values["consecutive_skips"])]:
         if values.get(f"stuck{name}") or in_a_row >= _IN_A_ROW:
-            what = (
-                f"{in_a_row:.0f} steps in a row were skipped" if in_a_row >= _IN_A_ROW else "overflows go on"
-            )
+            many = f"{in_a_row:.0f} steps in a row were skipped"
+            what = many if in_a_row >= _IN_A_ROW else "overflows go on"
             finding = f"{what}{whose} at a loss scale of {values[f'loss_scale{name}']:g}"
             change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
             yield Change("", finding, change, "mixed_bfloat16")
@@ -173,9 +172,8 @@ def _of_groups(values: Mapping[str, float]) -> Iterator[Change]:
         finding = f"{share:.0%} of the gradients are 0 in float16 at a loss scale of {scale:g}"
         room = _LARGEST_FLOAT16 / max(largest * scale, 2.0**-100)
         if room > 2.0**8:
-            yield Change(
-                group, finding, f"The loss scale can be {2.0 ** int(np.log2(room) - 4):g} times as large"
-            )
+            times = 2.0 ** int(np.log2(room) - 4)
+            yield Change(group, finding, f"The loss scale can be {times:g} times as large")
         else:
             yield Change(group, finding, "Other gradients use the rest of the range", "mixed_bfloat16")
 
@@ -212,8 +210,6 @@ def _of_histories(state: PyTree) -> Iterator[Change]:
         if times > _SPIKE:
             inside = layer.rpartition("_overwrite_with_gradient/")[2].rpartition("/")[0]
             what = name.removesuffix("_amax_history")
-            finding = (
-                f"the scale of {what} is that of a value {times:.0f} times as large as those of the last "
-            )
-            finding += f"{_ENOUGH} steps"
+            usual = f"those of the last {_ENOUGH} steps"
+            finding = f"the scale of {what} is that of a value {times:.0f} times as large as {usual}"
             yield Change(inside, finding, "Take scales from each step", "mixed_bfloat16, r=fp8_current")

@@ -130,24 +130,15 @@ def magnitudes(path: str, kind: str, vector: np.ndarray, largest: float | None) 
     def share(lost: np.ndarray) -> Share:
         return Share(*((lost + np.array([0.0, 0.0, infinite])) / (size or 1)).tolist())
 
-    return Magnitudes(
-        path=path,
-        kind=kind,
-        size=round(size),
-        zeros=round(zeros),
-        infinite=round(infinite),
-        nan=round(nan),
-        exponents=exponents,
-        largest=float(largest),
-        float16=share(float16),
-        bfloat16=share(bfloat16),
-    )
+    counts = round(size), round(zeros), round(infinite), round(nan)
+    return Magnitudes(path, kind, *counts, exponents, float(largest), share(float16), share(bfloat16))
 
 
 def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
     """Adds up the counts of all tensors of a kind."""
     rows = [row for row in rows if row.kind == kind]
     sizes = np.array([row.size for row in rows])
+    largest = max((row.largest for row in rows), default=0.0)
 
     def total(name: str) -> int:
         return sum(getattr(row, name) for row in rows)
@@ -156,18 +147,8 @@ def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
         shares = np.reshape([dataclasses.astuple(getattr(row, name)) for row in rows], (-1, 3))
         return Share(*(sizes @ shares / (total("size") or 1)).tolist())
 
-    return Magnitudes(
-        path="",
-        kind=kind,
-        size=total("size"),
-        zeros=total("zeros"),
-        infinite=total("infinite"),
-        nan=total("nan"),
-        exponents=_added(rows),
-        largest=max((row.largest for row in rows), default=0.0),
-        float16=share("float16"),
-        bfloat16=share("bfloat16"),
-    )
+    counts = total("size"), total("zeros"), total("infinite"), total("nan")
+    return Magnitudes("", kind, *counts, _added(rows), largest, share("float16"), share("bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +289,40 @@ class GradientSpectrum(Report):
 
     def plot(self) -> Any:
         """Plots the histogram of log2|x| with float16's ranges, and per tensor; a matplotlib figure."""
-        return _plot(self, plotting("plot"))
+        pyplot = plotting("plot")
+        rows = [row for row in self.tensors if row.kind != "activation" and row.exponents]
+        shift = math.log2(self.loss_scale)
+        found = [e for row in self.tensors for e in row.exponents] or [0]
+        low, high = max(min(*found, -28 - round(shift)), -70), max(*found, 17) + 1
+        limits = [exponent - shift for exponent in _FLOAT16.values()]
+        below = 0.22 * max(len(rows), 2)
+        figure, (top, bottom) = pyplot.subplots(
+            2, 1, figsize=(9, 3.6 + below), height_ratios=[3.2, below + 0.6], layout="constrained"
+        )
+        edges = np.clip([low, *limits, high], low, high)
+        for (name, colour), start, end in zip(_RANGES.items(), edges, edges[1:], strict=False):
+            if start < end:
+                top.axvspan(start, end, color=colour, alpha=0.18, label=f"float16: {name}", linewidth=0)
+        # The loss scale does not move activations.
+        for offset, kind in enumerate(KINDS[:2] if shift else KINDS):
+            if (row := self.overall(kind)).size:
+                _histogram(top, row, low, high, offset)
+        scale = f", times 2^{shift:g}" if shift else ""
+        top.set_title(f"{self.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
+        top.set_xlabel("log2 |x|, divided by the loss scale")
+        top.set_ylabel("share of values (%)")
+        # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
+        top.set(yscale="log", ylim=(_LEAST, 130), xlim=(low - 3.5, high))
+        top.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
+        ticks = [tick for tick in range(-80, 140, 10) if low <= tick < high]
+        top.set_xticks([low - 2.2, *ticks], ["zero", *map(str, ticks)])
+        figure.legend(*top.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=4)
+        image = _tensors(bottom, rows, low, high)
+        for edge in limits:
+            if low < edge < high:
+                bottom.axvline(edge, color="black", linewidth=0.8, linestyle="--")
+        figure.colorbar(image, ax=bottom, label="share of the fullest bin", pad=0.01)
+        return figure
 
 
 #: Of more tensors than these of each kind, those are shown that lose most.
@@ -333,43 +347,6 @@ _LEAST = 0.005
 
 #: The ranges of float16, and their colours.
 _RANGES = {"becomes zero": "#999999", "subnormal": "#F0E442", "normal": "#56B4E9", "infinite": "#CC79A7"}
-
-
-def _plot(spectrum: GradientSpectrum, pyplot: Any) -> Any:
-    """Draws histograms of log2|x| over float16's ranges at the loss scale, and one line per tensor below."""
-    rows = [row for row in spectrum.tensors if row.kind != "activation" and row.exponents]
-    shift = math.log2(spectrum.loss_scale)
-    found = [e for row in spectrum.tensors for e in row.exponents] or [0]
-    low, high = max(min(*found, -28 - round(shift)), -70), max(*found, 17) + 1
-    limits = [exponent - shift for exponent in _FLOAT16.values()]
-    below = 0.22 * max(len(rows), 2)
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, 3.6 + below), height_ratios=[3.2, below + 0.6], layout="constrained"
-    )
-    edges = np.clip([low, *limits, high], low, high)
-    for (name, colour), start, end in zip(_RANGES.items(), edges, edges[1:], strict=False):
-        if start < end:
-            top.axvspan(start, end, color=colour, alpha=0.18, label=f"float16: {name}", linewidth=0)
-    # The loss scale does not move activations.
-    for offset, kind in enumerate(KINDS[:2] if shift else KINDS):
-        if (row := spectrum.overall(kind)).size:
-            _histogram(top, row, low, high, offset)
-    scale = f", times 2^{shift:g}" if shift else ""
-    top.set_title(f"{spectrum.function}: magnitudes, zeros apart, and float16's ranges{scale}", fontsize=10)
-    top.set_xlabel("log2 |x|, divided by the loss scale")
-    top.set_ylabel("share of values (%)")
-    # Logarithmic: beside the zeros, which may be most values, nothing else would have a height.
-    top.set(yscale="log", ylim=(_LEAST, 130), xlim=(low - 3.5, high))
-    top.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
-    ticks = [tick for tick in range(-80, 140, 10) if low <= tick < high]
-    top.set_xticks([low - 2.2, *ticks], ["zero", *map(str, ticks)])
-    figure.legend(*top.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=4)
-    image = _tensors(bottom, rows, low, high)
-    for edge in limits:
-        if low < edge < high:
-            bottom.axvline(edge, color="black", linewidth=0.8, linestyle="--")
-    figure.colorbar(image, ax=bottom, label="share of the fullest bin", pad=0.01)
-    return figure
 
 
 def _histogram(axes: Any, row: Magnitudes, low: int, high: int, offset: int) -> None:

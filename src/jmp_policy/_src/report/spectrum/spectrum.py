@@ -19,13 +19,7 @@ from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
 from jmp_policy._src.report import progress, tapping
-from jmp_policy._src.report.function import (
-    Function,
-    as_function,
-    as_loss_scale,
-    replaced,
-    trained_arguments,
-)
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale, replaced, trained_arguments
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
@@ -238,10 +232,7 @@ class SpectrumState:
         Raises:
           ValueError: when the state was made for other parameters.
         """
-
-        def count() -> SpectrumState:
-            return self._counted(grads, scale, activations)
-
+        count = functools.partial(self._counted, grads, scale, activations)
         counted = count() if every == 1 else lax.cond(self.calls % every == 0, count, lambda: self)
         return replace(counted, calls=_increment(self.calls))
 
@@ -257,8 +248,8 @@ class SpectrumState:
         for counts, most, grad in zip(self.gradients, self.largest, leaves, strict=True):
             gradients.append(counts + histogram.count(grad, 1.0 / loss_scale))
             magnitude = jnp.abs(grad.astype(jnp.float32)) / loss_scale
-            finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0.0)
-            largest.append(jnp.maximum(most, jnp.max(finite, initial=0.0)))
+            finite = jnp.max(magnitude, initial=0.0, where=jnp.isfinite(magnitude))
+            largest.append(jnp.maximum(most, finite))
         new = activations or {}
         taps = {name: counts + new.get(name, 0.0) for name, counts in self.activations.items()}
         return replace(
