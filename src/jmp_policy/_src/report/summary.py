@@ -112,10 +112,8 @@ class Summary(Report):
             )
             for row in self.modules
         ]
-        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {self._short_policy()}")]
-
-    def _short_policy(self) -> str:
-        return self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+        policy = self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {policy}")]
 
     def _lines(self) -> Sequence[str]:
         return [self.verdict]

@@ -140,7 +140,10 @@ def exported(
 
     program = _export(jax.jit(call), types, platform)
     if program.nr_devices > 1 and not mesh:
-        mesh = _mesh_in(program.mlir_module())
+        # That of the function itself.
+        match = _MESH.search(program.mlir_module())
+        axes = re.findall(r'"([^"]+)"=(\d+)', match[1]) if match else []
+        mesh = tuple((name, int(size), "Auto") for name, size in axes)
     return Exported(bytes(program.serialize()), program.nr_devices, mesh, tuple(donated))
 
 
@@ -152,12 +155,6 @@ def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str
     if len(meshes) > 1:
         raise ValueError(f"The arguments lie on different meshes: {sorted(meshes)}. Give them one mesh.")
     return meshes.pop() if meshes else ()
-
-
-def _mesh_in(text: str) -> tuple[tuple[str, int, str], ...]:
-    match = _MESH.search(text)
-    axes = re.findall(r'"([^"]+)"=(\d+)', match[1]) if match else []
-    return tuple((name, int(size), "Auto") for name, size in axes)
 
 
 def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -> Any:

@@ -97,8 +97,7 @@ class Products:
         if instruction.opcode == "convolution":
             (_, first), (_, second) = _shapes(instruction, scope)
             sizes = product_sizes(instruction, (first, second), arrays(instruction.shape)[0][1])
-            precision = instruction.attribute("operand_precision").lower()
-            return [self._product(instruction, scope, sizes, precision=precision, on_cores=self._is_tpu)]
+            return [self._product(instruction, scope, sizes, on_cores=self._is_tpu)]
         if instruction.opcode in ("dot", "scaled-dot"):
             return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
         if instruction.opcode != "fusion":
@@ -123,8 +122,6 @@ class Products:
             dot,
             scope,
             _sizes(_shapes(dot, scope), *axes),
-            algorithm=dot.attribute("algorithm").lower(),
-            precision=dot.attribute("operand_precision").lower(),
             padded=any(self._was_padded(name, scope, outside) for name in dot.operands[:2]),
             on_cores=on_cores,
         )
@@ -172,6 +169,8 @@ class Products:
         rows: Sequence[int] = (),
     ) -> Product:
         target, (batch, m, n, k) = self._target, sizes
+        algorithm = algorithm or instruction.attribute("algorithm").lower()
+        precision = precision or instruction.attribute("operand_precision").lower()
         first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
         if self._is_tpu:
             arithmetic = _tpu_arithmetic(first, second, precision, target)
