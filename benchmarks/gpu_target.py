@@ -119,7 +119,7 @@ def count(text: str, temp_bytes: int = 0) -> Report:
                 continue
             kinds[i.opcode] += 1
             launches += runs.times
-            moved += runs.times * (traffic.read(i, scope) + traffic.written(i))
+            moved += runs.times * sum(traffic.of(i, scope))
     for body in computations.values():
         shapes = {i.name: i.shape for i in body}
         for i in body:

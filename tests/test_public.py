@@ -336,12 +336,6 @@ def test_type_checkers_see_the_names_that_are_loaded_later(module):
     assert set(public_names(module)) <= names
 
 
-def test_a_pickle_of_the_first_version_says_what_to_do():
-    written = b"cjmp_policy._state\nLossScaledState\n."  # As version 0.1.0 named it.
-    with pytest.raises(ModuleNotFoundError, match=r"jmp_policy\._state.*0\.1\.0.*msgpack.*restore_state"):
-        pickle.loads(written)
-
-
 @pytest.mark.parametrize("name", ["Audit", "LossScaledState", "tap"])
 def test_names_that_have_moved_warn_at_the_line_that_uses_them(name):
     with pytest.warns(

@@ -1,5 +1,6 @@
 """Reads dtypes as users write them, refuses those without range, and names the half type of a device."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -14,28 +15,17 @@ from jmp_policy._src.core.types import DTypeLike
 
 #: Short and long words for dtypes, as users write them in a policy's text.
 DTYPE_WORDS: dict[str, Any] = {
-    "f16": jnp.float16,
-    "fp16": jnp.float16,
-    "float16": jnp.float16,
-    "bf16": jnp.bfloat16,
-    "bfloat16": jnp.bfloat16,
-    "f32": jnp.float32,
-    "fp32": jnp.float32,
-    "float32": jnp.float32,
-    "full": jnp.float32,
-    "f64": jnp.float64,
-    "fp64": jnp.float64,
-    "float64": jnp.float64,
+    **dict.fromkeys(("f16", "fp16", "float16"), jnp.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), jnp.bfloat16),
+    **dict.fromkeys(("f32", "fp32", "float32", "full"), jnp.float32),
+    **dict.fromkeys(("f64", "fp64", "float64"), jnp.float64),
 }
 #: By the names that JAX gives them: a cast of eight bits and fewer has no scale.
-_NARROW: dict[str, Any] = {
-    name: getattr(jnp, name)
-    for name in (
-        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
-        *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"),
-    )
-}
-_KNOWN = {word: np.dtype(dtype) for word, dtype in (DTYPE_WORDS | _NARROW).items()}
+_NARROW = (
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn",
+)  # fmt: skip
+_KNOWN = {word: jnp.dtype(dtype) for word, dtype in (DTYPE_WORDS | {name: name for name in _NARROW}).items()}
 _DTYPES = frozenset(_KNOWN.values())
 
 
@@ -83,28 +73,20 @@ def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
             return best_half_dtype()
         if name in _KNOWN:
             return _KNOWN[name]
-    try:
+    dtype = None
+    with contextlib.suppress(TypeError, ValueError):
         # Of an array NumPy would take the dtype.
         dtype = jnp.dtype(word) if isinstance(word, str | type | np.dtype) else None
-    except (TypeError, ValueError):
-        dtype = None
-    if dtype is None:
-        raise ValueError(_unknown(word, where))
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"The dtype {where} is {dtype.name}, which is not floating: policies only ever cast "
             "floating values. Use float16, bfloat16, float32 or float64."
         )
-    if isinstance(word, str) or dtype not in _DTYPES:
-        raise ValueError(_unknown(word, where))
+    if dtype is None or dtype not in _DTYPES or isinstance(word, str):
+        words, text = [*DTYPE_WORDS, "half"], shown(word)
+        hint = float8_hint(text) or did_you_mean(text.strip("' ").lower(), words)
+        raise ValueError(f"Unknown dtype {text} {where}.{hint} Known: {', '.join(words)}.")
     return dtype
-
-
-def _unknown(word: Any, where: str) -> str:
-    words = [*DTYPE_WORDS, "half"]
-    text = shown(word)
-    hint = float8_hint(text) or did_you_mean(text.strip("' ").lower(), words)
-    return f"Unknown dtype {text} {where}.{hint} Known: {', '.join(words)}."
 
 
 #: Why a policy has no float8 type, and what to do.

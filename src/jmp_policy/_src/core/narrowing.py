@@ -36,7 +36,9 @@ def rounded(x: Any, dtype: Any) -> Any:
         step = np.float32(info.smallest_subnormal)
         subnormal = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
         y = jnp.where(jnp.abs(x) < np.float32(info.smallest_normal), subnormal, y)
-        y = jnp.where(jnp.abs(y) > np.float32(info.max), _beyond(dtype) * jnp.sign(y), y)
+        # Infinite, or NaN.
+        beyond = np.float32(np.asarray(np.inf, np.float32).astype(dtype))
+        y = jnp.where(jnp.abs(y) > np.float32(info.max), beyond * jnp.sign(y), y)
     return y
 
 
@@ -58,11 +60,6 @@ def narrowed(x: Any, dtype: Any) -> Any:
       [0.0999755859375, 1.1920928955078125e-07, inf]
     """
     return lax.optimization_barrier(jnp.asarray(x).astype(dtype))
-
-
-def _beyond(dtype: Any) -> np.float32:
-    """Returns what a number beyond the largest one becomes: infinite, or NaN."""
-    return np.float32(np.asarray(np.inf, np.float32).astype(dtype))
 
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)

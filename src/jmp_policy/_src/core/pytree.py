@@ -122,7 +122,7 @@ def _show(value: Any) -> str:
     if isinstance(value, jax.core.Tracer):
         return str(jax.typeof(value))
     if isinstance(value, jax.Array | np.ndarray):
-        if value.is_deleted() if isinstance(value, jax.Array) else False:
+        if isinstance(value, jax.Array) and value.is_deleted():
             return f"<deleted {value.dtype}[]>"
         if value.ndim == 0 and getattr(value, "is_fully_addressable", True):
             return repr(value.item())

@@ -129,9 +129,9 @@ class Report:
         from rich import console
 
         out = console.Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
-        out.print(self._as_rich(full, _widths))
-        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in lines).strip("\n")
+        with out.capture() as captured:
+            out.print(self._as_rich(full, _widths))
+        return "\n".join(map(str.rstrip, captured.get().splitlines())).strip("\n")
 
     def __str__(self) -> str:
         return self.table()
@@ -139,53 +139,53 @@ class Report:
     def __rich__(self) -> Any:
         return self._as_rich(full=False, widths=lambda columns: [None] * len(columns))
 
-    def _shown_tables(self, full: bool) -> Sequence[Table]:
-        return self._tables() if full else self._short_tables()
-
-    def _first_lines(self, full: bool) -> Sequence[str]:
-        """The verdict, which of a long report stands at both ends."""
-        rows = sum(len(table.shown(full)[0]) for table in self._shown_tables(full))
-        return [v for v in [getattr(self, "verdict", "")] if v and rows > _LONG]
+    def _shown(self, full: bool) -> tuple[list[str], list[tuple[Table, Sequence[Sequence[Any]], str]]]:
+        """The verdict, which of a long report stands at both ends; each table, its rows, what is left out."""
+        tables = self._tables() if full else self._short_tables()
+        shown = [(table, *table.shown(full)) for table in tables]
+        verdict = getattr(self, "verdict", "")
+        is_long = sum(len(rows) for _, rows, _ in shown) > _LONG
+        return [verdict] if verdict and is_long else [], shown
 
     def _as_rich(self, full: bool, widths: Callable[[Any], Sequence[int | None]]) -> Any:
         from rich import box, console, table, text
 
-        parts: list[Any] = [text.Text(f"{line}\n") for line in self._first_lines(full)]
-        for shown in self._shown_tables(full):
+        first, tables = self._shown(full)
+        parts: list[Any] = [text.Text(f"{line}\n") for line in first]
+        for shown, rows, more in tables:
             grid = table.Table(title=shown.title or None, title_justify="left", box=box.SIMPLE_HEAD)
-            rows, more = shown.shown(full)
+            columns = [(name, [str(row[i]) for row in rows]) for i, name in enumerate(shown.columns)]
             # A column without anything in it takes the place of those with much.
-            used = [i for i in range(len(shown.columns)) if any(str(row[i]) for row in rows) or not rows]
-            columns = [(shown.columns[i], [str(row[i]) for row in rows]) for i in used]
+            columns = [(name, cells) for name, cells in columns if any(cells) or not rows]
             for (name, _), width in zip(columns, widths(columns), strict=True):
                 side = "right" if name.endswith(" ") else "left"
                 grid.add_column(name.strip(), justify=side, overflow="fold", width=width)
-            for row in rows:
-                grid.add_row(*(text.Text(str(row[i])) for i in used))
+            for row in zip(*(cells for _, cells in columns), strict=True):
+                grid.add_row(*map(text.Text, row))
             parts += [grid, *([text.Text(f"  {more}\n")] if more else [])]
         return console.Group(*parts, *(text.Text(line) for line in self._lines()))
 
     def _repr_html_(self) -> str:
-        whole, short = self._html(full=True), self._html(full=False)
-        first = [f"<p>{html.escape(line)}</p>" for line in self._first_lines(full=False)]
+        first, tables = self._shown(full=False)
+        short, whole = (_html_of(shown) for shown in (tables, self._shown(full=True)[1]))
         if whole != short:
             short += f"<details><summary>All rows</summary>{whole}</details>"
-        return "\n".join([*first, short, *(f"<p>{html.escape(line)}</p>" for line in self._lines())])
+        first, last = ([f"<p>{html.escape(line)}</p>" for line in lines] for lines in (first, self._lines()))
+        return "\n".join([*first, short, *last])
 
-    def _html(self, full: bool) -> str:
-        parts = []
-        for shown in self._shown_tables(full):
-            head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in shown.columns)
-            caption = f"<caption>{html.escape(shown.title)}</caption>" if shown.title else ""
-            parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
-            sides = ["right" if name.endswith(" ") else "left" for name in shown.columns]
-            for row in shown.shown(full)[0]:
-                cells = [html.escape(str(cell)) for cell in row]
-                pairs = zip(sides, cells, strict=True)
-                aligned = (f'<td style="text-align:{side}">{cell}</td>' for side, cell in pairs)
-                parts.append(f"<tr>{''.join(aligned)}</tr>")
-            parts.append("</tbody></table>")
-        return "\n".join(parts)
+
+def _html_of(tables: Sequence[tuple[Table, Sequence[Sequence[Any]], str]]) -> str:
+    parts = []
+    for table, rows, _ in tables:
+        head = "".join(f"<th>{html.escape(name.strip())}</th>" for name in table.columns)
+        caption = f"<caption>{html.escape(table.title)}</caption>" if table.title else ""
+        parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>")
+        starts = [f'<td style="text-align:{"right" if n.endswith(" ") else "left"}">' for n in table.columns]
+        for row in rows:
+            cells = (f"{start}{html.escape(str(cell))}</td>" for start, cell in zip(starts, row, strict=True))
+            parts.append(f"<tr>{''.join(cells)}</tr>")
+        parts.append("</tbody></table>")
+    return "\n".join(parts)
 
 
 def _widths(columns: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
@@ -280,35 +280,27 @@ def folded(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Sequen
     names = [i for i, name in enumerate(columns) if name.strip() in _NAMES]
     figures = {i for i, name in enumerate(columns) if name.endswith(" ")}
     # The first number of a name is that of the outermost layers.
-    for place in range(3):
-        rows = _folded_at(rows, names, figures, place)
-    return list(rows)
-
-
-def _folded_at(
-    rows: Sequence[Sequence[Any]], names: Sequence[int], figures: set[int], place: int
-) -> list[Sequence[Any]]:
-    groups: dict[Any, list[int]] = {}
-    for index, row in enumerate(rows):
-        key = _key(row, names, figures, place)
+    for place in range(3 if names else 0):
         # A name without such a number is a row of its own, as is one that was folded before.
-        groups.setdefault(index if key is None else key, []).append(index)
-    shown: dict[int, Sequence[Any]] = dict(enumerate(rows))
-    for group in groups.values():
-        if len(group) < _FEW:
-            continue
-        if len({str(rows[i][names[0]]) for i in group}) >= _FEW:
-            shown[group[0]] = _as_one([rows[i] for i in group], names, figures, place)
-            for i in group[1:]:
-                del shown[i]
-    return list(shown.values())
+        keys = [_key(row, names, figures, place) or index for index, row in enumerate(rows)]
+        groups: dict[Any, list[Sequence[Any]]] = {}
+        for key, row in zip(keys, rows, strict=True):
+            groups.setdefault(key, []).append(row)
+        equal = {key for key, group in groups.items() if len({str(row[names[0]]) for row in group}) >= _FEW}
+        shown = []
+        for key, row in zip(keys, rows, strict=True):
+            if key not in equal:
+                shown.append(row)
+            elif group := groups.pop(key, []):
+                shown.append(_as_one(group, names[0], figures, place))
+        rows = shown
+    return list(rows)
 
 
 def _key(row: Sequence[Any], names: Sequence[int], figures: set[int], place: int) -> Any:
     cells = [str(cell) for cell in row]
-    if any(" x)" in cells[i] for i in names):
-        return None
-    if not names or place >= len(_NUMBER.findall(cells[names[0]])):
+    is_folded = any(" x)" in cells[i] for i in names)
+    if is_folded or place >= len(_NUMBER.findall(cells[names[0]])):
         return None
     return tuple(
         _without(cell, place) if i in names else "" if i in figures else cell for i, cell in enumerate(cells)
@@ -317,24 +309,21 @@ def _key(row: Sequence[Any], names: Sequence[int], figures: set[int], place: int
 
 def _without(text: str, place: int) -> str:
     """A name with one of its numbers left open, wherever that stands."""
-    found = list(_NUMBER.finditer(text))
+    found = _NUMBER.findall(text)
     if place >= len(found):
         return text
-    return re.sub(rf"{re.escape(found[place][1])}{found[place][2]}(?!\d)", f"{found[place][1]}#", text)
+    before, number = found[place]
+    return re.sub(rf"{re.escape(before)}{number}(?!\d)", f"{before}#", text)
 
 
-def _as_one(group: list[Sequence[Any]], names: Sequence[int], figures: set[int], place: int) -> Sequence[Any]:
-    numbers = sorted({int(_NUMBER.findall(str(row[names[0]]))[place][1]) for row in group})
-    cells = []
-    for i in range(len(group[0])):
-        column = [str(row[i]) for row in group]
-        if i == names[0]:
-            found = list(_NUMBER.finditer(column[0]))[place]
-            before, behind = column[0][: found.start()], column[0][found.end() :]
-            layers = f"{found[1]}{numbers[0]} ... {found[1]}{numbers[-1]}"
-            cells.append(f"{before}{layers}{behind} ({len(group)} x)")
-        else:
-            cells.append(_range(column) if i in figures else column[0])
+def _as_one(group: Sequence[Sequence[Any]], name: int, figures: set[int], place: int) -> list[str]:
+    columns = zip(*(map(str, row) for row in group), strict=True)
+    cells = [_range(column) if i in figures else column[0] for i, column in enumerate(columns)]
+    numbers = sorted(int(_NUMBER.findall(str(row[name]))[place][1]) for row in group)
+    found = list(_NUMBER.finditer(str(group[0][name])))[place]
+    layers = f"{found[1]}{numbers[0]} ... {found[1]}{numbers[-1]}"
+    before, behind = found.string[: found.start()], found.string[found.end() :]
+    cells[name] = f"{before}{layers}{behind} ({len(group)} x)"
     return cells
 
 

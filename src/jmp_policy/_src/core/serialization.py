@@ -2,12 +2,10 @@
 
 It has a registry but no protocol, and a program that never imports Flax should not pay for it (0.15 s on top
 of jax and optax). Importing it eagerly would do that; registering when an object is made would miss a Flax
-imported later. What is saved is nested data: `check_depth` refuses what may contain itself, and pickles that
-name a module which is gone are explained.
+imported later. What is saved is nested data: `check_depth` refuses what may contain itself.
 """
 
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -54,27 +52,11 @@ def _after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, callback))
 
 
-class _CallingLoader(importlib.abc.Loader):
-    """Loader that delegates to the module's loader, and then runs the callback."""
-
-    def __init__(self, loader: Any, callback: Callable[[ModuleType], None]):
-        self._loader = loader
-        self._callback = callback
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._callback(module)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds one module by asking the other finders, and takes itself off the list."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]):
-        self._name = name
-        self._callback = callback
+        self._name, self._callback = name, callback
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != self._name:
@@ -82,7 +64,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CallingLoader(spec.loader, self._callback)
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._callback(module)
+
+            # On the loader of this one module.
+            spec.loader.exec_module = execute_and_call
         return spec
 
 
@@ -90,34 +79,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 _DEEP = 20
 
 
-def check_depth(data: Any, what: str, limit: int = _DEEP) -> None:
+def check_depth(data: Any, what: str, limit: int = _DEEP, path: tuple[str, ...] = ()) -> None:
     """Raises ValueError for nested data that is deeper than `limit`, and so may contain itself."""
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(data, ())]
-    while waiting:
-        node, path = waiting.pop()
-        if len(path) > limit:
-            raise ValueError(
-                f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it "
-                "contain itself?"
-            )
-        if hasattr(node, "items"):
-            waiting += [(child, (*path, str(key))) for key, child in node.items()]
-        elif isinstance(node, list | tuple):
-            waiting += [(child, (*path, str(i))) for i, child in enumerate(node)]
-
-
-class _GoneModules(importlib.abc.MetaPathFinder):
-    """Finder that explains the import of a private module that is gone, as unpickling makes it."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.startswith("jmp_policy._"):
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}. Pickles that jmp_policy 0.1.0 wrote name such modules, and "
-                "only 0.1.0 loads them. Save the state there with flax.serialization.to_bytes (msgpack), and "
-                "fit it into the state of this program with jmp_policy.restore_state.",
-                name=fullname,
-            )
-
-
-# The last finder: it is asked for what all others have not found.
-sys.meta_path.append(_GoneModules())
+    if len(path) > limit:
+        raise ValueError(
+            f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it contain "
+            "itself?"
+        )
+    if hasattr(data, "items"):
+        children = data.items()
+    else:
+        children = enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, child in children:
+        check_depth(child, what, limit, (*path, str(key)))

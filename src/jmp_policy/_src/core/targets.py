@@ -36,7 +36,7 @@ class Target:
     Attributes:
       platform: JAX's name of the kind of device.
       matrix_units: what its matrix units are called.
-      launch_seconds: time between one kernel and the next.
+      launch_seconds: time between one kernel and the next; 0 where the whole program is on the chip.
       options: options of the compiler.
     """
 
@@ -50,8 +50,8 @@ class Target:
 
     platform: ClassVar[str]
     matrix_units: ClassVar[str]
-    launch_seconds: ClassVar[float]
-    options: ClassVar[dict[str, Any]]
+    launch_seconds: ClassVar[float] = 0.0
+    options: ClassVar[dict[str, Any]] = {}
 
     def rate(self, arithmetic: str) -> float:
         """Operations per second; arithmetic without faster units runs at the rate of float32."""
@@ -112,8 +112,7 @@ class Gpu(Target):
 
     def config(self) -> str:
         """The card as XLA's `GpuTargetConfig`, in protobuf's text format."""
-        major, minor = self.capability
-        dnn = _CUDNN.split(".")
+        (major, minor), dnn = self.capability, _CUDNN.split(".")
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -185,13 +184,13 @@ def _cell(text: str) -> Any:
 
 def _gpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Gpu:
     known = {arithmetic: str(rate) for arithmetic, rate in rates.items() if rate != "-"}
-    major, _, minor = str(row["capability"]).partition(".")
-    fields: dict[str, Any] = row | {"capability": (int(major), int(minor))}
+    major, _, minor = str(row.pop("capability")).partition(".")
     return Gpu(
         name,
         rates={arithmetic: float(rate.rstrip("*")) * 1e12 for arithmetic, rate in known.items()},
         on_tensor_cores=frozenset(arithmetic for arithmetic, rate in known.items() if "*" not in rate),
-        **fields,
+        capability=(int(major), int(minor)),
+        **row,
     )
 
 
@@ -222,9 +221,6 @@ class Tpu(Target):
 
     platform: ClassVar[str] = "tpu"
     matrix_units: ClassVar[str] = "the matrix units"
-    #: The whole program is on the chip.
-    launch_seconds: ClassVar[float] = 0.0
-    options: ClassVar[dict[str, Any]] = {}
 
     def topology(self, devices: int) -> dict[str, Any]:
         """The arguments of JAX's `get_topology_desc` for a slice of so many devices."""
@@ -236,13 +232,13 @@ class Tpu(Target):
                 f"{devices}. Give the arguments NamedShardings on a mesh of as many (virtual devices of the "
                 f"CPU will do), or name no topology: {self.name.partition(':')[0]!r}."
             )
-        made: dict[str, Any] = {
+        return {
             "platform": "tpu",
             "topology_name": f"{self.xla_name}:{'x'.join(map(str, chips))}",
             # By default a host has 2x2 chips, and smaller slices are refused.
             "chips_per_host_bounds": [math.gcd(size, 2) for size in chips[:2]] + [1],
+            **({"chip_config_name": self.config} if self.config else {}),
         }
-        return made | ({"chip_config_name": self.config} if self.config else {})
 
     def _slice(self, devices: int) -> tuple[int, ...]:
         """The usual slice: every dimension is doubled in turn."""
@@ -324,14 +320,11 @@ def find_target(name: str) -> Target:
     Raises:
       ValueError: when there is none.
     """
+    hint = ""
     if isinstance(name, str):
-        gpus = {key.lower(): gpu for key, gpu in GPUS.items()}
-        if found := gpus.get(name.lower()) or slice_named(name):
+        if found := GPUS.get(name.upper()) or slice_named(name):
             return found
-    known = {key.lower(): key for key in TARGETS}
-    hint = did_you_mean(name.lower(), known) if isinstance(name, str) else ""
-    for lower, key in known.items():
-        hint = hint.replace(f"'{lower}'", f"'{key}'")
+        hint = did_you_mean(name.upper(), GPUS) or did_you_mean(name.lower(), TPUS)
     raise ValueError(
         f"Unknown target {name!r}.{hint} Known: {', '.join(TARGETS)}; a slice of TPUs as in 'v5e:2x4'; None "
         "for the device of this machine."
@@ -341,9 +334,6 @@ def find_target(name: str) -> Target:
 def target_of_device(kind: str) -> Target | None:
     """Finds what a device's kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite") names; None if it is not known."""
     tpus = {text: tpu for tpu in TPUS.values() for text in (tpu.description, f"TPU {tpu.name}")}
-    if kind in tpus:
-        return tpus[kind]
-    if kind.partition(":")[0].lower() in TPUS:
-        return slice_named(kind)
     words = re.split(r"[ -]", kind.upper())
-    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+    gpus = (gpu for name, gpu in GPUS.items() if name in words)
+    return tpus.get(kind) or slice_named(kind) or next(gpus, None)

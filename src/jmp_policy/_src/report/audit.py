@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import is_floating, is_half, is_wide
 from jmp_policy._src.jaxpr import compat, control_flow, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
@@ -88,7 +88,7 @@ class AuditVisitor(Visitor):
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
         self._reached: dict[int, list[str]] = defaultdict(list)
-        self._products: list[dict[str, Any]] = []
+        self._products: list[tuple[Product, frozenset[int]]] = []
         self._casts: dict[Any, list[Any]] = defaultdict(list)
         self._half: list[HalfOperation] = []
         self._opaque = Counter[str]()
@@ -96,13 +96,12 @@ class AuditVisitor(Visitor):
         self._constants = LostConstants()
         self._sums = HalfSums()
         self._rounded = RoundedIntegers(arguments)
-        self._upcast_values: dict[int, int] = {}
+        self._upcast_ids: dict[int, int] = {}
         self._of_carries: set[int] = set()
         self._meets_carry: set[int] = set()
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        outs = [ir.dtype_of(var) for var in eqn.outvars]
-        if all(dtype is not None and is_half(dtype) for dtype in outs):
+        if all(map(is_half, map(ir.dtype_of, eqn.outvars))):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
         silent = causes - self._written.keys()
@@ -126,9 +125,8 @@ class AuditVisitor(Visitor):
             self._opaque[name] += 1
         self._see_carry(eqn, operands, results)
         self._see_half(eqn, site)
-        self._constants.see(eqn, site, operands, results)
-        self._sums.see(eqn, site, operands, results)
-        self._rounded.see(eqn, site, operands, results)
+        for visitor in (self._constants, self._sums, self._rounded):
+            visitor.see(eqn, site, operands, results)
 
     def loop(self, eqn: Any, site: Site) -> None:
         self._sums.loop(eqn, site)
@@ -137,41 +135,33 @@ class AuditVisitor(Visitor):
         causes = operands[0].provenance | operands[1].provenance
         if _mixes(eqn) and not causes - self._written.keys():
             # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
-            before, after = sorted((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
-            shape = tuple(before.shape)
-            self._upcasts[self._id(eqn)] = Upcast(
-                site.path, site.line, str(before.dtype), str(after.dtype), shape, ()
-            )
+            self._note_upcast(eqn, site, *sorted(eqn.invars[:2], key=lambda v: v.aval.dtype.itemsize))
             causes = frozenset([self._id(eqn)])
         size = matrix_products.size_of(eqn)
         lhs, rhs = fp8.operand_dtypes(eqn)
         self._uncounted |= not site.counted
-        self._products.append(
-            {
-                "operation": eqn.primitive.name,
-                "path": site.path,
-                "line": site.line,
-                "backward": site.backward,
-                "lhs": lhs,
-                "rhs": rhs,
-                "result": str(ir.dtype_of(eqn.outvars[0])),
-                **size._asdict(),
-                "times": site.times,
-                "flops": size.flops * site.times,
-                "pad": matrix_products.padding(eqn, size),
-                "scales": fp8.recipe_of(eqn),
-                "stays": fp8.why_not(eqn, site.path),
-                # Named at the end: in a loop the cause may come after the product that it reaches.
-                "cause": causes,
-            }
+        product = Product(
+            *(eqn.primitive.name, site.path, site.line, site.backward),
+            *(lhs, rhs, str(ir.dtype_of(eqn.outvars[0]))),
+            *(size.batch, size.m, size.n, size.k, site.times, size.flops * site.times),
+            share=0.0,
+            pad=matrix_products.padding(eqn, size),
+            scales=fp8.recipe_of(eqn),
+            stays=fp8.why_not(eqn, site.path),
         )
+        # Causes are named at the end: in a loop one may come after the product that it reaches.
+        self._products.append((product, causes))
         for cause in causes:
             self._reached[cause].append(site.place)
+
+    def _note_upcast(self, eqn: Any, site: Site, before: Any, after: Any) -> None:
+        narrow, wide, shape = ir.dtype_of(before), ir.dtype_of(after), tuple(ir.shape_of(before))
+        self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(narrow), str(wide), shape, ())
 
     def _see_cast(self, eqn: Any, site: Site, operand: ValueInfo) -> None:
         (var,), (out,) = eqn.invars, eqn.outvars
         before, after = ir.dtype_of(var), ir.dtype_of(out)
-        if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+        if not (is_floating(before) and is_floating(after)):
             return
         # XLA fuses the upcast of a computed value into the operations that read it.
         costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
@@ -181,44 +171,32 @@ class AuditVisitor(Visitor):
             times = site.times // operand.times
             self._casts[operand.key, str(after)].append((site, operand.origin, cost, times))
         if _is_silent_upcast(eqn, site):
-            shape = tuple(ir.shape_of(var))
-            self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(before), str(after), shape, ())
+            self._note_upcast(eqn, site, var, out)
 
     def _see_carry(self, eqn: Any, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Notes which upcasts meet a loop's float32 carry: a sum in float32, as it should be."""
         if id(eqn) in self._ids:
-            self._upcast_values[results[0].key] = self._ids[id(eqn)]
+            self._upcast_ids[results[0].key] = self._ids[id(eqn)]
         pairs = list(zip(eqn.invars, operands, strict=True))
         if any((v.is_carry or v.key in self._of_carries) and ir.is_float32(atom) for atom, v in pairs):
             self._of_carries.update(info.key for info in results)
-            self._meets_carry |= {
-                self._upcast_values[v.key] for v in operands if v.key in self._upcast_values
-            }
+            self._meets_carry |= {self._upcast_ids[v.key] for v in operands if v.key in self._upcast_ids}
 
     def _see_half(self, eqn: Any, site: Site) -> None:
         name = eqn.primitive.name
         listed, why = op_table.LISTED.get(name, ("", ""))
-        dtypes = [ir.dtype_of(var) for var in eqn.invars]
-        half = next((d for d in dtypes if d is not None and is_half(d)), None)
-        if listed != "full" or half is None or all(size(v) == 0 for v in eqn.invars):
-            return
-        self._half.append(
-            HalfOperation(
-                name, site.path, site.line, site.backward, str(half), site.times, why, sum_terms(eqn)
-            )
-        )
+        half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), None)
+        if listed == "full" and half is not None and any(map(size, eqn.invars)):
+            self._half.append(_half_operation(name, site, half, why, sum_terms(eqn)))
 
     def audit(self, function: str) -> Audit:
         """The audit of everything visited so far."""
-        total = sum(p["flops"] for p in self._products)
-        is_float8 = any(p["scales"] for p in self._products)
-        products = tuple(
-            Product(
-                **{**p, "cause": self._places(p["cause"]), "stays": p["stays"] if is_float8 else ""},
-                share=p["flops"] / total if total else 0.0,
-            )
-            for p in self._products
-        )
+        total = sum(p.flops for p, _ in self._products)
+        is_float8 = any(p.scales for p, _ in self._products)
+        products = []
+        for p, causes in self._products:
+            share, stays = p.flops / total if total else 0.0, p.stays if is_float8 else ""
+            products.append(dataclasses.replace(p, share=share, cause=self._places(causes), stays=stays))
         upcasts = tuple(
             dataclasses.replace(upcast, reaches=tuple(dict.fromkeys(self._reached[index])))
             for index, upcast in self._upcasts.items()
@@ -226,7 +204,7 @@ class AuditVisitor(Visitor):
         )
         return Audit(
             function=function,
-            products=products,
+            products=tuple(products),
             upcasts=upcasts,
             repeated_casts=tuple(self._repeated()),
             half_operations=(*self._half, *self._sums.found, *self._rounded.found),
@@ -276,8 +254,7 @@ def _is_upcast(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
-    is_wider = is_half(before) and jnp.issubdtype(after, jnp.floating) and not is_half(after)
-    return is_wider and size(eqn.invars[0]) > 1
+    return is_half(before) and is_wide(after) and size(eqn.invars[0]) > 1
 
 
 #: Shorter sums lose no more than other operations in half do.
@@ -335,9 +312,7 @@ class HalfSums(Visitor):
     def _add(self, name: str, site: Site, dtype: Any, terms: int, repair: str) -> None:
         count = f"up to {terms} terms" if terms else "an unknown number of terms"
         why = f"adds {count} one after another: {repair} makes it a float32 sum"
-        self.found.append(
-            HalfOperation(name, site.path, site.line, site.backward, str(dtype), site.times, why, terms)
-        )
+        self.found.append(_half_operation(name, site, dtype, why, terms))
 
 
 class RoundedIntegers(Visitor):
@@ -371,10 +346,11 @@ class RoundedIntegers(Visitor):
                     f"makes integers of {self._arguments[argument]!r} after it was rounded: pass integers, "
                     "or give the module float32 by a rule"
                 )
-                name = eqn.primitive.name
-                self.found.append(
-                    HalfOperation(name, site.path, site.line, site.backward, str(half), site.times, why)
-                )
+                self.found.append(_half_operation(eqn.primitive.name, site, half, why))
+
+
+def _half_operation(name: str, site: Site, dtype: Any, why: str, terms: int = 0) -> HalfOperation:
+    return HalfOperation(name, site.path, site.line, site.backward, str(dtype), site.times, why, terms)
 
 
 def scatter_terms(eqn: Any, distinct: int = 1) -> int:
@@ -405,24 +381,16 @@ def sum_terms(eqn: Any) -> int:
 
 def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
     """Whether a value is another one plus terms that do not depend on it."""
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    depends = {start}
+    depends, sums = {start}, {start: False}
     for eqn in jaxpr.eqns:
-        if any(atom in depends for atom in eqn.invars if not isinstance(atom, compat.Literal)):
-            depends.update(eqn.outvars)
-    has_added = False
-    while end is not start:
-        eqn = None if isinstance(end, compat.Literal) else makers.get(end)
-        if eqn is None:
-            return False
         following = [a for a in eqn.invars if not isinstance(a, compat.Literal) and a in depends]
+        depends.update(eqn.outvars if following else ())
         is_sum = eqn.primitive.name in _ADDS
         # A residual stream adds what it computes from itself: no sum of many terms.
-        if len(following) != 1 or not (is_sum or eqn.primitive.name in _VIEWS):
-            return False
-        has_added = has_added or (is_sum and is_half(ir.dtype_of(eqn.outvars[0])))
-        end = following[0]
-    return has_added
+        if len(following) == 1 and following[0] in sums and (is_sum or eqn.primitive.name in _VIEWS):
+            (out,) = eqn.outvars
+            sums[out] = sums[following[0]] or (is_sum and is_half(ir.dtype_of(out)))
+    return not isinstance(end, compat.Literal) and sums.get(end, False)
 
 
 _SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))

@@ -190,29 +190,20 @@ class Audit(Report):
     @property
     def verdict(self) -> str:
         """One line: which share of the FLOPs reaches Tensor Cores, and which products do not."""
-        sums = [
-            f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in self.half_operations if _is_harmful(h)
-        ]
-        parts = self._product_texts() if self.products else self._texts_without_products()
-        if sums:
+        if self.products:
+            parts = [*self._share_texts(), *self._wide_texts()]
+            if silent := [u.place for u in self.upcasts if not u.reaches]:
+                parts.append(f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined(silent)}")
+        else:
+            parts = [f"{self.function} has no matrix products or convolutions"]
+            if self.half_operations:
+                parts.append(f"{len(self.half_operations)} operations in half precision to look at")
+        harmful = filter(_is_harmful, self.half_operations)
+        if sums := [f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in harmful]:
             parts.append(joined(sums))
         if self.constants:
             parts.append(lost_constants.text(self.constants))
         return "; ".join(parts) + "."
-
-    def _texts_without_products(self) -> list[str]:
-        parts = [f"{self.function} has no matrix products or convolutions"]
-        if self.half_operations:
-            parts.append(f"{len(self.half_operations)} operations in half precision to look at")
-        return parts
-
-    def _product_texts(self) -> list[str]:
-        parts = [*self._share_texts(), *self._wide_texts()]
-        if silent := [u for u in self.upcasts if not u.reaches]:
-            parts.append(
-                f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined([u.place for u in silent])}"
-            )
-        return parts
 
     def _share_texts(self) -> list[str]:
         total = self.flops or 1  # Empty arrays have none.
@@ -259,10 +250,12 @@ class Audit(Report):
     def _tables(self) -> Sequence[Table]:
         operations = {p.operation for p in self.products}
         (one,) = operations if len(operations) == 1 else ("",)
-        columns = ("operation",) * (not one)
-        columns += ("module", "line", "pass", "operands", "result", "size", "share ", "pad")
         is_float8 = any(p.scales for p in self.products)
-        columns += ("scales, or why not float8",) * is_float8
+        columns = (
+            *("operation",) * (not one),
+            *("module", "line", "pass", "operands", "result", "size", "share ", "pad"),
+            *("scales, or why not float8",) * is_float8,
+        )
         rows = [
             (
                 *(p.operation,) * (not one),
@@ -272,39 +265,26 @@ class Audit(Report):
             )
             for p in self.products
         ]
-        tables = [
-            Table(
-                columns,
-                rows,
-                f"Products of {self.function}{f', all {one}' * bool(one)}; size: batch x m x n x k",
-                most=16,
-            )
+        title = f"Products of {self.function}{f', all {one}' * bool(one)}; size: batch x m x n x k"
+        upcasts = [
+            (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
+            for u in self.upcasts
         ]
-        if self.upcasts:
-            rows = [
-                (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
-                for u in self.upcasts
-            ]
-            columns = ("module", "line", "cast", "shape", "reaches")
-            tables.append(Table(columns, rows, "Silent upcasts", most=4))
-        if self.repeated_casts:
-            rows = [
-                (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
-            ]
-            columns = ("value", "to", "times ", "size ", "where")
-            tables.append(Table(columns, rows, "Casts of the same value", most=2))
-        if self.half_operations:
+        casts = [
+            (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
+        ]
+        half = [
+            (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), h.times, h.terms or "")
             # Those that the verdict names first.
-            ordered = sorted(self.half_operations, key=lambda h: not _is_harmful(h))
-            rows = [
-                (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), h.times, h.terms or "")
-                for h in ordered
-            ]
-            columns = ("operation", "dtype", "module", "line", "pass", "times ", "terms ")
-            tables.append(Table(columns, rows, "Still in half precision", most=1))
-        if self.constants:
-            tables.append(lost_constants.table(self.constants))
-        return tables
+            for h in sorted(self.half_operations, key=_is_harmful, reverse=True)
+        ]
+        others = (
+            Table(("module", "line", "cast", "shape", "reaches"), upcasts, "Silent upcasts", most=4),
+            Table(("value", "to", "times ", "size ", "where"), casts, "Casts of the same value", most=2),
+            Table(_HALF_COLUMNS, half, "Still in half precision", most=1),
+            lost_constants.table(self.constants),
+        )
+        return [Table(columns, rows, title, most=16), *(table for table in others if table.rows)]
 
     def _lines(self) -> Sequence[str]:
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
@@ -324,6 +304,8 @@ def _is_narrow(name: str) -> bool:
     dtype = jnp.dtype(name)
     return is_half(dtype) or name in ("int8", "uint8", "int4", "uint4")
 
+
+_HALF_COLUMNS = ("operation", "dtype", "module", "line", "pass", "times ", "terms ")
 
 #: Sums that add one term after another.
 _SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}

@@ -28,7 +28,7 @@ from jmp_policy._src.report.function import (
     value_and_gradients,
 )
 from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, lost_in, without_overflow_warnings
-from jmp_policy._src.report.pieces import run_program
+from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.trials import Mending
 
 
@@ -150,7 +150,7 @@ def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | No
     those, so that it runs once.
     """
     if not jaxpr.effects:
-        results = run_program(jaxpr, arrays, every_rounding=True)
+        results = Pieces(jaxpr, every_rounding=True)(arrays)
         if all(range_of(value).is_finite for value in results):
             return results, None
     replay = EagerReplay(jaxpr, arrays)

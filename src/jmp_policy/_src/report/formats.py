@@ -56,8 +56,7 @@ class Formats(Report):
     _rows = "formats"
 
     def _tables(self) -> Sequence[Table]:
-        columns = ["format", "bits ", "exponent ", "significand ", "largest "]
-        columns += ["normal from ", "zero up to ", "epsilon "]
+        columns = ("format", "bits ", "exponent ", "significand ", "largest ", "normal from ", "zero up to ")
         rows = [
             (
                 *(f.name, f.bits, f.exponent_bits, f.significand_bits, f"{f.largest:.5g}"),
@@ -65,11 +64,9 @@ class Formats(Report):
             )
             for f in self.formats
         ]
-        tables = [Table(columns, rows)]
-        if self.numbers:
-            heads = tuple(f"{number!r} " for number in self.numbers)
-            tables.append(Table(("format", *heads), [(f.name, *f.becomes) for f in self.formats], "becomes"))
-        return tables
+        heads = ["format", *(f"{number!r} " for number in self.numbers)]
+        becomes = Table(heads, [(f.name, *f.becomes) for f in self.formats], "becomes")
+        return [Table((*columns, "epsilon "), rows), *[becomes] * bool(self.numbers)]
 
 
 def _half_of(number: float) -> str:

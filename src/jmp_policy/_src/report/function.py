@@ -1,6 +1,8 @@
 """Turns the function that a report is about, which may take NNX modules, into a function of arrays only."""
 
+import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -125,14 +127,12 @@ def _call_module(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _argument_names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    try:
-        names = list(inspect.signature(fn).bind_partial(*args).arguments)
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        names, parameters = [], {}
-    if names and parameters[names[-1]].kind is inspect.Parameter.VAR_POSITIONAL:
-        names.pop()
-    return [*names, *(str(i) for i in range(len(names), len(args)))]
+    names = []
+    with contextlib.suppress(TypeError, ValueError):
+        bound = inspect.signature(fn).bind_partial(*args)
+        kinds = {name: bound.signature.parameters[name].kind for name in bound.arguments}
+        names = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
+    return [*names, *map(str, range(len(names), len(args)))]
 
 
 def _argument(path: Sequence[Any], names: list[str], leaf: Any) -> Argument:
@@ -221,10 +221,8 @@ def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:
 def donated_arguments(jaxpr: Any) -> tuple[int, ...]:
     """Which arguments of a program a jitted function in it may overwrite."""
     opened = compat.open_jaxpr(jaxpr)
-    given = set()
-    for eqn in opened.eqns:
-        flags = eqn.params.get("donated_invars", ())
-        given |= {var for var, flag in zip(eqn.invars, flags, strict=False) if flag}
+    flags = ((eqn.invars, eqn.params.get("donated_invars", ())) for eqn in opened.eqns)
+    given = {var for variables, donated in flags for var in itertools.compress(variables, donated)}
     return tuple(i for i, var in enumerate(opened.invars) if var in given)
 
 

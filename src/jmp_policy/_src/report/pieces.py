@@ -18,7 +18,7 @@ References:
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,26 +70,16 @@ def compiled_quickly(run: Callable[..., Any], runs: int = 1) -> Callable[..., An
     return called
 
 
-def run_program(closed: Any, arrays: Sequence[Any], every_rounding: bool = False) -> list[Any]:
-    """Runs a traced program.
-
-    Args:
-      closed: a closed jaxpr.
-      arrays: its arguments.
-      every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
-
-    Returns:
-      Its results.
-    """
-    return Pieces(closed, every_rounding=every_rounding)(arrays)
-
-
 class _Step(NamedTuple):
     """An equation whose variables are numbers, those of the program's values."""
 
     eqn: Any
     operands: list[Any]
     results: list[int]
+
+    def reads(self) -> list[int]:
+        """The values among its operands; the others are numbers that stand in the program."""
+        return [number for number in self.operands if not isinstance(number, Literal)]
 
 
 class _Piece:
@@ -105,12 +95,11 @@ class _Piece:
         self, steps: Sequence[_Step], needed: Callable[[int], bool], options: tuple[tuple[str, Any], ...]
     ):
         made = {number for step in steps for number in step.results}
-        read = dict.fromkeys(n for step in steps for n in step.operands if not isinstance(n, Literal))
+        read = dict.fromkeys(number for step in steps for number in step.reads())
         self.steps, self.options = steps, options
         self.inputs = [number for number in read if number not in made]
         self.outputs = [number for number in sorted(made) if needed(number)]
-        rows = ((step.eqn, step.operands, step.results) for step in steps)
-        self._form = (options, _form(self.inputs, rows, self.outputs))
+        self._form = (options, _form(self.inputs, steps, self.outputs))
         self._hash = hash(self._form)
 
     def __hash__(self) -> int:
@@ -141,7 +130,12 @@ def clear() -> None:
 
 
 class Pieces:
-    """A program in pieces, as a function of its arrays; `runs` and `every_rounding` as above.
+    """A traced program in pieces, as a function of a list of its arrays.
+
+    Args:
+      closed: the closed jaxpr.
+      runs: how often it will be called.
+      every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
 
     Attributes:
       pieces: jitted functions, each with the numbers of the values that it reads and makes, and of those that
@@ -149,14 +143,12 @@ class Pieces:
     """
 
     def __init__(self, closed: Any, runs: int = 1, every_rounding: bool = False):
-        steps, self._known, self._count, self._outs = _numbered(closed)
+        steps, self._known, self._arguments, self._outs = _numbered(closed)
         work = [_work(step.eqn) * runs for step in steps]
         # If JAX looks for NaNs, it looks at all that leaves a piece.
         is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
         cuts = sorted({0, len(steps)}) if closed.effects or is_checked else _cuts(steps, work)
-        last: dict[int, int] = {}
-        for place, step in enumerate(steps):
-            last.update((n, place) for n in step.operands if not isinstance(n, Literal))
+        last = {number: place for place, step in enumerate(steps) for number in step.reads()}
         last.update((n, len(steps)) for n in self._outs if not isinstance(n, Literal))
         self.pieces = []
         for start, stop in itertools.pairwise(cuts):
@@ -167,7 +159,7 @@ class Pieces:
             self.pieces.append((_compiled(piece), piece.inputs, piece.outputs, done))
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        known = {**self._known, **dict(zip(range(self._count), arrays, strict=True))}
+        known = self._known | dict(zip(self._arguments, arrays, strict=True))
         del arrays
         for run, inputs, outputs, done in self.pieces:
             values = [known[number] for number in inputs]
@@ -177,50 +169,28 @@ class Pieces:
         return [ir.as_array(n.val, n) if isinstance(n, Literal) else known[n] for n in self._outs]
 
 
-def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], int, list[Any]]:
-    """The steps of a program, its constants, how many arguments it has, and its results; without calls."""
-    steps, constants, count = list[_Step](), dict[int, Any](), 0
+def _numbered(closed: Any) -> tuple[list[_Step], dict[int, Any], list[int], list[Any]]:
+    """The steps of a program without calls, its constants, and the numbers of its arguments and results."""
+    steps, constants, numbers = list[_Step](), dict[int, Any](), itertools.count()
 
-    def new(variables: Sequence[Any]) -> list[int]:
-        nonlocal count
-        count += len(variables)
-        return list(range(count - len(variables), count))
+    def constant(_: Any, value: Any) -> int:
+        constants[number := next(numbers)] = value
+        return number
 
     def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-        opened = compat.open_jaxpr(jaxpr)
-        numbers = dict(zip(opened.invars, arguments, strict=True))
-        numbers.update(zip(opened.constvars, new(opened.constvars), strict=True))
-        constants.update(
-            (numbers[var], c) for var, c in zip(opened.constvars, compat.constants(jaxpr), strict=True)
-        )
-        read = lambda atom: atom if isinstance(atom, Literal) else numbers[atom]  # noqa: E731
-        for eqn in opened.eqns:
-            operands, called = list(map(read, eqn.invars)), _inlined(eqn)
-            if called is not None:
-                results = inline(called, operands)
-            elif eqn.primitive.name == "stop_gradient":
-                results = operands
-            else:
-                results = new(eqn.outvars)
-                steps.append(_Step(eqn, operands, results))
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, opened.outvars))
+        return ir.evaluate(jaxpr, arguments, step, constant=constant, literal=lambda atom: atom)
 
-    arguments = new(compat.open_jaxpr(closed).invars)
+    def step(eqn: Any, operands: list[Any]) -> list[Any]:
+        if (called := _inlined(eqn)) is not None:
+            return inline(called, operands)
+        if eqn.primitive.name == "stop_gradient":
+            return operands
+        steps.append(_Step(eqn, operands, [next(numbers) for _ in eqn.outvars]))
+        return steps[-1].results
+
+    arguments = [next(numbers) for _ in compat.open_jaxpr(closed).invars]
     outs = inline(closed, arguments)
-    return _late(_needed(steps, outs)), constants, len(arguments), outs
-
-
-def _late(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps, with functions that are pieces of their own just before they are read: cuts in one place."""
-    found, waiting = list[_Step](), dict[int, _Step]()
-    for step in steps:
-        found.extend(waiting.pop(n) for n in step.operands if not isinstance(n, Literal) and n in waiting)
-        if step.eqn.primitive in FUNCTIONS and len(step.results) == 1:
-            waiting[step.results[0]] = step
-        else:
-            found.append(step)
-    return [*found, *waiting.values()]
+    return _needed(steps, outs), constants, arguments, outs
 
 
 def _needed(steps: Sequence[_Step], outs: Sequence[Any]) -> list[_Step]:
@@ -229,7 +199,7 @@ def _needed(steps: Sequence[_Step], outs: Sequence[Any]) -> list[_Step]:
     found = []
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.results):
-            wanted.update(n for n in step.operands if not isinstance(n, Literal))
+            wanted.update(step.reads())
             found.append(step)
     return found[::-1]
 
@@ -326,11 +296,23 @@ def _cuts(steps: Sequence[_Step], work: Sequence[int]) -> list[int]:
     What is a program of its own is a piece of its own, and so are convolutions that are long loops: those are
     compiled well.
     """
-    hashes = np.array([_hash(step.eqn) for step in steps], np.uint64)
+    avals = (tuple(v.aval for v in (*step.eqn.invars, *step.eqn.outvars)) for step in steps)
+    hashes = np.array([_hash(step.eqn.primitive, a) for step, a in zip(steps, avals, strict=True)], np.uint64)
     pairs = hashes * np.uint64(31) + np.concatenate([hashes[:1], hashes[:-1]])
-    cuts = min([[0, len(steps)], *_tried(pairs)], key=lambda cuts: _cost(hashes, cuts))
+    tried = [[0, len(steps)]]
+    for factor, reach in itertools.product(_FACTORS, _REACHES):
+        if len(steps) > 2 * reach:
+            mixed = (pairs * np.uint64(factor)) >> np.uint64(7) & np.uint64(0xFFFFFFFF)
+            padded = np.pad(mixed, reach, constant_values=np.iinfo(np.uint64).max)
+            least = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(-1)
+            tried.append(sorted({0, *np.flatnonzero(mixed == least).tolist(), len(steps)}))
+
+    def cost(cuts: Sequence[int]) -> int:
+        distinct = {hashes[start:stop].tobytes() for start, stop in itertools.pairwise(cuts)}
+        return sum(_FIXED_COST + len(piece) // hashes.itemsize for piece in distinct)
+
     alone = [place for place, step in enumerate(steps) if _is_alone(step.eqn, work[place])]
-    return sorted({*cuts, *alone, *(place + 1 for place in alone)})
+    return sorted({*min(tried, key=cost), *alone, *(place + 1 for place in alone)})
 
 
 def _is_alone(eqn: Any, work: int) -> bool:
@@ -342,28 +324,7 @@ def _is_alone(eqn: Any, work: int) -> bool:
 _CONVOLUTION = "conv_general_dilated"
 
 
-def _tried(pairs: Any) -> Iterator[list[int]]:
-    for factor in _FACTORS:
-        mixed = (pairs * np.uint64(factor)) >> np.uint64(7) & np.uint64(0xFFFFFFFF)
-        for reach in _REACHES:
-            if len(pairs) <= 2 * reach:
-                continue
-            padded = np.pad(mixed, reach, constant_values=np.iinfo(np.uint64).max)
-            least = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(-1)
-            places = np.flatnonzero(mixed == least)
-            yield [0, *(place for place in places.tolist() if place), len(pairs)]
-
-
-def _cost(hashes: Any, cuts: Sequence[int]) -> int:
-    distinct = {hashes[start:stop].tobytes() for start, stop in itertools.pairwise(cuts)}
-    return sum(_FIXED_COST + len(piece) // hashes.itemsize for piece in distinct)
-
-
-def _hash(eqn: Any) -> int:
-    """The same for operations that may be the same, in every process."""
-    return _text_hash(eqn.primitive, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
-
-
 @functools.lru_cache(maxsize=4096)
-def _text_hash(primitive: Any, avals: Any) -> int:
+def _hash(primitive: Any, avals: Any) -> int:
+    """The same for operations that may be the same, in every process."""
     return zlib.crc32(f"{primitive} {avals}".encode())

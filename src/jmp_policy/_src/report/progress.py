@@ -31,11 +31,9 @@ def showing(report: str) -> Iterator[None]:
         return
     from rich import console, progress
 
-    columns = ("[progress.description]{task.description}", "{task.fields[steps]}")
+    columns = "[progress.description]{task.description}", "{task.fields[steps]}", progress.TimeElapsedColumn()
     shown = console.Console(stderr=True)
-    line = progress.Progress(
-        *columns, progress.TimeElapsedColumn(), console=shown, transient=True, refresh_per_second=2
-    )
+    line = progress.Progress(*columns, console=shown, transient=True, refresh_per_second=2)
     token = _CURRENT.set((report, line, line.add_task(report, total=None, steps="")))
     timer = threading.Timer(_PATIENCE, line.start)
     timer.daemon = True

@@ -112,10 +112,8 @@ class Summary(Report):
             )
             for row in self.modules
         ]
-        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {self._short_policy()}")]
-
-    def _short_policy(self) -> str:
-        return self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+        policy = self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
+        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {policy}")]
 
     def _lines(self) -> Sequence[str]:
         return [self.verdict]
@@ -129,22 +127,30 @@ def make_row(
     precision: ModulePrecision,
     params: Sequence[Any],
     calls: Sequence[Any],
-    note: str = "",
+    own_dtype: Any,
+    keeps_dtype: bool,
+    notes: Sequence[str],
 ) -> ModuleRow:
     """Makes the row of a module.
 
     Args:
-      path, note: as in the row.
+      path: as in the row.
       module: the class that the row shows.
       rules: those of the model.
       index: which of them governs the module; None for the default.
       precision: the module's precision under the policy.
       params: its parameters, without those of modules below it; arrays or their types.
       calls: its calls, as `tapping.Calls` recorded them.
+      own_dtype: the dtype that the module itself asks for, or None.
+      keeps_dtype: whether the rules leave it that.
+      notes: remarks; "" for none.
     """
     policy = precision.policy
     rule = "default" if index is None else show_pattern(rules.overrides[index][0])
     stored = {leaf.dtype.name for leaf in params}
+    if own_dtype is not None and (keeps_dtype or own_dtype != policy.compute_dtype):
+        own = f"its dtype={jnp.dtype(own_dtype).name} is {'kept' if keeps_dtype else 'overruled'}"
+        notes = own, *notes
     return ModuleRow(
         path=path,
         type=module.__name__,
@@ -157,22 +163,15 @@ def make_row(
         receives=tuple(dict.fromkeys(dtype for call in calls for dtype in call.receives)),
         returns=tuple(dict.fromkeys(dtype for call in calls for dtype in call.returns)),
         calls=len(calls),
-        note=note,
+        note=", ".join(filter(None, notes)),
         grad_dtype=policy.grad_dtype and policy.grad_dtype.name,
     )
 
 
-def make_summary(name: str, rules: PolicyMap, rows: Sequence[ModuleRow], jaxpr: Any) -> Summary:
-    """Makes the summary of a model from its rows, and from its jaxpr.
-
-    The jaxpr shows the layers whose size keeps them from following a recipe.
-    """
-    staying = _Staying()
-    walk(jaxpr, staying)
-    rows = [staying.noted(row) for row in rows]
+def _summary(name: str, policy: str, rules: PolicyMap, rows: Sequence[ModuleRow]) -> Summary:
     return Summary(
         model=name,
-        policy=str(rules.default) if not rules.overrides else repr(rules),
+        policy=policy,
         modules=tuple(rows),
         parameters=sum(r.parameters for r in rows),
         bytes=sum(r.bytes for r in rows),
@@ -244,7 +243,10 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
         else:
             from jmp_policy._src.report.summary_of_nnx import described
         name, rules, rows, jaxpr = described(model, policy, inputs, kwargs)
-        return make_summary(name, rules, [make_row(*row) for row in rows], jaxpr)
+        # It shows the layers whose size keeps them from following a recipe.
+        walk(jaxpr, staying := _Staying())
+        rows = [staying.noted(make_row(*row)) for row in rows]
+        return _summary(name, repr(rules) if rules.overrides else str(rules.default), rules, rows)
     if not callable(model):
         raise TypeError(f"summary takes a module or a function, got {model!r:.200}.")
     return _of_function(model, policy, inputs, kwargs)
@@ -254,10 +256,9 @@ def _of_function(
     fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Summary:
     """Summarises a function by its named scopes, in the precision that autocast gives them."""
-    rules = autocast_policy(policy)
-    operations = explain(fn, policy)(*inputs, **kwargs).operations
+    rules, name = autocast_policy(policy), getattr(fn, "__name__", "function")
     paths: dict[str, list[Any]] = {}
-    for operation in operations:
+    for operation in explain(fn, policy)(*inputs, **kwargs).operations:
         paths.setdefault(operation.path, []).append(operation)
     rows = []
     for path, inside in paths.items():
@@ -268,7 +269,7 @@ def _of_function(
         rows.append(
             ModuleRow(
                 path=path,
-                type="scope" if path else getattr(fn, "__name__", "function"),
+                type="scope" if path else name,
                 rule="default" if index is None else show_pattern(rules.overrides[index][0]),
                 # Autocast does not cast arguments and results.
                 param_dtype="-",
@@ -282,6 +283,4 @@ def _of_function(
                 note=f"{len(inside)} operations",
             )
         )
-    name = getattr(fn, "__name__", "function")
-    missed = tuple(r.path for r in rows if r.rule == "default" and r.path) if rules.overrides else ()
-    return Summary(name, str(policy), tuple(rows), 0, 0, 0, no_rule=missed)
+    return _summary(name, str(policy), rules, rows)

@@ -14,7 +14,6 @@ from jmp_policy._src.flax.linen.layers import is_from_parent
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
 from jmp_policy._src.policy import watching
-from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE
@@ -47,8 +46,9 @@ def described(
         path = scope.relative(location.path)
         is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
         recipe = recipe_note(precision, path, module.features, scope.last) if is_dense else ""
-        said = ", ".join(filter(None, (_overruled(rules, module, precision), recipe)))
-        return bare_class(module), precision, location, said
+        own = getattr(module, "dtype", None)
+        is_own = own is not None and is_dtype_or_none(own) and not is_from_parent(module, "dtype")
+        return bare_class(module), precision, location, own if is_own else None, recipe
 
     calls = tapping.Calls(note)
 
@@ -66,16 +66,6 @@ def described(
     return type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
 
 
-def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
-    """What to say of a module that has a dtype of its own."""
-    own = getattr(module, "dtype", None)
-    if own is None or not is_dtype_or_none(own) or is_from_parent(module, "dtype"):
-        return ""
-    if not rules.keep_module_dtypes and own == precision.policy.compute_dtype:
-        return ""
-    return f"its dtype={jax.numpy.dtype(own).name} is {'kept' if rules.keep_module_dtypes else 'overruled'}"
-
-
 def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
     by_path: dict[tuple[str, ...], list[Any]] = {}
     for call, note in calls:
@@ -87,9 +77,9 @@ def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:
             first.setdefault(path[:depth], i)
     rows, own = [], _own_parameters(variables.get("params", {}), by_path)
     for path in sorted(by_path, key=lambda path: [first[path[:depth]] for depth in range(len(path) + 1)]):
-        (_, (cls, precision, location, note)), *_ = by_path[path]
-        made = [c for c, _ in by_path[path]]
-        rows.append(("/".join(path), cls, rules, location.rule, precision, own.get(path, ()), made, note))
+        (_, (cls, precision, location, dtype, recipe)), *_ = by_path[path]
+        module = "/".join(path), cls, rules, location.rule, precision, own.get(path, ())
+        rows.append((*module, [c for c, _ in by_path[path]], dtype, rules.keep_module_dtypes, [recipe]))
     return rows
 
 

@@ -37,44 +37,28 @@ def described(
     for made, _ in calls.calls:
         by_path.setdefault(made.name.partition("/")[2], []).append(made)
     modules = {place.path: place.module for place in plan.modules.values()}
-    rows = [
-        _row(rules, place, modules, by_path.get(path_text(place.path), ()), plan.last_blocks)
+
+    def row(place: precision_plan.PlannedModule) -> Any:
+        module, path, precision = place.module, path_text(place.path), place.precision
+        above = [at for depth in range(len(place.path), -1, -1) if (at := place.path[:depth]) in modules]
+        matches = (rules.match(at, modules[at]) for at in above)
+        index = next((i for i in matches if i is not None), None)
+        own_dtype = layers.asked_dtype(module, modules[above[1]] if len(above) > 1 else None)
+        notes = []
+        if isinstance(module, nnx.Linear | nnx.LinearGeneral):
+            notes.append(recipe_note(precision, path, module.out_features, plan.last_blocks))
+        made = by_path.get(path, ())
+        if not made and not isinstance(module, nnx.List | nnx.Dict):
+            notes.append("not called")
+        own = _own(module)
+        return path, type(module), rules, index, precision, own, made, own_dtype, place.keeps_dtype, notes
+
+    shown = [
+        row(place)
         for place in plan.modules.values()
         if not isinstance(place.module, nnx.List | nnx.Dict | nnx.Rngs) or _own(place.module)
     ]
-    return graph_nodes.name_of(model), rules, rows, jaxpr
-
-
-def _row(
-    rules: PolicyMap,
-    place: precision_plan.PlannedModule,
-    modules: dict[Any, Any],
-    calls: Sequence[Any],
-    last: frozenset[str],
-) -> Any:
-    module = place.module
-    above = [path for depth in range(len(place.path), -1, -1) if (path := place.path[:depth]) in modules]
-    matches = (rules.match(path, modules[path]) for path in above)
-    index = next((i for i in matches if i is not None), None)
-    holder = modules[above[1]] if len(above) > 1 else None
-    has_recipe = isinstance(module, nnx.Linear | nnx.LinearGeneral)
-    about = path_text(place.path), getattr(module, "out_features", None), last
-    recipe = recipe_note(place.precision, *about) if has_recipe else ""
-    notes = _overruled(place, holder), recipe, _uncalled(place, calls)
-    note = ", ".join(filter(None, notes))
-    return path_text(place.path), type(module), rules, index, place.precision, _own(module), calls, note
-
-
-def _overruled(place: precision_plan.PlannedModule, holder: Any) -> str:
-    """What to say of a module that has a dtype of its own."""
-    asked_dtype = layers.asked_dtype(place.module, holder)
-    if asked_dtype is None or (not place.keeps_dtype and asked_dtype == place.precision.policy.compute_dtype):
-        return ""
-    return f"its dtype={jax.numpy.dtype(asked_dtype).name} is {'kept' if place.keeps_dtype else 'overruled'}"
-
-
-def _uncalled(place: precision_plan.PlannedModule, calls: Sequence[Any]) -> str:
-    return "" if calls or isinstance(place.module, nnx.List | nnx.Dict) else "not called"
+    return graph_nodes.name_of(model), rules, shown, jaxpr
 
 
 def _own(module: Any) -> list[Any]:

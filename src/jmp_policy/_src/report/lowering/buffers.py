@@ -51,7 +51,7 @@ def allocations(compiled: Any) -> list[Allocation]:
         return []
     try:
         return _read(_Message(assignment), _Module(modules[0].as_serialized_hlo_module_proto()))
-    except (LookupError, ValueError):
+    except (LookupError, TypeError, ValueError):
         # A program in a form that other versions of XLA may give it: its totals are known all the same.
         return []
 
@@ -63,7 +63,7 @@ class _Message:
       data: the message.
     """
 
-    def __init__(self, data: bytes):
+    def __init__(self, data: bytes = b""):
         self._fields: dict[int, list[Any]] = defaultdict(list)
         at = 0
         while at < len(data):
@@ -76,32 +76,28 @@ class _Message:
                 value, at = data[at : at + size], at + size
             self._fields[key >> 3].append(value)
 
-    def __getitem__(self, field: int) -> list[Any]:
-        return self._fields.get(field, [])
-
     def number(self, field: int) -> int:
         """A field of one integer."""
-        return next(iter(self[field]), 0)
+        return self._fields[field][0] if self._fields[field] else 0
 
     def text(self, field: int) -> str:
         """A field of text."""
-        return next(iter(self[field]), b"").decode(errors="replace")
+        return b"".join(self._fields[field]).decode(errors="replace")
+
+    def messages(self, field: int) -> list[Any]:
+        """A field of messages."""
+        return list(map(_Message, self._fields[field]))
 
     def message(self, field: int) -> "_Message":
         """A field of one message."""
-        return _Message(next(iter(self[field]), b""))
+        return _Message(b"".join(self._fields[field]))
 
     def numbers(self, field: int) -> list[int]:
-        """A repeated field of integers, packed or not."""
-        found: list[int] = []
-        for value in self[field]:
-            if isinstance(value, int):
-                found.append(value)
-                continue
-            at = 0
-            while at < len(value):
-                number, at = _varint(value, at)
-                found.append(number)
+        """A repeated field of integers, packed."""
+        data, at, found = b"".join(self._fields[field]), 0, list[int]()
+        while at < len(data):
+            number, at = _varint(data, at)
+            found.append(number)
         return found
 
 
@@ -111,29 +107,27 @@ class _Module:
     def __init__(self, data: bytes):
         self.instructions: dict[int, _Message] = {}
         self._inside: dict[int, list[int]] = {}
-        for computation in map(_Message, _Message(data)[3]):
+        self._users: dict[int, list[int]] = defaultdict(list)
+        for computation in _Message(data).messages(3):
             # An instruction's number holds that of its computation in its upper half, in newer versions.
-            made = {part.number(35): part for part in map(_Message, computation[2])}
+            made = {part.number(35): part for part in computation.messages(2)}
             self.instructions.update(made)
             self._inside[computation.number(5)] = list(made)
-        self._users: dict[int, list[int]] = {}
         for number, instruction in self.instructions.items():
             for operand in instruction.numbers(36):
-                self._users.setdefault(operand, []).append(number)
+                self._users[operand].append(number)
 
     def op_name(self, number: int) -> str:
         """The name of an operation; of those that XLA put there, that of a neighbour."""
-        return self._nearest(number, self._before) or self._nearest(
-            number, lambda number: self._users.get(number, [])
-        )
+        return self._nearest(number, self._before) or self._nearest(number, self._users.__getitem__)
 
     def _nearest(self, number: int, near: Callable[[int], Iterable[int]]) -> str:
         layer, seen = [number], {number}
         for _ in range(8):
             layer = [n for n in layer if n in self.instructions]
-            for n in layer:
-                if name := self.instructions[n].message(7).text(2):
-                    return name
+            names = (self.instructions[n].message(7).text(2) for n in layer)
+            if name := next(filter(None, names), ""):
+                return name
             layer = list(dict.fromkeys(m for n in layer for m in near(n) if m not in seen))
             seen.update(layer)
         return ""
@@ -145,22 +139,21 @@ class _Module:
         return [*reversed(inside), *instruction.numbers(36)]
 
     def shape(self, number: int, index: Sequence[int]) -> tuple[int, ...]:
-        """The axes of a result of an instruction, or of an element of it."""
-        shape = self.instructions[number].message(3) if number in self.instructions else _Message(b"")
+        """The axes of a result of an instruction, or of an element of it; those of a scalar if unknown."""
+        shape = self.instructions.get(number, _Message()).message(3)
         for i in index:
-            parts = shape[4]
-            shape = _Message(parts[i] if i < len(parts) else b"")
+            shape = (*shape.messages(4)[i : i + 1], _Message())[0]
         return tuple(shape.numbers(3))
 
 
 def _read(assignment: _Message, module: _Module) -> list[Allocation]:
     buffers: dict[int, Buffer] = {}
-    for array in map(_Message, assignment[1]):
+    for array in assignment.messages(1):
         place = array.message(3)
         number = place.number(4)
         shape = module.shape(number, place.numbers(3))
         buffers[array.number(1)] = Buffer(array.number(2), shape, module.op_name(number))
-    at_peak = {trace.number(1): trace.numbers(2) for trace in map(_Message, assignment[5])}
+    at_peak = {trace.number(1): trace.numbers(2) for trace in assignment.messages(5)}
     return [
         Allocation(
             size=held.number(2),
@@ -168,7 +161,7 @@ def _read(assignment: _Message, module: _Module) -> list[Allocation]:
             is_result=bool(held.number(7)),
             buffers=tuple(buffers[array] for array in at_peak[held.number(1)]),
         )
-        for held in map(_Message, assignment[3])
+        for held in assignment.messages(3)
         # Not those in threads' own memory (3), nor constants (12).
         if not held.number(3) and not held.number(12)
     ]

@@ -1,17 +1,16 @@
-"""Compiles exported programs for a device that need not be there; run as a program, it answers in files.
+"""Compiles exported programs for a device that need not be there; run as a program, it answers in a file.
 
 It imports nothing of the library, so that the separate process begins quickly.
 """
 
-import json
+import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 class Compiled(NamedTuple):
@@ -54,22 +53,22 @@ def last_lines(text: str, most: int = 12) -> str:
 
 
 def main(folder: str) -> None:
-    """Compiles the programs in a folder, and writes the answers beside them; runs in the separate process."""
+    """Compiles the programs of a folder's request, and writes the answers beside it."""
     # Making the first backend initialises the CUDA plugin; by hand as well, it fails with ALREADY_EXISTS.
     jax.devices("cpu")
-    for i, request in enumerate(json.loads(Path(folder, "request.json").read_text())):
-        data = Path(folder, f"{i}.bin").read_bytes()
+    answers = []
+    for program in pickle.loads(Path(folder, "request").read_bytes()):
         try:
-            answer = _compile(data, **request)
+            answers.append(_compile(**program))
         except Exception as error:
-            answer = Compiled(error=last_lines(f"{type(error).__name__}: {error}"))
-        Path(folder, f"{i}.json").write_text(json.dumps(answer._asdict()))
+            answers.append(Compiled(error=last_lines(f"{type(error).__name__}: {error}")))
+    Path(folder, "answer").write_bytes(pickle.dumps([tuple(answer) for answer in answers]))
 
 
 def _compile(
     data: bytes,
-    mesh: Sequence[Any],
     devices: int,
+    mesh: Sequence[tuple[str, int, str]],
     donated: Sequence[int],
     topology: dict[str, Any],
     options: dict[str, Any],
@@ -78,29 +77,18 @@ def _compile(
 
     program = jax.export.deserialize(bytearray(data))
     found = topologies.get_topology_desc(**topology).devices[:devices]
-    axes = [tuple(axis) for axis in mesh] or [("devices", devices, "Auto")]
-    placed = _mesh(found, axes)
+    names, sizes, kinds = zip(*(mesh or [("devices", devices, "Auto")]), strict=True)
+    # Of TPUs, neighbours on an axis are neighbours in the slice.
+    placed = jax.make_mesh(sizes, names, tuple(AxisType[kind] for kind in kinds), devices=found)
     shardings = [s or NamedSharding(placed, PartitionSpec()) for s in program.in_shardings_jax(placed)]
     types = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(program.in_avals, shardings, strict=True)
     ]
 
-    def call(*arrays: Any) -> Any:
-        return program.call(list(arrays))
-
-    jitted = jax.jit(call, donate_argnums=tuple(donated))
+    jitted = jax.jit(lambda *arrays: program.call(list(arrays)), donate_argnums=tuple(donated))
     lowered = jitted.trace(*types).lower(lowering_platforms=(topology["platform"],))
     return described(lowered.compile(compiler_options=options))
-
-
-def _mesh(devices: Sequence[Any], axes: Sequence[tuple[str, int, str]]) -> Mesh:
-    """Devices as a mesh; those of TPUs so that neighbours on an axis are neighbours in the slice."""
-    names, sizes, kinds = zip(*axes, strict=True)
-    types = tuple(AxisType[kind] for kind in kinds)
-    if devices[0].platform == "tpu":
-        return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
 
 
 if __name__ == "__main__":

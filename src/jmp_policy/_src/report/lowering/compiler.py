@@ -5,10 +5,12 @@ them changes a process for good (a platform can be registered once, and with a d
 the caller only exports its program, which needs neither, and `compile_process` compiles it.
 """
 
+import contextlib
 import fnmatch
 import importlib.metadata
-import json
+import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -77,16 +79,12 @@ def _missing(platform: str) -> dict[str, str]:
         lines = importlib.metadata.requires("jax") or ()
         asked = next((line for line in lines if line.startswith("libtpu")), "")
         needed = {"libtpu": asked.partition(";")[0].replace(" ", "").removeprefix("libtpu")}
-    return {
-        name: asked for name, asked in (needed | {"flatbuffers": ""}).items() if not _is_there(name, asked)
-    }
-
-
-def _is_there(name: str, asked: str) -> bool:
-    try:
-        return fnmatch.fnmatch(importlib.metadata.version(name), asked.removeprefix("==") or "*")
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    missing = needed | {"flatbuffers": ""}
+    for name, asked in list(missing.items()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if fnmatch.fnmatch(importlib.metadata.version(name), asked.removeprefix("==") or "*"):
+                del missing[name]
+    return missing
 
 
 #: Names of custom calls in JAX's message: as StableHLO shows them.
@@ -127,7 +125,13 @@ def exported(
     Raises:
       ValueError: when it calls back to the host, or its arguments are on several meshes.
     """
-    types = [_type(array) for array in arrays]
+    if importlib.util.find_spec("flatbuffers") is None:
+        check_installed(platform)
+    types = []
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        kept = sharding if isinstance(sharding, NamedSharding) else None
+        types.append(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=kept))
     mesh = _mesh_of(types)
 
     def call(arrays: Sequence[Any]) -> list[Any]:
@@ -135,20 +139,12 @@ def exported(
         return jax.tree.leaves(function(arrays))
 
     program = _export(jax.jit(call), types, platform)
-    try:
-        data = bytes(program.serialize())
-    except ImportError:
-        check_installed(platform)
-        raise
     if program.nr_devices > 1 and not mesh:
-        mesh = _mesh_in(program.mlir_module())
-    return Exported(data, program.nr_devices, mesh, tuple(donated))
-
-
-def _type(array: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(array, "sharding", None)
-    kept = sharding if isinstance(sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=kept)
+        # That of the function itself.
+        match = _MESH.search(program.mlir_module())
+        axes = re.findall(r'"([^"]+)"=(\d+)', match[1]) if match else []
+        mesh = tuple((name, int(size), "Auto") for name, size in axes)
+    return Exported(bytes(program.serialize()), program.nr_devices, mesh, tuple(donated))
 
 
 def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str], ...]:
@@ -159,12 +155,6 @@ def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str
     if len(meshes) > 1:
         raise ValueError(f"The arguments lie on different meshes: {sorted(meshes)}. Give them one mesh.")
     return meshes.pop() if meshes else ()
-
-
-def _mesh_in(text: str) -> tuple[tuple[str, int, str], ...]:
-    match = _MESH.search(text)
-    axes = re.findall(r'"([^"]+)"=(\d+)', match.group(1)) if match else []
-    return tuple((name, int(size), "Auto") for name, size in axes)
 
 
 def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -> Any:
@@ -192,27 +182,31 @@ def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
     topologies = [target.topology(program.devices) for program in programs]
     check_installed(target.platform)
     with tempfile.TemporaryDirectory() as folder:
-        request = []
-        for i, (program, topology) in enumerate(zip(programs, topologies, strict=True)):
-            fields = program._asdict()
-            Path(folder, f"{i}.bin").write_bytes(fields.pop("data"))
-            request.append(fields | {"topology": topology, "options": target.options})
-        Path(folder, "request.json").write_text(json.dumps(request))
+        parts = zip(programs, topologies, strict=True)
+        request = [p._asdict() | {"topology": t, "options": target.options} for p, t in parts]
+        Path(folder, "request").write_bytes(pickle.dumps(request))
         # -P: the files beside this one are no top-level modules.
         command = [sys.executable, "-P", compile_process.__file__, folder]
         ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
-        answers = [Path(folder, f"{i}.json") for i in range(len(programs))]
-        if ran.returncode or not all(path.exists() for path in answers):
+        answer = Path(folder, "answer")
+        if ran.returncode or not answer.exists():
             raise RuntimeError(
                 f"XLA's compiler for {target.name} ended with status {ran.returncode}. Its last lines:\n"
                 + last_lines(ran.stderr)
             )
-        return [Compiled(**json.loads(path.read_text())) for path in answers]
+        return [Compiled(*fields) for fields in pickle.loads(answer.read_bytes())]
 
 
-def compile_here(function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> tuple[Any, Compiled]:
-    """Compiles a function for the default device; returns the executable and its `Compiled`."""
-    executable = jax.jit(function).lower(list(arrays)).compile()
+def compile_here(
+    function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], **options: Any
+) -> tuple[Any, Compiled]:
+    """Compiles a function for the default device; returns the executable and its `Compiled`.
+
+    Args:
+      function, arrays: as of `exported`; the executable takes the arrays one by one.
+      options: those of `jax.jit`.
+    """
+    executable = jax.jit(lambda *arrays: function(list(arrays)), **options).lower(*arrays).compile()
     return executable, described(executable)
 
 

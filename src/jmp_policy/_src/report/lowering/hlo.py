@@ -10,19 +10,17 @@ device's: they do not count.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 #: Instructions of a scheduled computation that launch nothing. Every other one counts as one kernel, except
 #: those that run another computation (while, call, conditional), which count as what is inside.
-NO_KERNEL = frozenset(
-    [
-        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-        "replica-id", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
-        "collective-permute-done", "fusion-done", "slice-done", "send-done", "recv-done", "opt-barrier",
-    ]
-)  # fmt: skip
+NO_KERNEL = frozenset([
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
+    "collective-permute-done", "fusion-done", "slice-done", "send-done", "recv-done", "opt-barrier",
+])  # fmt: skip
 CONTAINERS = frozenset(["while", "call", "conditional"])
 #: Bits per element by the names that HLO text uses, where the name itself does not say (f16, s32, f8e5m2).
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -68,10 +66,8 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """The names of the computations that it runs or is made of."""
-        names = _CALLED.findall(self.line)
-        for group in _BRANCHES.findall(self.line):
-            names += re.findall(r"[\w.\-]+", group)
-        return names
+        branches = (re.findall(r"[\w.\-]+", group) for group in _BRANCHES.findall(self.line))
+        return sum(branches, _CALLED.findall(self.line))
 
 
 Computations = dict[str, list[Instruction]]
@@ -174,7 +170,7 @@ def _end(text: str, letter: str) -> int:
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONSTANT = re.compile(r"constant\((-?\d+)\)")
+_CONSTANT = re.compile(r"\bconstant\((-?\d+)\)")
 #: What a loop's counter passes through unchanged.
 _COPYING = frozenset(["copy", "bitcast", "copy-start", "copy-done"])
 
@@ -232,14 +228,24 @@ def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Sc
       LookupError, ValueError: for any other loop.
     """
     start, test, end = outside[loop.operands[0]], root_of(condition), root_of(body)
-    counter = _element(test.operands[0], condition)
+
+    def element(name: str, scope: Scope) -> int:
+        """Which element of the loop's state a value is; ValueError if it is none."""
+        return int(_source(name, scope).attribute("index"))
+
+    def number(name: str, scope: Scope, given: Sequence[str] = start.operands) -> int:
+        """The value of a constant, also of one that the loop is given and hands on."""
+        if match := _CONSTANT.search(_source(name, scope).line):
+            return int(match[1])
+        return number(given[element(name, scope)], outside, ())
+
+    counter = element(test.operands[0], condition)
     added = body[end.operands[counter]]
-    first = _number(start.operands[counter], outside)
-    last = _number(test.operands[1], condition, start.operands, outside)
-    step = _number(added.operands[1], body, start.operands, outside)
+    first = number(start.operands[counter], outside, ())
+    last, step = number(test.operands[1], condition), number(added.operands[1], body)
     opcodes = (start.opcode, test.opcode, test.attribute("direction"), end.opcode, added.opcode)
     is_counted = opcodes == ("tuple", "compare", "LT", "tuple", "add")
-    if not is_counted or step <= 0 or _element(added.operands[0], body) != counter:
+    if not is_counted or step <= 0 or element(added.operands[0], body) != counter:
         raise ValueError("a loop that ends in another way")
     return max(-(-(last - first) // step), 0)
 
@@ -249,19 +255,6 @@ def _source(name: str, scope: Scope) -> Instruction:
     while scope[name].opcode in _COPYING:
         name = scope[name].operands[0]
     return scope[name]
-
-
-def _element(name: str, scope: Scope) -> int:
-    """Which element of the loop's state a value is; ValueError if it is none."""
-    return int(_source(name, scope).attribute("index"))
-
-
-def _number(name: str, scope: Scope, given: tuple[str, ...] = (), outside: Scope | None = None) -> int:
-    """The value of a constant, also of one that the loop is given and hands on."""
-    source = _source(name, scope)
-    if source.opcode == "constant" and (match := _CONSTANT.search(source.line)):
-        return int(match.group(1))
-    return _number(given[_element(name, scope)], outside or {})
 
 
 _SLICING = frozenset(["dynamic-slice", "slice", "gather"])
@@ -282,29 +275,25 @@ class Traffic:
     def __init__(self, computations: Computations, on_chip: bool):
         self._computations, self._on_chip = computations, on_chip
 
-    def read(self, instruction: Instruction, scope: Scope) -> int:
-        """The bytes that an instruction reads.
+    def of(self, instruction: Instruction, scope: Scope) -> tuple[int, int]:
+        """The bytes that an instruction reads, and those that it writes.
 
         Args:
           instruction: a kernel.
           scope: instructions of its computation by name.
         """
         if instruction.opcode in _COPIES and not self._on_chip:
-            source = self._bytes(scope[instruction.operands[0]].shape)
-            return shape_bytes(_destination(instruction)) if source else 0
-        inner = self._fused(instruction)
-        total = 0
+            source, made = scope[instruction.operands[0]].shape, _destination(instruction)
+            return shape_bytes(made) if self._bytes(source) else 0, self._bytes(made)
+        inner = inside(instruction, self._computations) if instruction.opcode in _FUSIONS else {}
+        read = 0
         for position, name in enumerate(instruction.operands):
             whole = self._bytes(scope[name].shape) if name in scope else 0
             users = _users(inner, position) if inner else [(instruction, position)]
-            total += min(whole, sum(self._used(user, place, whole) for user, place in users))
-        return total
+            read += min(whole, sum(_used(user, place, whole) for user, place in users))
+        return read, self._written(instruction, inner)
 
-    def written(self, instruction: Instruction) -> int:
-        """The bytes that an instruction writes."""
-        if instruction.opcode in _COPIES and not self._on_chip:
-            return self._bytes(_destination(instruction))
-        inner = self._fused(instruction)
+    def _written(self, instruction: Instruction, inner: Scope) -> int:
         if not inner:
             return result_bytes(instruction, self._on_chip)
         root = root_of(inner)
@@ -316,28 +305,22 @@ class Traffic:
             return sum(map(self._bytes, shapes))
         return sum(self._output(o, s, inner) for o, s in zip(outputs, shapes, strict=True))
 
-    def _bytes(self, shape: str) -> int:
-        return shape_bytes(shape, self._on_chip)
-
-    def _used(self, user: Instruction, place: int, whole: int) -> int:
-        """The bytes that an instruction reads of the operand in that place."""
-        if user.opcode in _SLICING and place == 0:
-            return shape_bytes(user.shape)
-        if user.opcode == "dynamic-update-slice" and place == 0:
-            # Written in place.
-            return 0
-        return whole
-
-    def _output(self, output: Instruction, shape: str, scope: Scope) -> int:
-        source = output
+    def _output(self, source: Instruction, shape: str, scope: Scope) -> int:
         while source.opcode in RESHAPING and source.operands[0] in scope:
             source = scope[source.operands[0]]
         if source.opcode == "dynamic-update-slice" and source.operands[1] in scope:
             return shape_bytes(scope[source.operands[1]].shape) if self._bytes(shape) else 0
         return self._bytes(shape)
 
-    def _fused(self, instruction: Instruction) -> dict[str, Instruction]:
-        return inside(instruction, self._computations) if instruction.opcode in _FUSIONS else {}
+    def _bytes(self, shape: str) -> int:
+        return shape_bytes(shape, self._on_chip)
+
+
+def _used(user: Instruction, place: int, whole: int) -> int:
+    """The bytes that an instruction reads of the operand in that place; in an update that is written to."""
+    if place == 0 and user.opcode in _SLICING:
+        return shape_bytes(user.shape)
+    return 0 if place == 0 and user.opcode == "dynamic-update-slice" else whole
 
 
 def _destination(copy: Instruction) -> str:

@@ -20,7 +20,7 @@ from jmp_policy._src.jaxpr.calls import KINDS
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.policy.marked_regions import is_marker
 from jmp_policy._src.report.lowering import hlo
-from jmp_policy._src.report.lowering.products import Products, dtype_name, fusion_kind
+from jmp_policy._src.report.lowering.products import Product, Products, dtype_name, fusion_kind
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -103,29 +103,22 @@ def kernels_of(text: str, target: Target) -> tuple[Kernel, ...]:
     traffic = hlo.Traffic(computations, on_chip=target.platform != "tpu")
 
     def kernel_of(instruction: hlo.Instruction, scope: hlo.Scope, runs: hlo.Runs) -> Kernel:
-        inner = hlo.inside(instruction, computations)
-        collective = _collective(instruction, inner)
-        made = [] if collective else products.of(instruction, scope)
-        flops = sum(shown["flops"] for _, shown in made)
+        inner, made = hlo.inside(instruction, computations), list[Product]()
+        fields: dict[str, Any]
+        if collective := _collective(instruction, inner):
+            fields = _collective_fields(collective, scope if collective is instruction else inner)
+        else:
+            read, written = traffic.of(instruction, scope)
+            fields = {"kind": _kind(instruction), "bytes_read": read, "bytes_written": written}
+            made = products.of(instruction, scope)
         op_name, shown = max(made, key=lambda product: product[1]["flops"], default=("", {}))
         path, backward = module_path(op_name or instruction.op_name)
         named = instruction
         if shown and not path:
             path, backward, named = _path_of_operands(instruction, scope)
-        kernel = Kernel(
-            name=instruction.name,
-            kind="collective" if collective else _kind(instruction),
-            path=path,
-            backward=backward,
-            line=sources.line(named),
-            times=runs.times,
-            counted=runs.counted,
-            bytes_read=traffic.read(instruction, scope),
-            bytes_written=traffic.written(instruction),
-        )
-        if collective:
-            return _as_collective(kernel, collective, scope if collective is instruction else inner)
-        return dataclasses.replace(kernel, **shown | {"flops": flops})
+        fields |= shown | {"flops": sum(product["flops"] for _, product in made)}
+        place = {"path": path, "backward": backward, "line": sources.line(named)}
+        return Kernel(name=instruction.name, **runs._asdict(), **place, **fields)
 
     found = []
     for name, runs in hlo.executed(computations, entry).items():
@@ -170,25 +163,25 @@ def module_path(op_name: str) -> tuple[str, bool]:
     return "/".join(parts), backward
 
 
-def _as_collective(kernel: Kernel, collective: hlo.Instruction, scope: hlo.Scope) -> Kernel:
+def _collective_fields(collective: hlo.Instruction, scope: hlo.Scope) -> dict[str, Any]:
     sent = [scope[name].shape for name in collective.operands if name in scope]
     dtypes = dict.fromkeys(dtype_name(dtype) for shape in sent for dtype, _ in hlo.arrays(shape))
     size = sum(map(hlo.shape_bytes, sent))
-    return dataclasses.replace(
-        kernel,
-        bytes_read=size,
-        bytes_written=size,
-        operands=", ".join(dtypes),
-        collective=_without_start(collective.opcode),
-        group=_group(collective),
-    )
+    return {
+        "kind": "collective",
+        "bytes_read": size,
+        "bytes_written": size,
+        "operands": ", ".join(dtypes),
+        "collective": collective.opcode.removesuffix("-start"),
+        "group": _group(collective),
+    }
 
 
 def _kind(instruction: hlo.Instruction) -> str:
     written_by = instruction.attribute("custom_call_target") + fusion_kind(instruction)
-    libraries = {"cublas$lt": "cublaslt", "cublas": "cublas", "cudnn": "cudnn", "triton": "triton"}
-    if found := next((kind for word, kind in libraries.items() if word in written_by), ""):
-        return found
+    for word in ("cublas$lt", "cublas", "cudnn", "triton"):
+        if word in written_by:
+            return word.replace("$", "")
     kinds = {"copy-start": "copy", "slice-start": "copy", "reduce": "reduction", "custom-call": "custom call"}
     fusion = "reduction" if instruction.attribute("kind") == "kInput" else "fusion"
     kinds |= {"fusion": fusion, "fusion-start": fusion}
@@ -205,8 +198,8 @@ def _collective(instruction: hlo.Instruction, inner: hlo.Scope) -> hlo.Instructi
       inner: instructions of the computation that it calls, by name.
     """
     if instruction.opcode not in ("fusion", "async-start"):
-        return instruction if _without_start(instruction.opcode) in _COLLECTIVES else None
-    found = next((i for i in inner.values() if _without_start(i.opcode) in _COLLECTIVES), None)
+        return instruction if instruction.opcode.removesuffix("-start") in _COLLECTIVES else None
+    found = next((i for i in inner.values() if i.opcode.removesuffix("-start") in _COLLECTIVES), None)
     targets = [i.attribute("custom_call_target") for i in inner.values()]
     parts = {target for target in targets if target.startswith("AsyncCollective")}
     goes_on = any("async_collective_fusion" in name for name in instruction.called)
@@ -218,10 +211,6 @@ def _collective(instruction: hlo.Instruction, inner: hlo.Scope) -> hlo.Instructi
     return found
 
 
-def _without_start(opcode: str) -> str:
-    return opcode.removesuffix("-start")
-
-
 def _group(instruction: hlo.Instruction) -> int:
     """The size of a group from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     text = instruction.line.partition("replica_groups=")[2]
@@ -229,19 +218,16 @@ def _group(instruction: hlo.Instruction) -> int:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", text[: text.find("]")]))
         names = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", text[text.find("]") :].partition("}")[0])
         return math.prod(int(part or sizes.get(name, 1)) for name, part in names)
-    if match := re.match(r"\[\d+,(\d+)\]", text):
-        return int(match.group(1))
-    match = re.match(r"\{\{([\d,]+)\}", text)
-    return len(match.group(1).split(",")) if match else 1
+    match = re.match(r"\[\d+,(\d+)\]|\{\{([\d,]+)\}", text)
+    size, devices = match.groups() if match else ("1", "")
+    return int(size) if size else len(devices.split(","))
 
 
 #: Data that a ring collective sends over a link, as a multiple of its operand, by number of devices.
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: n - 1,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
+    **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
 }
 
 #: Colours that the colour-blind tell apart (M. Okabe, K. Ito, 2008).
@@ -324,8 +310,8 @@ def plot_roofline(kernels: Sequence[Kernel], target: Target, title: str, pyplot:
     products = [kernel for kernel in kernels if kernel.flops and kernel.bytes]
     used = dict.fromkeys(map(_roof, products))
     knees = [target.rate(roof) / target.bandwidth for roof in ("float32", "float16", *used)]
-    reached = [kernel.flops / kernel.bytes for kernel in products]
-    ends = min(*reached, *knees) / 4, 4 * max(*reached, *knees)
+    marked = [*knees, *(kernel.flops / kernel.bytes for kernel in products)]
+    ends = min(marked) / 4, 4 * max(marked)
     slope = [ends[0], max(knees)]
     label = f"memory: {target.bandwidth / 1e12:.3g} TB/s"
     axes.plot(slope, [x * target.bandwidth for x in slope], color="#999999", label=label)

@@ -15,7 +15,10 @@ HALVES = ("float16", "bfloat16")
 WITHOUT_RECIPE = "without recipes"
 #: Number of runs whose median is the measured time.
 RUNS = 10
-_BY_MODULE = "Estimated time by module"
+_ESTIMATES = "Estimated time of one run (roofline, not measured; a lower bound)"
+_LAYERS = "Estimated time by module, forward and backward (roofline; float32 at JAX's default precision)"
+_RECIPES = "Estimated time by module with float8 products, forward and backward (roofline)"
+_PARTS = "products save ", "rounding adds "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,31 +109,22 @@ class LoweringReport(Report):
         return plot_roofline(self.kernels, target, title, plotting("LoweringReport.plot"))
 
     def _tables(self) -> list[Table]:
-        tables = [_products_table(self)]
-        if self.collectives:
-            rows = [
-                [k.collective, k.operands, bytes_text(k.bytes_read), k.group, k.times, k.place]
-                for k in self.collectives
-            ]
-            columns = ["collective", "dtypes", "size ", "devices ", "runs ", "where"]
-            tables.append(Table(columns, rows, "Collectives"))
-        if self.estimates:
-            rows = [
-                [e.precision, e.program, _seconds_text(e.seconds), f"{e.speedup:.2f}x", e.bound_by]
-                for e in self.estimates
-            ]
-            columns = ["products in", "program", "time ", "over float32 ", "bound by"]
-            title = "Estimated time of one run (roofline, not measured; a lower bound)"
-            tables.append(Table(columns, rows, title))
-        if self.layers:
-            title = f"{_BY_MODULE}, forward and backward (roofline; float32 at JAX's default precision)"
-            columns = ["module", "in", "float32 ", "in half "]
-            tables.append(_gains_table(self.layers, title, columns))
-        if self.recipes:
-            title = f"{_BY_MODULE} with float8 products, forward and backward (roofline)"
-            columns = ["module", "recipe", "16 bits ", "float8 ", "products save ", "rounding adds "]
-            tables.append(_gains_table(self.recipes, title, columns))
-        return tables
+        collectives = [
+            [k.collective, k.operands, bytes_text(k.bytes_read), k.group, k.times, k.place]
+            for k in self.collectives
+        ]
+        times = [
+            [e.precision, e.program, _seconds_text(e.seconds), f"{e.speedup:.2f}x", e.bound_by]
+            for e in self.estimates
+        ]
+        columns = ["collective", "dtypes", "size ", "devices ", "runs ", "where"]
+        tables = [
+            Table(columns, collectives, "Collectives"),
+            Table(["products in", "program", "time ", "over float32 ", "bound by"], times, _ESTIMATES),
+            _gains_table(self.layers, _LAYERS, ["module", "in", "float32 ", "in half "]),
+            _gains_table(self.recipes, _RECIPES, ["module", "recipe", "16 bits ", "float8 ", *_PARTS]),
+        ]
+        return [_products_table(self), *(table for table in tables if table.rows)]
 
     def _lines(self) -> list[str]:
         uncounted = sum(not kernel.counted for kernel in self.kernels)
@@ -199,10 +193,8 @@ def _products_table(report: LoweringReport) -> Table:
 
 
 def _seconds_text(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds * 1e3 >= 1 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def verdict_of(

@@ -1,6 +1,7 @@
 """Compiles a program for a GPU or TPU and reports its kernels, their precision and estimated time."""
 
 import dataclasses
+import functools
 import statistics
 import time
 import warnings
@@ -91,14 +92,13 @@ def lowering_report(
     precisions, variants = _variants(function, jaxpr)
     calls, measured = [call for _, call in variants.values()], None
     if target is None:
-        answers, measured = _compile_here(calls, function)
-        devices = partitions(answers[0].text)
+        (given, *answers), measured = _compile_here(calls, function)
+        devices = partitions(given.text)
     else:
         _check_exportable(jaxpr, function.name)
         is_jitted = hasattr(fn, "trace") and not function.has_state
         donated = donated_arguments(jaxpr) if is_jitted else ()
-        answers, devices = _compile_elsewhere(calls, function, card, donated)
-    given = answers[0]
+        (given, *answers), devices = _compile_elsewhere(calls, function, card, donated)
     if given.error:
         raise RuntimeError(f"XLA's compiler does not take {function.name} for {card.name}:\n{given.error}")
     kernels = kernels_of(given.text, card)
@@ -106,7 +106,7 @@ def lowering_report(
         check_float8(jaxpr, kernels, f"{function.name} for {card.name}")
     notes = _unknown(kernels, card)
     known: dict[str, tuple[str, Sequence[Kernel]]] = dict.fromkeys(precisions, ("as given", kernels))
-    for (precision, (program, _)), made in zip(variants.items(), answers[1:], strict=True):
+    for (precision, (program, _)), made in zip(variants.items(), answers, strict=True):
         if made.error:
             notes.append(f"Not estimated in {precision}: {made.error.splitlines()[-1]:.200}")
         else:
@@ -114,9 +114,10 @@ def lowering_report(
     known = {p: known[p] for p in ("float32", *HALVES, *FEW_BITS) if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
-    by_recipe = gains(plain[0], kernels, _paths(jaxpr).float8, card) if plain else ()
+    walk(jaxpr, paths := _Paths())
+    by_recipe = gains(plain[0], kernels, paths.float8, card) if plain else ()
     # Variants begin with float32, unless the program is that.
-    wide = given if "float32" in precisions else answers[1]
+    wide = given if "float32" in precisions else answers[0]
     return LoweringReport(
         function=function.name,
         target=card.name,
@@ -149,33 +150,30 @@ def _layers(known: Mapping[str, tuple[str, Sequence[Kernel]]], card: Target) -> 
 
 def _unknown(kernels: Sequence[Kernel], card: Target) -> list[str]:
     """What a report for a TPU cannot know."""
-    if card.platform != "tpu":
-        return []
     notes = [
         "A TPU multiplies float32 as bfloat16, in one pass, unless jax_default_matmul_precision says "
         "otherwise. Not known: arithmetic of Pallas kernels, and how well copies hide behind arithmetic."
     ]
     if any("float16" in kernel.operands.split(" x ") for kernel in kernels):
         notes.append("It multiplies float16 as bfloat16 too: 8 bits of the significand count, not 11.")
-    return notes
+    return notes if card.platform == "tpu" else []
 
 
 def _variants(function: Function, jaxpr: Any) -> tuple[list[str], Variants]:
     """The precisions that a program has, and what to compile beside it for the others."""
     products = [eqn for eqn in ir.equations(jaxpr) if eqn.primitive.name in _PRODUCTS]
     dtypes = {dtype for eqn in products for dtype in operand_dtypes(eqn)}
-    few = [kind for kind in FEW_BITS if any(few_bits(dtype) == kind for dtype in dtypes)]
-    halves = [half for half in HALVES if half in dtypes]
-    precisions = few[-1:] or halves or ["float32"]
+    few = [kind for kind in FEW_BITS if kind in map(few_bits, dtypes)]
+    precisions = few[-1:] or [half for half in HALVES if half in dtypes] or ["float32"]
     float32 = function.call if precisions == ["float32"] else replay_in_float32(function.call)
     variants: Variants = {"float32": ("in float32", float32)}
     # What operands of float8 products by recipes had before they were rounded.
     recipe_halves = {str(ir.dtype_of(eqn.invars[0])) for eqn in ir.equations(jaxpr) if recipe_of(eqn)}
     for half in HALVES:
         if half in recipe_halves:
-            variants[half] = (WITHOUT_RECIPE, products_in_half(function.call))
+            variants[half] = WITHOUT_RECIPE, products_in_half(function.call)
         else:
-            variants[half] = ("under autocast", autocast(float32, half))
+            variants[half] = "under autocast", autocast(float32, half)
     return precisions, {p: variant for p, variant in variants.items() if p not in precisions}
 
 
@@ -231,10 +229,7 @@ def _compile_elsewhere(
     calls: Iterable[Any], function: Function, card: Target, donated: Sequence[int]
 ) -> tuple[list[Compiled], int]:
     """The compiled function and others beside it, and the number of devices."""
-
-    def export(call: Callable[..., Any]) -> Exported:
-        return exported(call, function.arrays, donated, card.platform)
-
+    export = functools.partial(exported, arrays=function.arrays, donated=donated, platform=card.platform)
     made = [given := export(function.call), *_attempted(export, calls)]
     with progress.showing("lowering_report"):
         progress.step(f"compiling {len(made)} programs")
@@ -251,14 +246,13 @@ def _compile_here(calls: Iterable[Any], function: Function) -> tuple[list[Compil
 
 
 def _measured(executable: Any, arrays: Sequence[Any]) -> float:
-    arrays = jax.device_put(list(arrays))
-    jax.block_until_ready(executable(arrays))
-    seconds = []
-    for _ in range(RUNS):
+    arrays, seconds = jax.device_put(list(arrays)), []
+    # The first run is not measured.
+    for _ in range(RUNS + 1):
         start = time.perf_counter()
-        jax.block_until_ready(executable(arrays))
+        jax.block_until_ready(executable(*arrays))
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(seconds[1:])
 
 
 def _device() -> Target:
@@ -272,12 +266,11 @@ def _device() -> Target:
     device = jax.devices()[0]
     if (known := target_of_device(device.device_kind)) is not None:
         return dataclasses.replace(known, name=device.device_kind)
-    if backend == "tpu":
-        return dataclasses.replace(TARGETS["v6e"], name=device.device_kind, rates={})
-    major, minor = map(int, str(device.compute_capability).split("."))
-    older = [t for t in GPUS.values() if t.capability <= (major, minor)]
-    like = older[-1] if older else GPUS["V100"]
-    return dataclasses.replace(like, name=device.device_kind, capability=(major, minor), rates={})
+    like: Target = TARGETS["v6e"]
+    if backend == "gpu":
+        capability = tuple(map(int, str(device.compute_capability).split(".")))
+        like = [GPUS["V100"], *(gpu for gpu in GPUS.values() if gpu.capability <= capability)][-1]
+    return dataclasses.replace(like, name=device.device_kind, rates={})
 
 
 class _Paths(Visitor):
@@ -295,12 +288,6 @@ class _Paths(Visitor):
                 self.others[site.path] = None
 
 
-def _paths(jaxpr: Any) -> _Paths:
-    paths = _Paths()
-    walk(jaxpr, paths)
-    return paths
-
-
 def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
     """Raises AssertionError where a product that is to be in float8 has a kernel of other operands.
 
@@ -312,7 +299,7 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
       kernels: as it was compiled.
       program: what it is, for the message.
     """
-    paths = _paths(jaxpr)
+    walk(jaxpr, paths := _Paths())
     if not paths.float8:
         raise AssertionError(
             f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "

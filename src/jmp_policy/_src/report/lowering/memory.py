@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +25,8 @@ from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering import buffers
-from jmp_policy._src.report.lowering.compile_process import Compiled, described
-from jmp_policy._src.report.lowering.compiler import compiled, exported
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.compiler import compile_here, compiled, exported
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model, axes
 
 
@@ -107,18 +107,16 @@ class MemoryReport(Report):
         """What half precision does to the memory, in one sentence."""
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
-        share = percent(self.policy / max(self.float32, 1))
         activations, copies = self.row("activations"), self.row("half copies").policy
         changes = []
         if activations.float32:
             changes.append(f"activations {_change(activations.policy, activations.float32)}")
         if self.parameters and copies:
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
-        found = ": ".join(
-            filter(None, (f"{self.precision} takes {share} of float32's memory", ", ".join(changes)))
-        )
+        found = f"{self.precision} takes {percent(self.policy / max(self.float32, 1))} of float32's memory"
+        found += f": {', '.join(changes)}" * bool(changes)
         if self.backend == "cpu" and self.policy > self.float32:
-            return f"{found}; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'."
+            found += "; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'"
         return f"{found}."
 
     def _tables(self) -> Sequence[Table]:
@@ -234,25 +232,25 @@ def memory_report(
     roles = argument_roles(function, kwargs)
     types = [_type(array) for array in function.arrays]
     card = None if target is None else find_target(target)
-    programs = [_traced(function.call, types)]
-    halves = sorted(_half_types(programs[0].jaxpr))
-    if halves:
-        float32_types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
-        programs.append(_traced(replay_in_float32(function.call), float32_types))
+    programs = [_Traced(function.call, types)]
+    if halves := sorted(_half_types(programs[0].jaxpr)):
+        types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
+        programs.append(_Traced(replay_in_float32(function.call), types))
     stats = _compiled_here(programs) if card is None else _compiled_elsewhere(programs, card, function.name)
-    found = [_measured(program, *made, roles) for program, made in zip(programs, stats, strict=True)]
-    policy, float32 = found[0], found[-1]
-    columns = (float32.found, policy.found, float32.expected, policy.expected)
+    found = [_by_category(program, *made, roles) for program, made in zip(programs, stats, strict=True)]
+    # By kind: found, then expected; in float32, then under the policy.
+    columns = [program[kind] for kind in (0, 1) for program in (found[-1], found[0])]
     rows = [MemoryRow(name, *(column[name] for column in columns)) for name in _CATEGORIES]
+    totals = [s.argument_bytes + s.output_bytes + s.temp_bytes - s.alias_bytes for s, _ in stats]
     return MemoryReport(
         function=function.name,
         precision=", ".join(halves) or "float32",
         backend=jax.default_backend() if card is None else card.name,
         rows=tuple(rows),
-        float32=float32.total,
-        policy=policy.total,
+        float32=totals[-1],
+        policy=totals[0],
         parameters=sum(math.prod(t.shape) for t, r in zip(types, roles, strict=True) if r == "parameters"),
-        has_buffers=policy.has_buffers and float32.has_buffers,
+        has_buffers=all(held for _, held in stats),
     )
 
 
@@ -270,45 +268,32 @@ def _half_types(jaxpr: Any) -> set[str]:
     return eights | {str(ir.dtype_of(atom)) for atom in atoms if is_half(ir.dtype_of(atom))}
 
 
-class _Traced(NamedTuple):
+class _Traced:
     """A program: a function of a list of arrays, their types, and which of them it may overwrite."""
 
-    call: Callable[[Sequence[Any]], Any]
-    types: Sequence[Any]
-    jaxpr: Any
-    donated: tuple[int, ...]
+    def __init__(self, call: Callable[[Sequence[Any]], Any], types: Sequence[Any]):
+        self.call, self.types, self.jaxpr = call, types, jax.make_jaxpr(call)(types)
+        self.donated = donated_arguments(self.jaxpr)
 
 
-class _Measured(NamedTuple):
-    """A program's memory by category: found in its compiled form, expected of its traced one."""
-
-    found: Counter[str]
-    expected: Counter[str]
-    total: int
-    has_buffers: bool
-
-
-def _measured(
+def _by_category(
     program: _Traced, stats: Compiled, held: Sequence[buffers.Allocation], roles: Sequence[str]
-) -> _Measured:
-    """The memory of a program, where XLA may have said what it holds."""
+) -> tuple[Counter[str], Counter[str]]:
+    """The memory of a program, as compiled and as expected, where XLA may have said what it holds."""
     types = program.types
     of_device = [t.shape if t.sharding is None else t.sharding.shard_shape(t.shape) for t in types]
     parts = [math.prod(t.shape) // max(math.prod(s), 1) or 1 for t, s in zip(types, of_device, strict=True)]
     expected = analytic_memory_model(program.jaxpr, roles, program.donated, parts)
-    total = stats.argument_bytes + stats.output_bytes + stats.temp_bytes - stats.alias_bytes
+    arguments = list(zip(types, of_device, roles, strict=True))
     if held:
-        pairs = zip(types, of_device, roles, strict=True)
-        shapes = {axes(shape) for t, s, role in pairs if role == "parameters" for shape in (t.shape, s)}
-        found = _found(held, roles, shapes, expected["gradients"] > 0)
-        return _Measured(found, expected, total, has_buffers=True)
+        shapes = {axes(shape) for t, s, role in arguments if role == "parameters" for shape in (t.shape, s)}
+        return _found(held, roles, shapes, expected["gradients"] > 0), expected
     found = Counter[str]()
-    for array, shape, role in zip(types, of_device, roles, strict=True):
+    for array, shape, role in arguments:
         found[role] += math.prod(shape) * array.dtype.itemsize
     found["inputs"] += stats.argument_bytes - found.total()
-    found["results"] = stats.output_bytes - stats.alias_bytes
-    found["temporaries"] = stats.temp_bytes
-    return _Measured(found, expected, total, has_buffers=False)
+    found.update({"results": stats.output_bytes - stats.alias_bytes, "temporaries": stats.temp_bytes})
+    return found, expected
 
 
 def _found(
@@ -343,24 +328,15 @@ def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str
     return "activations" if differentiated and "jvp(" in buffer.op_name else "temporaries"
 
 
-def _traced(call: Callable[[Sequence[Any]], Any], types: Sequence[Any]) -> _Traced:
-    jaxpr = jax.make_jaxpr(call)(types)
-    return _Traced(call, types, jaxpr, donated_arguments(jaxpr))
-
-
 def _compiled_here(programs: Sequence[_Traced]) -> list[tuple[Compiled, list[buffers.Allocation]]]:
     """Compiles programs for the default backend; returns their sizes, and what lies where if it says so."""
     found = []
-    for program in programs:
-
-        def call(*arrays: Any, fn: Any = program.call) -> Any:
-            return fn(list(arrays))
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            jitted = jax.jit(call, donate_argnums=program.donated, keep_unused=True)
-            executable = jitted.lower(*program.types).compile()
-        found.append((described(executable), buffers.allocations(executable)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        for program in programs:
+            options = {"donate_argnums": program.donated, "keep_unused": True}
+            executable, made = compile_here(program.call, program.types, **options)
+            found.append((made, buffers.allocations(executable)))
     return found
 
 
@@ -368,39 +344,36 @@ def _compiled_elsewhere(programs: Sequence[_Traced], card: Target, name: str) ->
     """Compiles programs for a target; returns their sizes, temporary memory being what the peak leaves."""
     with progress.showing("memory_report"):
         progress.step(f"compiling {len(programs)} programs")
-        found = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
-    for made, which in zip(found, ("", " in float32"), strict=False):
+        answers = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
+    found = []
+    for made, which in zip(answers, ("", " in float32"), strict=False):
         if made.error:
             raise RuntimeError(f"{name}{which} does not compile for {card.name}:\n{made.error}")
-    kept = [made.argument_bytes + made.output_bytes - made.alias_bytes for made in found]
-    return [
-        (made._replace(temp_bytes=max(made.temp_bytes, made.peak_bytes - rest)), [])
-        for made, rest in zip(found, kept, strict=True)
-    ]
+        kept = made.argument_bytes + made.output_bytes - made.alias_bytes
+        found.append((made._replace(temp_bytes=max(made.temp_bytes, made.peak_bytes - kept)), []))
+    return found
 
 
 def argument_roles(function: Function, kwargs: dict[str, Any]) -> list[str]:
     """The category of each array among the arguments: parameters, optimizer state or inputs."""
-    names = [argument.path.split("/") for argument in function.arguments]
-    state = ["opt_state" in path for path in names]
+    arguments, roles = function.arguments, ["inputs"] * len(function.arguments)
+    states = [False] * len(arguments)
     if not function.has_state:
-        tree = (function.args, kwargs)
-        held = jax.tree.map(
-            lambda node: jax.tree.map(lambda _: _is_state(node), node), tree, is_leaf=_is_state
-        )
-        marks = zip(jax.tree.leaves(tree), jax.tree.leaves(held), strict=True)
-        below = (mark for leaf, mark in marks if is_array(leaf))
-        state = [is_state or mark for is_state, mark in zip(state, below, strict=True)]
-    fits = [a.trainable and not is_state for a, is_state in zip(function.arguments, state, strict=True)]
-    named = [
-        fit and (argument.in_module if function.has_state else "params" in path)
-        for fit, argument, path in zip(fits, function.arguments, names, strict=True)
-    ]
-    trains = named if any(named) or function.has_state else _first_trained(function, fits)
-    return [
-        "optimizer state" if is_state else "parameters" if is_trained else "inputs"
-        for is_state, is_trained in zip(state, trains, strict=True)
-    ]
+        nodes = jax.tree.leaves((function.args, kwargs), is_leaf=_is_state)
+        states = [_is_state(node) for node in nodes for leaf in jax.tree.leaves(node) if is_array(leaf)]
+    names = [argument.path.split("/") for argument in arguments]
+    fits = []
+    for i, argument in enumerate(arguments):
+        if states[i] or "opt_state" in names[i]:
+            roles[i] = "optimizer state"
+        elif argument.trainable:
+            fits.append(i)
+    trained = [i for i in fits if (arguments[i].in_module if function.has_state else "params" in names[i])]
+    if not trained and not function.has_state:
+        trained = _first_trained(function, fits)
+    for i in trained:
+        roles[i] = "parameters"
+    return roles
 
 
 def _is_state(node: Any) -> bool:
@@ -408,13 +381,14 @@ def _is_state(node: Any) -> bool:
     return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "jmp_policy")
 
 
-def _first_trained(function: Function, fits: Sequence[bool]) -> list[bool]:
+def _first_trained(function: Function, fits: Sequence[int]) -> list[int]:
     """Which arrays are those of the first argument that comes out again; else of the first."""
     results = jax.tree.leaves(jax.eval_shape(function.call, function.arrays))
     made = Counter((tuple(t.shape), t.dtype) for t in results)
-    groups: dict[int | str, Counter[Any]] = {}
-    for argument, array, fit in zip(function.arguments, function.arrays, fits, strict=True):
-        if fit:
-            groups.setdefault(argument.position, Counter())[tuple(array.shape), array.dtype] += 1
-    chosen = next((place for place, types in groups.items() if types <= made), next(iter(groups), None))
-    return [fit and a.position == chosen for a, fit in zip(function.arguments, fits, strict=True)]
+    groups: dict[int | str, list[int]] = {}
+    for i in fits:
+        groups.setdefault(function.arguments[i].position, []).append(i)
+    for places in groups.values():
+        if Counter((tuple(t.shape), t.dtype) for t in map(function.arrays.__getitem__, places)) <= made:
+            return places
+    return next(iter(groups.values()), [])

@@ -159,7 +159,9 @@ class _Accounting:
             if i is not None and is_half(dtype) and self._roles[i] == "parameters":
                 self._copies[i, str(dtype)] = self._elements[i] * dtype.itemsize
             return [operand]
-        if not ir.holds_jaxpr(eqn) and name not in _COSTLY and _is_elementwise(eqn):
+        shapes = {_shape(atom) for atom in (*eqn.invars, *eqn.outvars)}
+        is_elementwise = sum(math.prod(shape) != 1 for shape in shapes) <= 1
+        if not ir.holds_jaxpr(eqn) and name not in _COSTLY and is_elementwise:
             return [_Value(frozenset().union(*(v.made for v in operands)))] * len(eqn.outvars)
         return [self._made(var) for var in eqn.outvars]
 
@@ -175,11 +177,6 @@ class _Accounting:
 
     def _made(self, var: Any) -> _Value:
         return _Value(frozenset([_Made(math.prod(_shape(var)) // self._devices, _width(var))]))
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    shapes = {_shape(atom) for atom in (*eqn.invars, *eqn.outvars) if math.prod(_shape(atom)) != 1}
-    return len(shapes) <= 1
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

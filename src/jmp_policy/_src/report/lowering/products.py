@@ -53,11 +53,9 @@ def dtype_name(name: str) -> str:
 
 def backend_config(instruction: Instruction) -> Mapping[str, Any]:
     """Parses the configuration that the compiler chose for an instruction; empty if there is none."""
-    _, found, rest = instruction.line.partition("backend_config={")
-    if not found:
-        return {}
+    found = instruction.line.partition("backend_config=")[2]
     try:
-        return json.JSONDecoder().raw_decode("{" + rest)[0]
+        return json.JSONDecoder().raw_decode(found)[0] if found.startswith("{") else {}
     except ValueError:
         return {}
 
@@ -93,14 +91,13 @@ class Products:
             # Operands with a scale per block: always rows with rows.
             shapes = _shapes(instruction, scope)
             *batch, _, k = range(len(shapes[0][1]))
-            return [self._product(instruction, scope, _sizes(shapes, [k], [k], batch, batch))]
+            return [self._product(instruction, scope, _sizes(shapes, [k], batch))]
         if "matmul" in library or library.startswith("__cublas$"):
             return [self._library_product(instruction, scope)]
         if instruction.opcode == "convolution":
             (_, first), (_, second) = _shapes(instruction, scope)
             sizes = product_sizes(instruction, (first, second), arrays(instruction.shape)[0][1])
-            precision = instruction.attribute("operand_precision").lower()
-            return [self._product(instruction, scope, sizes, precision=precision, on_cores=self._is_tpu)]
+            return [self._product(instruction, scope, sizes, on_cores=self._is_tpu)]
         if instruction.opcode in ("dot", "scaled-dot"):
             return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
         if instruction.opcode != "fusion":
@@ -119,29 +116,21 @@ class Products:
     def _dot(
         self, dot: Instruction, scope: Scope, outside: tuple[Instruction, Scope] | None, on_cores: bool
     ) -> Product:
-        axes = [
-            [int(d) for d in dot.attribute(name).split(",") if d.strip()]
-            for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
-        ]
+        names = "lhs_contracting_dims", "lhs_batch_dims"
+        axes = ([int(d) for d in dot.attribute(name).split(",") if d.strip()] for name in names)
         return self._product(
             dot,
             scope,
             _sizes(_shapes(dot, scope), *axes),
-            algorithm=dot.attribute("algorithm").lower(),
-            precision=dot.attribute("operand_precision").lower(),
             padded=any(self._was_padded(name, scope, outside) for name in dot.operands[:2]),
             on_cores=on_cores,
         )
 
     def _library_product(self, call: Instruction, scope: Scope) -> Product:
         config = backend_config(call).get("gemm_backend_config", {})
-        numbers = config.get("dot_dimension_numbers", {})
-        axes = [
-            [int(d) for d in numbers.get(f"{side}_{kind}_dimensions", ())]
-            for kind in ("contracting", "batch")
-            for side in ("lhs", "rhs")
-        ]
-        precision = config.get("precision_config", {})
+        numbers, precision = (config.get(name, {}) for name in ("dot_dimension_numbers", "precision_config"))
+        names = "lhs_contracting_dimensions", "lhs_batch_dimensions"
+        axes = (list(map(int, numbers.get(name, ()))) for name in names)
         return self._product(
             call,
             scope,
@@ -155,20 +144,16 @@ class Products:
     def _convolution(self, call: Instruction, scope: Scope) -> Product:
         library = call.attribute("custom_call_target")
         (_, first), (_, second) = _shapes(call, scope)
-        kernel, output = second, arrays(call.shape)[0][1]
-        if "BackwardInput" in library:
-            output = first
-        elif "BackwardFilter" in library:
-            kernel, output = output, second
+        result = arrays(call.shape)[0][1]
+        of_input, of_filter = "BackwardInput" in library, "BackwardFilter" in library
+        kernel = result if of_filter else second
+        output = first if of_input else second if of_filter else result
         labels = call.attribute("dim_labels").partition("_")[2].partition("-")[0]
         channels = kernel[labels.index("o")] if "o" in labels else 1
         # As the product of patches, one row per position, with the kernel, one column per channel.
         positions, patch = math.prod(output) // channels, math.prod(kernel) // channels
-        sizes = (1, positions, channels, patch)
-        if "BackwardInput" in library:
-            sizes = (1, positions, patch, channels)
-        elif "BackwardFilter" in library:
-            sizes = (1, patch, channels, positions)
+        m, n, k = (patch, channels, positions) if of_filter else (positions, channels, patch)
+        sizes = (1, m, k, n) if of_input else (1, m, n, k)
         window = [size for size, label in zip(kernel, labels, strict=True) if label not in "oi"]
         return self._product(call, scope, sizes, rows=(channels, patch // math.prod(window)))
 
@@ -184,6 +169,8 @@ class Products:
         rows: Sequence[int] = (),
     ) -> Product:
         target, (batch, m, n, k) = self._target, sizes
+        algorithm = algorithm or instruction.attribute("algorithm").lower()
+        precision = precision or instruction.attribute("operand_precision").lower()
         first, second = (dtype_name(dtype) for dtype, _ in _shapes(instruction, scope))
         if self._is_tpu:
             arithmetic = _tpu_arithmetic(first, second, precision, target)
@@ -234,25 +221,20 @@ def _shapes(instruction: Instruction, scope: Scope) -> list[tuple[str, tuple[int
 
 
 def _sizes(
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    contracted: Sequence[int],
-    other_contracted: Sequence[int],
-    batched: Sequence[int],
-    other_batched: Sequence[int],
+    shapes: Sequence[tuple[str, tuple[int, ...]]], contracted: Sequence[int], batched: Sequence[int]
 ) -> tuple[int, int, int, int]:
+    """Batch, m, n and k of a product, for the axes of its first operand that are contracted and batched."""
     (_, first), (_, second) = shapes
-    batch = math.prod(first[d] for d in batched)
-    k = math.prod(first[d] for d in contracted)
-    m = math.prod(size for d, size in enumerate(first) if d not in (*contracted, *batched))
-    n = math.prod(size for d, size in enumerate(second) if d not in (*other_contracted, *other_batched))
+    batch, k = (math.prod(first[d] for d in axes) for axes in (batched, contracted))
+    m, n = (math.prod(shape) // max(batch * k, 1) for shape in (first, second))
     return batch, m, n, k
 
 
 def _arithmetic(first: str, second: str, algorithm: str, exact: bool, target: Target) -> str:
     """The kind of arithmetic, which decides the rate: for mixed operands that of the slower one."""
-    for word in ("tf32", "bf16_bf16", "f32_f32"):
+    for word, arithmetic in (("tf32", "tf32"), ("bf16_bf16", "bfloat16"), ("f32_f32", "float32")):
         if word in algorithm:
-            return {"tf32": "tf32", "bf16_bf16": "bfloat16", "f32_f32": "float32"}[word]
+            return arithmetic
     kinds = [few_bits(dtype) or dtype for dtype in (first, second)]
     slowest = min(kinds, key=lambda kind: _FASTER.index(kind) if kind in _FASTER else 0)
     if slowest == "float32" and not exact and "tf32" in target.on_tensor_cores:
@@ -306,8 +288,7 @@ def product_sizes(
     match = _LABELS.search(convolution.line)
     inputs, kernels, outputs = match.groups() if match else ("bf", "io", "bf")
     features = shapes[1][kernels.index("i")]
-    batch = positions = 1
-    met = 1
+    batch = positions = met = 1
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", convolution.attribute("window")))
     for i in range(len(inputs) - 2):
         axis = {key: int(text.split("x")[i].partition("_")[0]) for key, text in window.items()}

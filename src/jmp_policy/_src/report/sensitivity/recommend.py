@@ -24,7 +24,7 @@ from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import replaced
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
-from jmp_policy._src.report.pieces import run_program
+from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
@@ -334,7 +334,7 @@ def _worth_it(loss: Loss, rules: PolicyMap, card: Target | None) -> PolicyMap:
 @without_overflow_warnings()
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
-    grads = run_program(loss.gradient, [*loss.function.arrays, np.float32(scale)])
+    grads = Pieces(loss.gradient)([*loss.function.arrays, np.float32(scale)])
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
 
