@@ -7,12 +7,12 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.linen.framework import tapped
+from jmp_policy._src.flax.linen.framework import bare, policy_of, tapped
 from jmp_policy._src.flax.linen.governing import governed
 from jmp_policy._src.flax.linen.intercept import intercept
-from jmp_policy._src.flax.linen.layers import is_from_parent
+from jmp_policy._src.flax.linen.layers import has_dtype_of_parent
 from jmp_policy._src.flax.linen.unused_rules import check_used
-from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
+from jmp_policy._src.flax.linen.wrapped import bare_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.recipes import recipe_note
@@ -69,7 +69,7 @@ def described(
 def _overruled(rules: PolicyMap, module: nn.Module, precision: ModulePrecision) -> str:
     """What to say of a module that has a dtype of its own."""
     own = getattr(module, "dtype", None)
-    if own is None or not is_dtype_or_none(own) or is_from_parent(module, "dtype"):
+    if own is None or not is_dtype_or_none(own) or has_dtype_of_parent(module):
         return ""
     if not rules.keep_module_dtypes and own == precision.policy.compute_dtype:
         return ""

@@ -10,7 +10,7 @@ import flax.linen as nn
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.governing import Location, locate
 from jmp_policy._src.flax.linen.interceptor import is_method, pushed
-from jmp_policy._src.flax.linen.wrapped import CHECKED, bare_class, policy_of, with_class, wrapped_class
+from jmp_policy._src.flax.linen.wrapped import CHECKED, RULES, bare_class, with_class, wrapped_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap
@@ -32,6 +32,23 @@ def wrap_part(module: M, rules: PolicyMap) -> M:
     wrapped = with_class(module, wrapped_class(bare_class(module), rules))
     wrapped.__dict__[CHECKED] = True
     return wrapped
+
+
+def policy_of(module: nn.Module) -> PolicyMap | None:
+    """The rules that a wrapped module computes under; None for a bare one.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> from jmp_policy.linen import wrap
+      >>> policy_of(wrap(nn.Dense(2), "mixed_float16"))
+      PolicyMap('params=float32,compute=float16,output=float32')
+    """
+    return getattr(type(module), RULES, None)
+
+
+def bare(module: M) -> M:
+    """The module without a policy of its own; itself if it has none."""
+    return module if policy_of(module) is None else with_class(module, bare_class(module))
 
 
 class LinenFramework(Framework):
@@ -67,7 +84,7 @@ class LinenFramework(Framework):
 @functools.cache
 def _seen_under(_: PolicyMap) -> Seen:
     """What equal rules have met so far: a function that they once traced calls no module again."""
-    return Seen(set(), set())
+    return Seen()
 
 
 @contextlib.contextmanager
