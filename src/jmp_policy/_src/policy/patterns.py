@@ -228,33 +228,22 @@ class Rules:
     def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
         """The index of the first rule whose pattern matches this very module, or None."""
         text = path_text(path)
-        for index, (pattern, _) in enumerate(self.overrides):
-            if matches(pattern, text, module):
-                return index
-        return None
+        found = (i for i, (pattern, _) in enumerate(self.overrides) if matches(pattern, text, module))
+        return next(found, None)
 
-    def resolve(
-        self,
-        path: str | Sequence[Any],
-        module: Any = None,
-        ancestors: Iterable[tuple[str | Sequence[Any], Any]] | None = None,
-    ) -> Policy:
+    def resolve(self, path: str | Sequence[Any], module: Any = None) -> Policy:
         """The policy that governs a module.
 
         Args:
-          path: where the module is: `"decoder/layer_0"`, or its names in sequence.
+          path: where the module is: `"decoder/layer_0"`, or its names in sequence. Of the modules above it,
+            only the paths are known, so that only path patterns can match them.
           module: the module itself, for patterns that are classes or predicates.
-          ancestors: `(path, module)` of the modules above, nearest first. Left out, only the paths of the
-            ancestors are known, so that only path patterns can match them.
         """
-        if ancestors is None:
-            names = [name for name in path_text(path).split("/") if name]
-            ancestors = [("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1)]
-        for candidate_path, candidate in ((path, module), *ancestors):
-            index = self.match(candidate_path, candidate)
-            if index is not None:
-                return self.overrides[index][1]
-        return self.default
+        names = _names(path_text(path))
+        above = (("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1))
+        found = (self.match(*place) for place in ((path, module), *above))
+        index = next((i for i in found if i is not None), None)
+        return self.default if index is None else self.overrides[index][1]
 
     def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
         """The patterns that match none of the modules of a model, given as pairs `(path, module)`."""

@@ -51,36 +51,6 @@ def bare(module: M) -> M:
     return module if policy_of(module) is None else with_class(module, bare_class(module))
 
 
-class LinenFramework(Framework):
-    """`flax.linen`."""
-
-    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
-
-    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
-        """Wraps a module inside an NNX model; its rules are asked when it is called."""
-        return wrap_part(module, rules), ()
-
-    @contextlib.contextmanager
-    def marking(self, rules: Any) -> Iterator[Any]:
-        """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
-        with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
-            yield scope.seen
-
-    def policy_of(self, module: Any) -> PolicyMap | None:
-        """The rules of a wrapped module."""
-        return policy_of(module)
-
-    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
-        """Runs the modules that are called under a policy."""
-        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
-
-        return intercept(rules)
-
-    def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Hands the result of every public method to the active taps."""
-        return tapped()
-
-
 @functools.cache
 def _seen_under(_: PolicyMap) -> Seen:
     """What equal rules have met so far: a function that they once traced calls no module again."""
@@ -117,6 +87,30 @@ def tapped() -> Iterator[None]:
 
     with nn.intercept_methods(interceptor):
         yield
+
+
+class LinenFramework(Framework):
+    """`flax.linen`."""
+
+    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
+    policy_of = staticmethod(policy_of)
+    tapped = staticmethod(tapped)
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside an NNX model; its rules are asked when it is called."""
+        return wrap_part(module, rules), ()
+
+    @contextlib.contextmanager
+    def marking(self, rules: Any) -> Iterator[Any]:
+        """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
+        with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
+            yield scope.seen
+
+    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
+        """Runs the modules that are called under a policy."""
+        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
+
+        return intercept(rules)
 
 
 FRAMEWORK = LinenFramework()

@@ -152,12 +152,18 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
     return any(_may_see_half(part, found) for part in parts)
 
 
-def _rare(name: str, module: nn.Module, own: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for a method that few modules call."""
-    from jmp_policy._src.flax.linen import variables
+def _get_variable(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.get_variable`."""
+    from jmp_policy._src.flax.linen import variables  # Few modules read any so.
 
-    return getattr(variables, name)(_as_bare, module, own, *args, **kwargs)
+    return variables.get_variable(*args, **kwargs)
 
 
-_RARE = ("get_variable", "variable", "perturb")
-_SHADOWS = {"param": _param, **{name: functools.partial(_rare, name) for name in _RARE}}
+def _variable(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.variable`."""
+    from jmp_policy._src.flax.linen import variables  # Few modules make any.
+
+    return variables.variable(_as_bare, *args, **kwargs)
+
+
+_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}

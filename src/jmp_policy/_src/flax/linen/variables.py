@@ -11,47 +11,20 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import (
-    called_in_float32,
-    cast_floating,
-    cast_leaf,
-    is_floating_array,
-    is_half,
-    widened,
-)
+from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, widened
 from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
-# What stands in for methods of modules. It takes first what runs an initialiser as the bare module does,
-# `as_bare(module, precision, init_fn, *args, **kwargs)`, then the module and the method of Flax.
 
-
-def get_variable(
-    _: Any, module: nn.Module, own: Callable[..., Any], /, col: str, *args: Any, **kwargs: Any
-) -> Any:
+def get_variable(module: nn.Module, own: Callable[..., Any], /, col: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `module.get_variable`: casts what it reads from the parameters."""
     value, scope = own(col, *args, **kwargs), ACTIVE.value
     if col != "params" or scope is None:
         return value
     precision = module_precision(scope, module)
     return cast_weight(value, precision.used_param_dtype, precision.policy)
-
-
-def perturb(
-    _: Any,
-    module: nn.Module,
-    own: Callable[..., Any],
-    /,
-    name: str,
-    value: Any,
-    collection: str = "perturbations",
-) -> Any:
-    """Stands in for `module.perturb`: the variable is float32, as in the bare model; the value stays half."""
-    if not (module.has_variable(collection, name) or module.is_mutable_collection(collection)):
-        return own(name, value, collection)
-    return called_in_float32(lambda wide: own(name, wide, collection), value)
 
 
 def variable(
@@ -64,7 +37,14 @@ def variable(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stands in for `module.variable`: makes or reads one as the policy of its module says."""
+    """Stands in for `module.variable`: makes or reads one as the policy of its module says.
+
+    Args:
+      as_bare: runs an initialiser as the bare module does: `(module, precision, init_fn, *args, **kwargs)`.
+      module: whose variable it is.
+      own: `module.variable` of Flax.
+      col, name, args, kwargs: arguments of `own`.
+    """
     scope = ACTIVE.value
     if scope is None:
         return own(col, name, *args, **kwargs)

@@ -76,8 +76,6 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
     }
     for name in governed_methods(bare, spec.methods):
         namespace[name] = _entry(bare, name)
-    if issubclass(bare, nnx.MultiHeadAttention):
-        namespace["init_cache"] = _init_cache(bare, spec)
     class_dtype = inspect.getattr_static(bare, "dtype", None)
     if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
         namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
@@ -110,16 +108,6 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
         return _run(bare, method, self, args, kwargs)
 
     return entry
-
-
-def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
-    compute = layers.scalar_type(spec.precision.compute_dtype)
-
-    @functools.wraps(bare.init_cache)
-    def init_cache(self: Any, input_shape: Any, dtype: Any = compute) -> None:
-        bare.init_cache(self, input_shape, dtype)
-
-    return init_cache
 
 
 def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,16 +187,17 @@ def _proxy_class(outer: type, precision: ModulePrecision) -> type:
 
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
-        is_plain = type(value) in graph_nodes.PLAIN
-        if is_plain and name != "perturb":
+        if type(value) in graph_nodes.PLAIN:
             return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
-        if graph_nodes.is_called(value) or name.startswith("__") or compat.is_bookkeeping(name):
+        attributes = object.__getattribute__(self, "__dict__")
+        is_users = name in attributes and not name.startswith("__") and not compat.is_bookkeeping(name)
+        if not is_users or graph_nodes.is_called(value):
             return value
         if casts_itself and (name in layers.OWN_PARAMS or not graph_nodes.is_node(value)):
             return value
         from jmp_policy._src.flax.nnx import param_view
 
-        return param_view.seen(_proxied, self, bare, name, value, precision)
+        return param_view.seen(bare, name, value, precision, _proxied)
 
     def setattribute(self: Any, name: str, value: Any) -> None:
         from jmp_policy._src.flax.nnx import param_view

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import called_in_float32, cast_floating, is_half, map_changed
+from jmp_policy._src.core.dtypes import cast_floating, is_half, map_changed
 from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, layers, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, held, original, store_new
@@ -35,27 +35,15 @@ from jmp_policy._src.policy.rules import wants_fp32_weight_grads
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
-def seen(
-    proxied: Callable[..., Any],
-    proxy: Any,
-    bare: type,
-    name: str,
-    value: Any,
-    precision: ModulePrecision,
-) -> Any:
-    """An attribute of a proxy as the methods of its module see it.
+def seen(bare: type, name: str, value: Any, precision: ModulePrecision, proxied: Callable[..., Any]) -> Any:
+    """An attribute of a module as its methods see it.
 
     Args:
-      proxied: makes a proxy: `(node, precision, run)`.
-      proxy: of the module.
-      bare: its class.
+      bare: class of the module.
       name, value: of the attribute.
       precision: by which the module's own Params are read.
+      proxied: makes a proxy: `(node, precision, run)`.
     """
-    if name == "perturb":
-        return _perturb(value)
-    if name not in object.__getattribute__(proxy, "__dict__"):
-        return value
     run = RUNS.stack[-1] if RUNS.stack else Run()
 
     def one(leaf: Any) -> Any:
@@ -91,18 +79,6 @@ def _is_holder(node: Any) -> bool:
         for _, value in graph_nodes.children(node)
         if isinstance(value, nnx.Param | nnx.Pytree)
     )
-
-
-def _perturb(perturb: Any) -> Any:
-    """Stands in for `nnx.Module.perturb`: the Variable is float32, as in the bare model; values stay half."""
-    if getattr(perturb, "__func__", None) is not nnx.Module.perturb:
-        return perturb
-
-    @functools.wraps(perturb)
-    def in_float32(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return called_in_float32(lambda wide: perturb(name, wide, *args, **kwargs), value)
-
-    return in_float32
 
 
 def put_right(attributes: dict[str, Any], before: dict[str, Any], precision: ModulePrecision) -> None:

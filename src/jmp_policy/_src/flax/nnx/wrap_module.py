@@ -115,14 +115,7 @@ def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
 def _set(planned: PlannedModule, plan: Plan) -> None:
     """Sets what settings of a module of the copied model can say."""
     module, precision, rules = planned.module, planned.precision, plan.rules
-    new = layers.settings(
-        module,
-        precision,
-        path=planned.path,
-        last=plan.last_blocks,
-        float32_islands=rules.float32_islands,
-        keeps_dtype=planned.keeps_dtype,
-    )
+    new = layers.settings(planned, rules, plan.last_blocks)
     if "dtype" in new:
         layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
     vars(module).update(new)
