@@ -55,7 +55,7 @@ def cast_to_full(tree: PyTree) -> PyTree:
     return cast_floating(tree, jnp.float32)
 
 
-def get_policy(policy_name: named.PolicyLike) -> Policy:
+def get_policy(policy_name: rules.PolicyLike) -> Policy:
     """Parses a policy from its text, in jmp's words or in those of `jmp_policy.get_policy`.
 
     Args:

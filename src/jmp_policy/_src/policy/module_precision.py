@@ -43,7 +43,7 @@ from jmp_policy._src.core.dtypes import (
 )
 from jmp_policy._src.policy import carries
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.recipes import role_by_name, role_in_stack
+from jmp_policy._src.policy.recipes import role_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +80,10 @@ class ModulePrecision:
         return dataclasses.replace(self, island=True)
 
     def recipe_at(self, path: str, outputs: Any, last: frozenset[str]) -> str | None:
-        """The recipe of a layer; None where its role leaves it out (`role_by_name`, `role_in_stack`)."""
+        """The recipe of a layer; None where its role leaves it out."""
         if self.policy.recipe is None or self.island:
             return None
-        role = role_by_name(path, outputs) or role_in_stack(self.policy.recipe, path, last)
+        role = role_of(self.policy.recipe, path, outputs, last)
         return None if role and not self.recipe_is_asked_for else self.policy.recipe
 
 

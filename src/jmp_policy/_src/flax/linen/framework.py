@@ -93,8 +93,6 @@ class LinenFramework(Framework):
     """`flax.linen`."""
 
     products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
-    policy_of = staticmethod(policy_of)
-    tapped = staticmethod(tapped)
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside an NNX model; its rules are asked when it is called."""
@@ -105,6 +103,14 @@ class LinenFramework(Framework):
         """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
         with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
             yield scope.seen
+
+    def policy_of(self, module: Any) -> PolicyMap | None:
+        """The rules of a wrapped module."""
+        return policy_of(module)
+
+    def tapped(self) -> contextlib.AbstractContextManager[Any]:
+        """Hands the result of every public method to the active taps."""
+        return tapped()
 
     def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the modules that are called under a policy."""

@@ -95,7 +95,10 @@ class NNXFramework(Framework):
 
     holds_arrays = True
     products = (*layers.HAVE_PRODUCTS, nnx.Einsum, nnx.MultiHeadAttention)
-    wrap = staticmethod(wrap)
+
+    def wrap(self, module: Any, policy: Any) -> Any:
+        """Puts a module under a policy."""
+        return wrap(module, policy)
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""

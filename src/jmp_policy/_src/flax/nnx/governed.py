@@ -27,17 +27,8 @@ from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.flax import compat, float32_products
-from jmp_policy._src.flax.nnx import graph_nodes, layers, stored_arrays
-from jmp_policy._src.flax.nnx.governed_calls import (
-    CLASSES,
-    RUNS,
-    Run,
-    held,
-    is_loop_body,
-    original,
-    store_new,
-    subclass,
-)
+from jmp_policy._src.flax.nnx import governed_calls, graph_nodes, layers, stored_arrays
+from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import GovernedCall, ModulePrecision, shapes_of
@@ -120,13 +111,13 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
 
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
-    in_loop = is_loop_body()
+    in_loop = governed_calls.is_loop_body()
     own = [param.get_raw_value() for _, param in graph_nodes.own_params(module)]
     inputs = GovernedCall(precision, shapes_of(jax.tree.leaves(own)), args, kwargs, graph_nodes.is_node)
     try:
         with inputs.inside(), _watched(module), opened(module, inputs.precision) as proxy:
             new_args, new_kwargs = inputs.cast_inputs()
-            out = original(bound(method, proxy)(*new_args, **new_kwargs))
+            out = governed_calls.original(bound(method, proxy)(*new_args, **new_kwargs))
     except half_errors.KINDS as error:
         half_errors.explain(error, bare.__name__, bare.__name__, inputs.precision)
         raise
@@ -155,7 +146,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 @contextlib.contextmanager
 def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
     """Gives the proxy of a module, whose own Params are read by a precision, for the length of a call."""
-    run, before = Run(known=held(vars(module))), RUNS.stack
+    run, before = Run(known=governed_calls.held(vars(module))), RUNS.stack
     RUNS.stack = (*before, run)
     try:
         yield _proxied(module, precision, run)
@@ -165,7 +156,7 @@ def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
             from jmp_policy._src.flax.nnx import param_view
 
             param_view.bring_back(run.containers)
-        store_new(vars(module), run.known, precision)
+        governed_calls.store_new(vars(module), run.known, precision)
 
 
 def _proxied(node: Any, precision: ModulePrecision, run: Run) -> Any:

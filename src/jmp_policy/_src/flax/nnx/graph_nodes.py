@@ -54,10 +54,7 @@ def children(node: nnx.Pytree) -> Iterator[tuple[Path, Any]]:
 
 def key_of(key: Any) -> Any:
     """The name or number that a key of a path in a pytree stands for."""
-    for field in ("key", "idx", "name"):
-        if hasattr(key, field):
-            return getattr(key, field)
-    return key
+    return next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field))
 
 
 def walk(root: Any) -> list[tuple[Path, Any]]:

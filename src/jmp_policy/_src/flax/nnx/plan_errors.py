@@ -13,13 +13,7 @@ from flax import nnx
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes, layers
-from jmp_policy._src.flax.nnx.graph_nodes import (
-    Path,
-    governed_methods,
-    name_of,
-    own_methods,
-    own_specification,
-)
+from jmp_policy._src.flax.nnx.graph_nodes import Path, governed_methods, name_of, own_methods
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import path_text, unused_error, wrapped_twice
 from jmp_policy._src.policy.rules import PolicyMap
@@ -82,7 +76,7 @@ def check_nothing_is_lost(module: nnx.Module, plan: Any) -> None:
     """Raises where a module that is wrapped already would be under another policy from now on."""
     pairs = zip(nnx.iter_modules(module), nnx.iter_modules(plan.model), strict=True)
     for (path, old), (_, new) in sorted(pairs, key=lambda pair: len(pair[0][0])):
-        spec, dtype = own_specification(old), vars(old).get("dtype")
+        spec, dtype = graph_nodes.own_specification(old), vars(old).get("dtype")
         # Layers of Flax follow by their settings alone. One without a dtype was added after the first wrap.
         is_set_anew = dtype is not None and dtype != vars(new)["dtype"]
         if is_set_anew or (spec and spec.precision != plan.modules[id(new)].precision):

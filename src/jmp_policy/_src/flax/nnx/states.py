@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.flax.nnx import graph_nodes, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, subclass
-from jmp_policy._src.flax.nnx.graph_nodes import is_node
+from jmp_policy._src.flax.nnx.graph_nodes import is_node, key_of
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.patterns import path_text, unused_error
 from jmp_policy._src.policy.regions import region
@@ -150,26 +151,18 @@ class Split:
         whole = jax.tree.unflatten(self.structure, self.others)
         gaps = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is _NODE]
         for path, variable in jax.tree_util.tree_leaves_with_path(self.state, is_leaf=is_node):
-            keys = [_text(key) for key in path]
-            which, argument, *above = gaps[int(keys[0])]
-            position = argument.idx if which.idx == 0 else argument.key
-            start = str(names[position] if which.idx == 0 else position)
-            inside = [_text(key) for key in above]
-            is_param = isinstance(variable, nnx.Param)
+            gap, *keys = map(key_of, path)
+            which, position, *above = map(key_of, gaps[int(gap)])
+            start = names[position] if which == 0 else position
             for below, array in jax.tree_util.tree_leaves_with_path(variable):
-                end = [_text(key) for key in below[1:]]
-                trains = is_param and bool(jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
-                yield "/".join([start, *inside, *keys[1:], *end]), position, trains
+                trains = isinstance(variable, nnx.Param) and is_floating(array.dtype)
+                yield path_text((start, *above, *keys, *map(key_of, below[1:]))), position, trains
 
 
 def _values(leaf: Any) -> Any:
     if isinstance(leaf, nnx.Variable):
         return stored_arrays.read(leaf)
     return jax.tree.map(_values, nnx.state(leaf), is_leaf=is_node) if is_node(leaf) else leaf
-
-
-def _text(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 class _Scope(NamedTuple):
