@@ -18,9 +18,7 @@ The idea, without rules, islands, loops, small inputs and nested models::
             vars(module).update(dtype=own_dtype)
         return policy.cast_to_output(out) if is_outermost(module) else out
 
-Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a call.
-jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive;
-casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
+jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive.
 """
 
 import contextlib
