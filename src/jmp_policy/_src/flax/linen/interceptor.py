@@ -98,11 +98,12 @@ def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], arg
         precision = precision.as_island()
     own = () if precision.island else layers.own_params(module)
     inputs = GovernedCall(precision, own, args, kwargs)
-    running, shadowed = scope.location, (scope, module, inputs.precision, location, (args, kwargs))
+    shadowed = functools.partial(_call_shadowed, scope, module, inputs.precision, location, (args, kwargs))
+    running = scope.location
     if scope.caller is not None and (running.path, running.cls) == (location.path, location.cls):
         # A method called by a method of the same module, or of a clone in a lifted transform: the policy does
         # not change, and what it computed in float32 on purpose (logits for its loss) must stay so.
-        return _call_shadowed(*shadowed, lambda: call(*args, **kwargs))
+        return shadowed(functools.partial(call, *args, **kwargs))
 
     def call_with_cast_inputs() -> Any:
         new_args, new_kwargs = inputs.cast_inputs()
@@ -110,7 +111,7 @@ def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], arg
 
     try:
         with inputs.inside():
-            out = _call_shadowed(*shadowed, call_with_cast_inputs)
+            out = shadowed(call_with_cast_inputs)
     except half_errors.KINDS as error:
         path, name = scope.relative(location.path), location.cls.__name__
         shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)

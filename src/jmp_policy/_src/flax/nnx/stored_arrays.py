@@ -1,5 +1,7 @@
 """The arrays that a model stores: read and written past any cast, and those that no product should meet."""
 
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,20 +23,38 @@ REPAIR = (
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def in_half(root: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """The arrays in a model that belong to modules in half precision, with their paths."""
+def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str, Any]]:
+    """The arrays in a model that belong to modules in half precision, with their paths.
+
+    Those of modules that are known by a bound method or a partial alone come last.
+
+    Args:
+      root: the model, or a pytree of modules.
+      start: path of the root.
+      is_half_above: whether it is used in half precision, where it does not say so itself.
+    """
     nodes: dict[Path, Any] = dict(nnx.iter_graph(root))
+    functions = []
     for path, node in nodes.items():
         is_variable = isinstance(node, nnx.Variable)
-        if not (is_variable or isinstance(node, _ARRAYS)):
+        if not isinstance(node, (nnx.Variable, *_ARRAYS, types.MethodType, functools.partial)):
             continue
         around = (nodes[path[:depth]] for depth in range(len(path) - 1, -1, -1))
         # It belongs to the nearest node above that says how it computes.
-        is_used_in_half = next((x for x in map(_computes_in_half, around) if x is not None), True)
+        is_used_in_half = next((x for x in map(_computes_in_half, around) if x is not None), is_half_above)
         value = node.get_raw_value() if is_variable else node
-        for keys, array in jax.tree_util.tree_leaves_with_path(value) if is_used_in_half else ():
-            if isinstance(array, _ARRAYS):
-                yield path_text((*path, *map(graph_nodes.key_of, keys))), array
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value):
+            here = (*start, *path, *map(graph_nodes.key_of, keys))
+            if isinstance(leaf, types.MethodType):
+                functions.append((leaf.__self__, here, is_used_in_half))
+            elif isinstance(leaf, functools.partial):
+                functions.append(([leaf.func, leaf.args, leaf.keywords], here, is_used_in_half))
+            elif isinstance(leaf, _ARRAYS) and is_used_in_half:
+                yield path_text(here), leaf
+    known = set(map(id, nodes.values()))
+    for held, here, is_used_in_half in functions:
+        if id(held) not in known:
+            yield from in_half(held, here, is_used_in_half)
 
 
 def _computes_in_half(node: Any) -> bool | None:
