@@ -73,7 +73,6 @@ def test_classes_and_predicates():
     assert rules.resolve("a", 3) == F32
     assert rules.resolve("a", "text") == rules.default
     assert str(rules.resolve("x", "text").compute_dtype) == "bfloat16"
-    assert rules.resolve("a/b", "text", ancestors=[("a", 3)]) == F32
     assert rules.unused([("a", 3)]) == (rules.overrides[1][0],)
     assert rules.unused([("a", 3), ("x", "")]) == ()
     assert len(rules.unused([])) == 2

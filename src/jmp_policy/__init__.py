@@ -43,12 +43,12 @@ from jmp_policy._src.loss_scaling.scale_types import StaticLossScale as StaticLo
 from jmp_policy._src.loss_scaling.scale_types import StatisticLossScale as StatisticLossScale
 from jmp_policy._src.loss_scaling.selection import select_tree as select_tree
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad as scaled_value_and_grad
-from jmp_policy._src.policy.named import get_policy as get_policy
 from jmp_policy._src.policy.patterns import PredicateOnWholePath as _PredicateOnWholePath
 from jmp_policy._src.policy.policy import Policy as Policy
 from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
+from jmp_policy._src.policy.rules import get_policy as get_policy
 from jmp_policy._src.products.fp8.random_rounding import rounding_key as rounding_key
 
 __version__ = "0.2.0"

@@ -4,13 +4,13 @@ import typing as _typing
 
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.core.public import publish_later as _publish_later
-from jmp_policy._src.flax.linen.wrapped import policy_of as policy_of
 from jmp_policy._src.flax.linen.wrapped import wrap as wrap
 
 _publish(__name__, globals())
 
 if _typing.TYPE_CHECKING:
     from jmp_policy._src.api.train_state import TrainState as TrainState
+    from jmp_policy._src.flax.linen.framework import policy_of as policy_of
     from jmp_policy._src.flax.linen.framework import wrap_part as wrap_part
     from jmp_policy._src.flax.linen.intercept import intercept as intercept
 else:
@@ -19,7 +19,7 @@ else:
         globals(),
         {
             "jmp_policy._src.api.train_state": ["TrainState"],
-            "jmp_policy._src.flax.linen.framework": ["wrap_part"],
+            "jmp_policy._src.flax.linen.framework": ["policy_of", "wrap_part"],
             "jmp_policy._src.flax.linen.intercept": ["intercept"],
         },
     )

@@ -14,7 +14,7 @@ from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import selection
 from jmp_policy._src.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, Scaling, scale_leaf, within
-from jmp_policy._src.policy import named
+from jmp_policy._src.policy import rules
 from jmp_policy._src.policy.policy import Policy
 
 _HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
@@ -55,7 +55,7 @@ def cast_to_full(tree: PyTree) -> PyTree:
     return cast_floating(tree, jnp.float32)
 
 
-def get_policy(policy_name: named.PolicyLike) -> Policy:
+def get_policy(policy_name: rules.PolicyLike) -> Policy:
     """Parses a policy from its text, in jmp's words or in those of `jmp_policy.get_policy`.
 
     Args:
@@ -74,8 +74,8 @@ def get_policy(policy_name: named.PolicyLike) -> Policy:
     if isinstance(policy_name, str):
         text = re.sub(r"half\b", np.dtype(half_dtype()).name, policy_name, flags=re.IGNORECASE)
         word = text.strip().lower()
-        return Policy(word, word, word) if word in DTYPE_WORDS else named.get_policy(text)
-    return named.get_policy(policy_name)
+        return Policy(word, word, word) if word in DTYPE_WORDS else rules.get_policy(text)
+    return rules.get_policy(policy_name)
 
 
 def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:

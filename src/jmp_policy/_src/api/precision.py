@@ -27,10 +27,16 @@ from jmp_policy._src.loss_scaling.scale_types import (
     loss_scale_to_dict,
 )
 from jmp_policy._src.loss_scaling.transformation import Transformation
-from jmp_policy._src.policy.named import get_policy
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.policy_text import POLICY_KEYS
-from jmp_policy._src.policy.rules import FLAGS, PolicyMap, PolicyMapLike, as_policy_map, policies_of
+from jmp_policy._src.policy.rules import (
+    FLAGS,
+    PolicyMap,
+    PolicyMapLike,
+    as_policy_map,
+    get_policy,
+    policies_of,
+)
 
 T = TypeVar("T")
 

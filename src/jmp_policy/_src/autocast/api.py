@@ -18,12 +18,11 @@ from jmp_policy._src.jaxpr.ir import Flat, flattened
 from jmp_policy._src.jaxpr.op_table import LISTED, OpList
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.marked_regions import Regions, compute_dtype
-from jmp_policy._src.policy.named import PolicyLike
 from jmp_policy._src.policy.patterns import unused_error
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
 from jmp_policy._src.policy.regions import as_rules, rules_of
-from jmp_policy._src.policy.rules import PolicyMap, any_wants_fp32_weight_grads, as_policy_map
+from jmp_policy._src.policy.rules import PolicyLike, PolicyMap, any_wants_fp32_weight_grads, as_policy_map
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
 

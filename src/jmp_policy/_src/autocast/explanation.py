@@ -11,8 +11,7 @@ from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.policy.marked_regions import is_marker
-from jmp_policy._src.policy.named import PolicyLike
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.rules import PolicyLike, PolicyMap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,9 +139,3 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
 def widened(tree: PyTree) -> PyTree:
     """Casts the floating arrays of fewer than 32 bits in a pytree to float32."""
     return jax.tree.map(lambda x: cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x, tree)
-
-
-def called_in_float32(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Calls a function with a pytree widened; the result, of the same structure, has the tree's dtypes."""
-    out = function(widened(tree))
-    return jax.tree.map(lambda x, y: cast_leaf(y, x.dtype) if is_floating_array(x) else y, tree, out)

@@ -121,15 +121,6 @@ def register_node_class(cls: Any) -> None:
         jax.tree_util.register_pytree_with_keys(cls, *(getattr(cls, name) for name in tree))
 
 
-def is_capturing(method: Any) -> bool:
-    """Returns whether a method is the stand-in by which `nnx.capture` notes what a method returns.
-
-    Private: the attribute `_does_capturing`. NNX has no public way to ask for it. There is no check: without
-    it, what methods return that other methods call is not captured.
-    """
-    return hasattr(method, "_does_capturing")
-
-
 def is_bookkeeping(name: str) -> bool:
     """Returns whether an attribute of an NNX object is Flax's own, and holds nothing of the user's.
 

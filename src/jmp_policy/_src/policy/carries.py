@@ -9,31 +9,25 @@ from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_change
 
 
 def cast_with_carry(
-    out: Any, given: Any, cast: Callable[[Any], Any], is_pair: bool, may_be_whole: bool, is_leaf: Any
+    out: Any, given: Any, cast: Callable[[Any], Any], may_be_whole: bool, is_leaf: Any
 ) -> Any:
-    """Casts what a method returned, with a carry in it.
+    """Casts what a method returned, which may be a pair of a carry and an output.
 
     Args:
       out: what it returned.
       given: its first argument, as it came.
       cast: what is done to all other arrays.
-      is_pair: whether a pair is one of a carry and an output.
       may_be_whole: whether the carry may be all that was returned.
       is_leaf: as for `jax.tree.flatten`.
     """
-    if may_be_whole:
-        kept = _in_dtypes_of(given, out, is_leaf)
-        if kept is not None:
-            return kept
-    if not (is_pair and isinstance(out, tuple) and len(out) == 2):
+    if may_be_whole and (kept := _in_dtypes_of(given, out, is_leaf)) is not None:
+        return kept
+    if not (isinstance(out, tuple) and len(out) == 2):
         return map_changed(cast, out, is_leaf)
     kept = _in_dtypes_of(given, out[0], is_leaf)
     carry = map_changed(cast, out[0], is_leaf) if kept is None else kept
-    rest = map_changed(cast, out[1], is_leaf)
-    if carry is out[0] and rest is out[1]:
-        return out
-    pair = jax.tree.structure(out, is_leaf=lambda x: x is not out)  # A NamedTuple stays one.
-    return jax.tree.unflatten(pair, (carry, rest))
+    parts = iter((carry, map_changed(cast, out[1], is_leaf)))
+    return map_changed(lambda _: next(parts), out, lambda x: x is not out)  # A NamedTuple stays one.
 
 
 def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
@@ -46,9 +40,8 @@ def _in_dtypes_of(given: Any, carry: Any, is_leaf: Callable[[Any], bool] | None)
     after, after_def = jax.tree.flatten(carry, is_leaf)
     if before_def != after_def or not any(map(is_floating_array, before)):
         return None
-    if any(getattr(a, "shape", ()) != getattr(b, "shape", ()) for a, b in zip(before, after, strict=True)):
+    pairs = list(zip(before, after, strict=True))
+    if any(getattr(a, "shape", ()) != getattr(b, "shape", ()) for a, b in pairs):
         return None
-    leaves = iter(
-        [cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in zip(before, after, strict=True)]
-    )
+    leaves = iter(cast_leaf(b, a.dtype) if is_floating_array(a) else b for a, b in pairs)
     return map_changed(lambda _: next(leaves), carry, is_leaf)

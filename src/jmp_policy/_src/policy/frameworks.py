@@ -7,7 +7,7 @@ never import Flax: a framework's implementation is loaded when one of its module
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jmp_policy._src.core.classes import imported_attr, is_instance_of
 
@@ -67,13 +67,9 @@ class Framework:
         return None
 
 
-class _Registered(NamedTuple):
-    module: str
-    base: str
-    load: Callable[[], Framework]
-
-
-_FRAMEWORKS: dict[str, _Registered] = {}
+#: By the package that defines the base class of a framework's modules: the name of that class, and what
+#: returns the implementation.
+_FRAMEWORKS: dict[str, tuple[str, Callable[[], Framework]]] = {}
 
 
 def register_framework(module: str, base: str, load: Callable[[], Framework]) -> None:
@@ -84,19 +80,18 @@ def register_framework(module: str, base: str, load: Callable[[], Framework]) ->
       base: name of that class.
       load: returns the implementation; called once, for the first of its modules.
     """
-    _FRAMEWORKS[module] = _Registered(module, base, functools.cache(load))
+    _FRAMEWORKS[module] = base, functools.cache(load)
 
 
 def framework_of(value: Any) -> Framework | None:
     """Returns the framework whose module a value is an instance of, or None."""
-    for module, base, load in _FRAMEWORKS.values():
-        if is_instance_of(value, module, base):
-            return load()
-    return None
+    found = (load for module, (base, load) in _FRAMEWORKS.items() if is_instance_of(value, module, base))
+    load = next(found, None)
+    return None if load is None else load()
 
 
 def imported_frameworks() -> Iterator[Framework]:
     """Yields the frameworks that the program has imported."""
-    for module, base, load in _FRAMEWORKS.values():
+    for module, (base, load) in _FRAMEWORKS.items():
         if imported_attr(module, base) is not None:
             yield load()

@@ -28,24 +28,21 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
     dtype, text = precision.compute_dtype, str(error)
     names_half = dtype.name in text and ("float32" in text or "upported" in text)
     is_ours = names_half and not precision.island and is_half(dtype) and _MARK not in text
-    if type(error) in KINDS and is_ours:
-        error.args = (f"{text}\n\n{_advice(module, pattern, precision)}",)
-
-
-_MARK = "under its policy"
-
-
-def _advice(module: str, pattern: str, precision: ModulePrecision) -> str:
+    if type(error) not in KINDS or not is_ours:
+        return
     half, policy = precision.compute_dtype.name, precision.policy
     rule = f"params={policy.param_dtype.name},compute=float32,output={half}"
-    return (
-        f"{module} computes in {half} {_MARK}. Fourier transforms and linear algebra take no half "
+    error.args = (
+        f"{text}\n\n{module} computes in {half} {_MARK}. Fourier transforms and linear algebra take no half "
         "precision, and an array that the module makes itself (an initial carry, a buffer, the result of a "
         "branch) is float32 where it meets half values. Cast what the operation takes "
         "(x.astype(jnp.float32)), make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), "
         "or let the module compute "
-        f'in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
+        f'in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).',
     )
+
+
+_MARK = "under its policy"
 
 
 def check_grad_dtype(policy: Policy) -> None:

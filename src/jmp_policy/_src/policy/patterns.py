@@ -1,4 +1,4 @@
-"""Patterns of rules: what they match, how they and rules are checked, shown, and written in a config file."""
+"""Patterns of rules: what they match; how rules are looked up, checked, shown, and written in a file."""
 
 import dataclasses
 import difflib
@@ -9,12 +9,19 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 from jmp_policy._src.core.suggest import check_keys
+from jmp_policy._src.policy.module_precision import policy_changes
+from jmp_policy._src.policy.policy import Policy
 
 #: A path glob, a module class, or a predicate `(path, module) -> bool`; path is "encoder/layer_0".
 Pattern: TypeAlias = str | type | Callable[[str, Any], bool]
+
+
+def path_text(path: str | Sequence[Any]) -> str:
+    """The text of a path: names joined by slashes, "" for the root."""
+    return path if isinstance(path, str) else "/".join(map(str, path))
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
@@ -211,12 +218,65 @@ def pattern_from_text(text: Any) -> Any:
         ) from error
 
 
-class WrittenRules:
-    """Base class of `PolicyMap`: how rules are shown, and written as a dict."""
+class Rules:
+    """Base class of `PolicyMap`: how its rules are looked up, shown, and written as a dict."""
 
     default: Any
     overrides: Any
     _flags: Any
+
+    def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
+        """The index of the first rule whose pattern matches this very module, or None."""
+        text = path_text(path)
+        found = (i for i, (pattern, _) in enumerate(self.overrides) if matches(pattern, text, module))
+        return next(found, None)
+
+    def resolve(self, path: str | Sequence[Any], module: Any = None) -> Policy:
+        """The policy that governs a module.
+
+        Args:
+          path: where the module is: `"decoder/layer_0"`, or its names in sequence. Of the modules above it,
+            only the paths are known, so that only path patterns can match them.
+          module: the module itself, for patterns that are classes or predicates.
+        """
+        names = _names(path_text(path))
+        above = (("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1))
+        found = (self.match(*place) for place in ((path, module), *above))
+        index = next((i for i in found if i is not None), None)
+        return self.default if index is None else self.overrides[index][1]
+
+    def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
+        """The patterns that match none of the modules of a model, given as pairs `(path, module)`."""
+        met = [(path_text(path), module) for path, module in modules]
+        patterns = (pattern for pattern, _ in self.overrides)
+        return tuple(p for p in patterns if not any(matches(p, *place) for place in met))
+
+    def relative_to(self, path: str | Sequence[Any], policy: Policy) -> Self:
+        """The same rules for a part of the model, with paths counted from that part.
+
+        Args:
+          path: where the part is in the larger model.
+          policy: the policy that governs the part itself.
+        """
+        start = path_text(path)
+        below = [(p, override) for whole, override in self.overrides for p in patterns_below(whole, start)]
+        return self._changed(default=policy, overrides=below)
+
+    def without_output_cast(self, policy: Policy) -> Self:
+        """The same rules, with a policy's outputs in compute dtype for code under that policy."""
+
+        def replaced(p: Policy) -> Policy:
+            return p if policy_changes(p, policy) else p.with_output_dtype(p.compute_dtype)
+
+        overrides = [(pattern, replaced(p)) for pattern, p in self.overrides]
+        return self._changed(default=replaced(self.default), overrides=overrides)
+
+    def with_recipe(self, recipe: str) -> Self:
+        """The same rules with a recipe in the default policy."""
+        return self._changed(default=dataclasses.replace(self.default, recipe=recipe))
+
+    def _changed(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, **fields)  # type: ignore[type-var]
 
     def __repr__(self) -> str:
         rules = "".join(f", {show_pattern(p)}: {str(policy)!r}" for p, policy in self.overrides)
@@ -254,6 +314,15 @@ class WrittenRules:
 
     def _changed_flags(self) -> dict[str, bool]:
         return {name: getattr(self, name) for name in self._flags if getattr(self, name) != self._flags[name]}
+
+
+class HoldsRules(Protocol):
+    """What has rules as its `policy`: a `Precision`."""
+
+    @property
+    def policy(self) -> Rules:
+        """The rules."""
+        ...
 
 
 def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:

@@ -201,16 +201,17 @@ def last_blocks(paths: Iterable[Sequence[str]]) -> frozenset[str]:
 _NUMBERED, _LAST = re.compile(r"(.*?)_?(\d+)"), 0.15
 
 
-def role_in_stack(recipe: str | None, path: str, last: frozenset[str]) -> str:
-    """What a layer is by its place in a model, if its recipe leaves it out; else "".
+def role_of(recipe: str | None, path: str, outputs: Any, last: frozenset[str]) -> str:
+    """What a layer is by its names or by its place in a model, if its recipe leaves it out; else "".
 
     Args:
       recipe: of its policy.
-      path: the layer's.
+      path, outputs: as for `role_by_name`.
       last: what `last_blocks` gives of the model.
     """
     is_last = any(path == block or path.startswith(f"{block}/") for block in last)
-    return "one of the last blocks" if is_last and arithmetic_of(recipe) == "float4" else ""
+    is_kept = is_last and arithmetic_of(recipe) == "float4"
+    return role_by_name(path, outputs) or ("one of the last blocks" if is_kept else "")
 
 
 def arithmetic_of(recipe: str | None) -> str:
@@ -244,7 +245,7 @@ def recipe_note(precision: Any, path: str, outputs: Any, last: frozenset[str]) -
       path, outputs, last: as for its `recipe_at`.
     """
     recipe = precision.policy.recipe
-    role = role_by_name(path, outputs) or role_in_stack(recipe, path, last)
+    role = role_of(recipe, path, outputs, last)
     left_out = f"not in {arithmetic_of(recipe)}: {role}" if role else ""
     return "" if recipe is None else precision.recipe_at(path, outputs, last) or left_out
 

@@ -1,30 +1,71 @@
-"""Decides which policy governs which module: an ordered map from patterns to policies."""
+"""Policies by name, and which policy governs which module: an ordered map from patterns to policies."""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
 
 from jmp_policy._src.core.dtype_words import check_has_range
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.settings import flag
 from jmp_policy._src.policy.half_errors import check_grad_dtype
-from jmp_policy._src.policy.module_precision import ModulePrecision, policy_changes
-from jmp_policy._src.policy.named import PolicyLike, get_policy, wants_fp32_weight_grads
-from jmp_policy._src.policy.patterns import (
-    Pattern,
-    WrittenRules,
-    checked_pairs,
-    matches,
-    path_inside,
-    patterns_below,
-)
+from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.patterns import HoldsRules, Pattern, Rules, checked_pairs, path_inside
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.policy_text import parse_policy
 from jmp_policy._src.policy.recipes import arithmetic_of
+
+#: What the public functions take where they need one policy.
+PolicyLike: TypeAlias = "Policy | str"
+
+_FLOAT32 = np.dtype(np.float32)
+_HALVES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+
+#: The policies that most programs name; `parse_policy` knows all texts.
+_NAMED = {
+    "float32": Policy(_FLOAT32, _FLOAT32, _FLOAT32),
+    **{half.name: Policy(half, half, half) for half in _HALVES},
+    **{f"mixed_{half.name}": Policy(_FLOAT32, half, _FLOAT32) for half in _HALVES},
+}
+
+
+def get_policy(text: PolicyLike) -> Policy:
+    """Parses a policy from its text.
+
+    Args:
+      text: one of
+
+        - `"mixed_float16"`, `"mixed_bfloat16"`: parameters and outputs float32, computation half;
+          `"mixed_half"` with the half type that suits the default backend;
+        - `"fp16"`, `"bf16"`, `"16-mixed"`, `"bf16-mixed"`, `"no"`: words of other libraries, for mixed
+          precision and for none;
+        - `"float32"` (or `"full"`), `"float16"`, `"bfloat16"`, `"float64"`, `"half"`: all of one type,
+          parameters too, as in jmp and Keras;
+        - `"params=float32,compute=float16,output=float32"`, or short `"p=f32, c=f16, o=f32"`, and `g`
+          for `grad`, `r` for `recipe`: params default to float32, compute to params, output to compute;
+        - a name and assignments that change it: `"mixed_bfloat16, r=fp8_current"`.
+
+        A `Policy` is returned unchanged.
+
+    Raises:
+      ValueError: for an unknown word; the message lists the known ones.
+      TypeError: for anything that is neither a text nor a policy.
+
+    Example:
+      >>> get_policy("p=f32, c=bf16")
+      Policy('params=float32,compute=bfloat16,output=bfloat16')
+    """
+    if isinstance(text, Policy):
+        return text
+    named = _NAMED.get(text) if isinstance(text, str) else None
+    return named or Policy(**parse_policy(text))
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class PolicyMap(WrittenRules):
+class PolicyMap(Rules):
     """Default policy of a model, and overrides for the modules that match a pattern.
 
     A rule governs the module it matches and everything below it, unless something below is matched
@@ -95,37 +136,6 @@ class PolicyMap(WrittenRules):
         # Hashes of classes and strings differ between processes.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def match(self, path: str | Sequence[Any], module: Any = None) -> int | None:
-        """The index of the first rule whose pattern matches this very module, or None."""
-        text = path_text(path)
-        for index, (pattern, _) in enumerate(self.overrides):
-            if matches(pattern, text, module):
-                return index
-        return None
-
-    def resolve(
-        self,
-        path: str | Sequence[Any],
-        module: Any = None,
-        ancestors: Iterable[tuple[str | Sequence[Any], Any]] | None = None,
-    ) -> Policy:
-        """The policy that governs a module.
-
-        Args:
-          path: where the module is: `"decoder/layer_0"`, or its names in sequence.
-          module: the module itself, for patterns that are classes or predicates.
-          ancestors: `(path, module)` of the modules above, nearest first. Left out, only the paths of the
-            ancestors are known, so that only path patterns can match them.
-        """
-        if ancestors is None:
-            names = [name for name in path_text(path).split("/") if name]
-            ancestors = [("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1)]
-        for candidate_path, candidate in ((path, module), *ancestors):
-            index = self.match(candidate_path, candidate)
-            if index is not None:
-                return self.overrides[index][1]
-        return self.default
-
     def precision(
         self, policy: Policy, is_normalisation: bool, index: int | None = None, named: bool = False
     ) -> ModulePrecision:
@@ -143,54 +153,12 @@ class PolicyMap(WrittenRules):
         """What the default policy means for a module, by whether that is a normalisation layer."""
         return {is_norm: self.precision(self.default, is_norm) for is_norm in (False, True)}
 
-    def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:
-        """The patterns that match none of the modules of a model, given as pairs `(path, module)`."""
-        named = [(path_text(path), module) for path, module in modules]
-        return tuple(
-            pattern
-            for pattern, _ in self.overrides
-            if not any(matches(pattern, path, module) for path, module in named)
-        )
-
-    def relative_to(self, path: str | Sequence[Any], policy: Policy) -> "PolicyMap":
-        """The same rules for a part of the model, with paths counted from that part.
-
-        Args:
-          path: where the part is in the larger model.
-          policy: the policy that governs the part itself.
-        """
-        start = path_text(path)
-        below = [(p, override) for whole, override in self.overrides for p in patterns_below(whole, start)]
-        return dataclasses.replace(self, default=policy, overrides=below)
-
-    def without_output_cast(self, policy: Policy) -> "PolicyMap":
-        """The same rules, with a policy's outputs in compute dtype for code under that policy."""
-
-        def replaced(p: Policy) -> Policy:
-            return p if policy_changes(p, policy) else p.with_output_dtype(p.compute_dtype)
-
-        overrides = [(pattern, replaced(p)) for pattern, p in self.overrides]
-        return dataclasses.replace(self, default=replaced(self.default), overrides=overrides)
-
-    def with_recipe(self, recipe: str) -> "PolicyMap":
-        """The same rules with a recipe in the default policy."""
-        return dataclasses.replace(self, default=dataclasses.replace(self.default, recipe=recipe))
-
 
 #: The flags of a `PolicyMap`, with their defaults.
 FLAGS: Mapping[str, bool] = PolicyMap._flags  # type: ignore[assignment]
 
 #: What `wrap` and `intercept` take.
-PolicyMapLike: TypeAlias = "PolicyMap | Policy | str | HoldsRules"
-
-
-class HoldsRules(Protocol):
-    """What has rules as its `policy`: a `Precision`."""
-
-    @property
-    def policy(self) -> PolicyMap:
-        """The rules."""
-        ...
+PolicyMapLike: TypeAlias = PolicyMap | Policy | str | HoldsRules
 
 
 def as_policy_map(policy: PolicyMapLike, model: str | None = None) -> PolicyMap:
@@ -224,14 +192,15 @@ def policies_of(rules: PolicyMap) -> tuple[Policy, ...]:
     return rules.default, *(policy for _, policy in rules.overrides)
 
 
-def path_text(path: str | Sequence[Any]) -> str:
-    """The text of a path: names joined by slashes, "" for the root."""
-    return path if isinstance(path, str) else "/".join(map(str, path))
-
-
 def any_is_nvfp4(rules: PolicyMap) -> bool:
     """Returns whether a policy among rules has a recipe of 4 bits."""
     return any(p.recipe is not None and arithmetic_of(p.recipe) == "float4" for p in policies_of(rules))
+
+
+def wants_fp32_weight_grads(policy: Policy) -> bool:
+    """Returns whether weight gradients under a policy are wider than its products."""
+    grad = policy.grad_dtype
+    return grad is not None and grad.itemsize > policy.compute_dtype.itemsize
 
 
 def any_wants_fp32_weight_grads(rules: PolicyMap) -> bool:

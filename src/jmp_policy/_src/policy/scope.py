@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap, path_text
+from jmp_policy._src.policy.rules import PolicyMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,11 @@ class Seen:
     """What has run: paths of modules, indices of the rules that matched one of them, paths of the modules
     whose initial values may depend on half-precision ones, and the paths that modules left for another's.
 
-    It holds paths and no modules: jit caches keep the scopes they were traced under, and a module would keep
-    its parameters alive.
+    No modules: jit caches keep the scopes they were traced under, and a module would keep its parameters.
     """
 
-    paths: set[str]
-    matched: set[int]
+    paths: set[str] = dataclasses.field(default_factory=set)
+    matched: set[int] = dataclasses.field(default_factory=set)
     drawn_in_half: set[str] = dataclasses.field(default_factory=set)
     moved: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Scope:
     model: Any = dataclasses.field(default=None, compare=False)
     half_modules: Any = dataclasses.field(default=None, compare=False)
     last: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    seen: "Seen" = dataclasses.field(default_factory=lambda: Seen(set(), set()), compare=False)
+    seen: Seen = dataclasses.field(default_factory=Seen, compare=False)
     key: object = None
 
     def __post_init__(self) -> None:

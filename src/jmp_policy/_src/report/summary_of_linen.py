@@ -7,12 +7,12 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.linen.framework import tapped
+from jmp_policy._src.flax.linen.framework import bare, policy_of, tapped
 from jmp_policy._src.flax.linen.governing import governed
 from jmp_policy._src.flax.linen.intercept import intercept
-from jmp_policy._src.flax.linen.layers import is_from_parent
+from jmp_policy._src.flax.linen.layers import has_dtype_of_parent
 from jmp_policy._src.flax.linen.unused_rules import check_used
-from jmp_policy._src.flax.linen.wrapped import bare, bare_class, policy_of
+from jmp_policy._src.flax.linen.wrapped import bare_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
@@ -47,7 +47,7 @@ def described(
         is_dense = isinstance(module, nn.Dense | nn.DenseGeneral)
         recipe = recipe_note(precision, path, module.features, scope.last) if is_dense else ""
         own = getattr(module, "dtype", None)
-        is_own = own is not None and is_dtype_or_none(own) and not is_from_parent(module, "dtype")
+        is_own = own is not None and is_dtype_or_none(own) and not has_dtype_of_parent(module)
         return bare_class(module), precision, location, own if is_own else None, recipe
 
     calls = tapping.Calls(note)

@@ -6,10 +6,18 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import framework, graph_nodes, layers, precision_plan, wrap_module
+from jmp_policy._src.flax.nnx import (
+    framework,
+    graph_nodes,
+    layers,
+    precision_plan,
+    stored_arrays,
+    wrap_module,
+)
 from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.recipes import recipe_note
-from jmp_policy._src.policy.rules import PolicyMap, as_policy_map, path_text
+from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.report import tapping
 from jmp_policy._src.report.function import as_function
 
@@ -66,5 +74,5 @@ def _own(module: Any) -> list[Any]:
     return [
         leaf
         for _, param in graph_nodes.own_params(module)
-        for leaf in jax.tree.leaves(graph_nodes.read(param))
+        for leaf in jax.tree.leaves(stored_arrays.read(param))
     ]

@@ -16,10 +16,9 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.policy.frameworks import imported_frameworks
-from jmp_policy._src.policy.named import get_policy
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.rules import PolicyMap, get_policy
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, value_and_gradients

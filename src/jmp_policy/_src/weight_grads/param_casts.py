@@ -13,8 +13,8 @@ from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_ar
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.policy.named import wants_fp32_weight_grads
 from jmp_policy._src.policy.policy import Policy
+from jmp_policy._src.policy.rules import wants_fp32_weight_grads
 from jmp_policy._src.products import binding
 
 Mark: TypeAlias = Literal["own", "argument"]

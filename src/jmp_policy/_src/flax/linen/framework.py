@@ -10,7 +10,7 @@ import flax.linen as nn
 from jmp_policy._src.flax.linen import layers
 from jmp_policy._src.flax.linen.governing import Location, locate
 from jmp_policy._src.flax.linen.interceptor import is_method, pushed
-from jmp_policy._src.flax.linen.wrapped import CHECKED, bare_class, policy_of, with_class, wrapped_class
+from jmp_policy._src.flax.linen.wrapped import CHECKED, RULES, bare_class, with_class, wrapped_class
 from jmp_policy._src.policy import watching
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.rules import PolicyMap
@@ -34,40 +34,27 @@ def wrap_part(module: M, rules: PolicyMap) -> M:
     return wrapped
 
 
-class LinenFramework(Framework):
-    """`flax.linen`."""
+def policy_of(module: nn.Module) -> PolicyMap | None:
+    """The rules that a wrapped module computes under; None for a bare one.
 
-    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
+    Example:
+      >>> import flax.linen as nn
+      >>> from jmp_policy.linen import wrap
+      >>> policy_of(wrap(nn.Dense(2), "mixed_float16"))
+      PolicyMap('params=float32,compute=float16,output=float32')
+    """
+    return getattr(type(module), RULES, None)
 
-    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
-        """Wraps a module inside an NNX model; its rules are asked when it is called."""
-        return wrap_part(module, rules), ()
 
-    @contextlib.contextmanager
-    def marking(self, rules: Any) -> Iterator[Any]:
-        """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
-        with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
-            yield scope.seen
-
-    def policy_of(self, module: Any) -> PolicyMap | None:
-        """The rules of a wrapped module."""
-        return policy_of(module)
-
-    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
-        """Runs the modules that are called under a policy."""
-        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
-
-        return intercept(rules)
-
-    def tapped(self) -> contextlib.AbstractContextManager[Any]:
-        """Hands the result of every public method to the active taps."""
-        return tapped()
+def bare(module: M) -> M:
+    """The module without a policy of its own; itself if it has none."""
+    return module if policy_of(module) is None else with_class(module, bare_class(module))
 
 
 @functools.cache
 def _seen_under(_: PolicyMap) -> Seen:
     """What equal rules have met so far: a function that they once traced calls no module again."""
-    return Seen(set(), set())
+    return Seen()
 
 
 @contextlib.contextmanager
@@ -100,6 +87,36 @@ def tapped() -> Iterator[None]:
 
     with nn.intercept_methods(interceptor):
         yield
+
+
+class LinenFramework(Framework):
+    """`flax.linen`."""
+
+    products = (*layers.PRODUCTS, nn.MultiHeadDotProductAttention)
+
+    def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
+        """Wraps a module inside an NNX model; its rules are asked when it is called."""
+        return wrap_part(module, rules), ()
+
+    @contextlib.contextmanager
+    def marking(self, rules: Any) -> Iterator[Any]:
+        """Lets each module mark its operations with its policy, for `autocast`; casts nothing."""
+        with pushed(Scope(rules, mark_only=True, seen=_seen_under(rules))) as scope:
+            yield scope.seen
+
+    def policy_of(self, module: Any) -> PolicyMap | None:
+        """The rules of a wrapped module."""
+        return policy_of(module)
+
+    def tapped(self) -> contextlib.AbstractContextManager[Any]:
+        """Hands the result of every public method to the active taps."""
+        return tapped()
+
+    def governing(self, rules: Any) -> contextlib.AbstractContextManager[Any]:
+        """Runs the modules that are called under a policy."""
+        from jmp_policy._src.flax.linen.intercept import intercept  # For autocast and reports.
+
+        return intercept(rules)
 
 
 FRAMEWORK = LinenFramework()

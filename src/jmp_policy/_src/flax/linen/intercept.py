@@ -15,6 +15,13 @@ from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, as_policy_map
 from jmp_policy._src.policy.scope import Scope, in_trial
 
 
+class _Entered(threading.local):
+    """What one thread has entered."""
+
+    def __init__(self) -> None:
+        self.stacks: list[contextlib.ExitStack] = []
+
+
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Runs the Linen modules called in a with-block, or in a decorated function, under a policy.
 
@@ -46,27 +53,21 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __init__(self, policy: PolicyMapLike):
         self.rules: PolicyMap = as_policy_map(policy)
-        self._entered = threading.local()
+        self._entered = _Entered()
 
     def __enter__(self) -> Scope:
         stack, location = contextlib.ExitStack(), running_location()
         root_path = () if location is None else location.path
         scope = stack.enter_context(pushed(self._scope(root_path, location)))
-        self._stacks.append(stack)
+        self._entered.stacks.append(stack)
         return scope
 
     def __exit__(self, *exc: Any) -> None:
-        self._stacks.pop().close()
+        self._entered.stacks.pop().close()
 
     def _scope(self, root_path: tuple[str, ...], location: Location | None) -> Scope:
         rules = in_trial(self.rules)
         return Scope(rules, root_path=root_path, location=location, model=weakref.ref(self))
-
-    @property
-    def _stacks(self) -> list[contextlib.ExitStack]:
-        if not hasattr(self._entered, "stacks"):
-            self._entered.stacks = []
-        return self._entered.stacks
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -18,9 +18,7 @@ The idea, without rules, islands, loops, small inputs and nested models::
             vars(module).update(dtype=own_dtype)
         return policy.cast_to_output(out) if is_outermost(module) else out
 
-Parameters are cast where they are used, by shadowing `module.param` on the instance for the length of a call.
-jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive;
-casting inputs alone does nothing, since `Dense(dtype=None)` promotes back to float32.
+jmp and Haiku cast the whole parameter tree in front of the model, which leaves a second copy of it alive.
 """
 
 import contextlib
@@ -33,19 +31,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import ARRAYS, is_floating, is_half
+from jmp_policy._src.core.dtypes import is_floating_array, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.linen import layers, special_calls
 from jmp_policy._src.flax.linen.governing import Location, governed, locate
 from jmp_policy._src.flax.linen.shadowing import shadow
 from jmp_policy._src.policy import half_errors
-from jmp_policy._src.policy.module_precision import (
-    ModulePrecision,
-    cast_inputs,
-    cast_outputs,
-    policy_changes,
-    small_inputs,
-)
+from jmp_policy._src.policy.module_precision import GovernedCall, ModulePrecision, policy_changes
 from jmp_policy._src.policy.rules import any_is_nvfp4, any_wants_fp32_weight_grads
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import param_casts
@@ -77,16 +69,15 @@ def _interceptor(
         return special_calls.call_marked(scope, module, next_fun, args, kwargs)
     if name == "setup":
         precision, location = governed(scope, module)
-        out = _call_shadowed(scope, module, precision, location, next_fun, (), {})
+        out = _call_shadowed(scope, module, precision, location, (), next_fun)
         if (path := locate(module, scope.location).path) != location.path:  # By `nn.share_scope`.
             scope.seen.moved[scope.relative(location.path)] = scope.relative(path)
         return out
     wants_float32 = any_wants_fp32_weight_grads(scope.rules) and not param_casts.TRACED_FOR_IT.value
     if wants_float32 and not module.is_initializing():
         method: Any = context.orig_method
-        return special_calls.call_with_float32_gradients(
-            call_governed, scope, module, method.func, args, kwargs
-        )
+        call = special_calls.call_with_float32_gradients
+        return call(call_governed, scope, module, method.func, args, kwargs)
     return call_governed(scope, module, next_fun, args, kwargs)
 
 
@@ -103,37 +94,36 @@ def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], arg
     """Runs one method: casts inputs that it reads, parameters at use, outputs where the policy changes."""
     precision, location = governed(scope, module)
     sums_few_numbers = layers.sums_few(module, precision, args, kwargs)
-    small = small_inputs((args, kwargs))
-    own = None if precision.island else layers.own_params(module)
-    if sums_few_numbers or (own and precision.keeps_small_inputs and small.are_all and own.sum_few()):
+    if sums_few_numbers:
         precision = precision.as_island()
+    own = () if precision.island else layers.own_params(module)
+    inputs = GovernedCall(precision, own, args, kwargs)
+    shadowed = functools.partial(_call_shadowed, scope, module, inputs.precision, location, (args, kwargs))
     running = scope.location
     if scope.caller is not None and (running.path, running.cls) == (location.path, location.cls):
         # A method called by a method of the same module, or of a clone in a lifted transform: the policy does
         # not change, and what it computed in float32 on purpose (logits for its loss) must stay so.
-        return _call_shadowed(scope, module, precision, location, call, args, kwargs)
-    with small.inside():
-        try:
-            cast = None
-            # What arrives in float32 (an image) is normalised as such: half would lose its range.
-            if own is not None and not precision.island:
-                cast = functools.partial(cast_inputs, precision=precision, small=small, own=own)
-            out = _call_shadowed(scope, module, precision, location, call, args, kwargs, cast)
-        except half_errors.KINDS as error:
-            path, name = scope.relative(location.path), location.cls.__name__
-            shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
-            half_errors.explain(error, *shown, precision)
-            raise
-    keeps = small.kept_outputs(out, precision, bool(layers.all_params(module)))
-    in_loop = scope.caller is not None and _is_loop_body(args, precision)
-    return cast_outputs(
+        return shadowed(functools.partial(call, *args, **kwargs))
+
+    def call_with_cast_inputs() -> Any:
+        new_args, new_kwargs = inputs.cast_inputs()
+        return call(*new_args, **new_kwargs)
+
+    try:
+        with inputs.inside():
+            out = shadowed(call_with_cast_inputs)
+    except half_errors.KINDS as error:
+        path, name = scope.relative(location.path), location.cls.__name__
+        shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
+        half_errors.explain(error, *shown, inputs.precision)
+        raise
+    return inputs.cast_outputs(
         out,
-        args,
-        precision.policy,
         policy_changes=policy_changes(scope.caller, precision.policy),
-        returns_carry=in_loop or (scope.caller is not None and layers.is_recurrent(module)),
-        may_return_carry_only=in_loop,
-        keeps=(lambda x: layers.has_few_results(module)) if sums_few_numbers else keeps,
+        has_params=bool(layers.all_params(module)),
+        returns_carry=scope.caller is not None and layers.is_recurrent(module),
+        in_loop=scope.caller is not None and _is_loop_body(args, precision),
+        keeps=layers.has_few_results(module) if sums_few_numbers else None,
     )
 
 
@@ -142,15 +132,10 @@ def _call_shadowed(
     module: nn.Module,
     precision: ModulePrecision,
     location: Location,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    cast: Callable[[Any], Any] | None = None,
+    inputs: Any,
+    call: Callable[[], Any],
 ) -> Any:
-    """Runs a method of a module while its fields and its `param` follow the policy.
-
-    Inputs are cast, if it is said how.
-    """
+    """Runs a method of a module while its fields and its `param` follow the policy."""
     watching: Any = contextlib.nullcontext()
     if scope.half_modules is None and not module.is_initializing():
         last = special_calls.last_blocks_inside(scope, module) if any_is_nvfp4(scope.rules) else frozenset()
@@ -163,10 +148,8 @@ def _call_shadowed(
         if isinstance(module, layers.WEIGHT_NORMS):  # With the weights of another layer, in float32.
             scope.half_modules[locate(module.layer_instance, scope.location).path] = None
     active = ACTIVE(scope.inside(precision.policy, location))
-    with watching, active, shadow(scope, module, precision, location, (args, kwargs)):
-        if cast is not None:
-            args, kwargs = cast((args, kwargs))
-        return call(*args, **kwargs)
+    with watching, active, shadow(scope, module, precision, location, inputs):
+        return call()
 
 
 def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
@@ -174,10 +157,10 @@ def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
 
     Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
     """
-    dtype, calls = precision.compute_dtype, 0
-    given = [x.dtype for x in jax.tree.leaves(args[:1]) if isinstance(x, ARRAYS)]
-    if not any(is_floating(found) and found != dtype for found in given):
+    given = {x.dtype for x in jax.tree.leaves(args[:1]) if is_floating_array(x)}
+    if given <= {precision.compute_dtype}:
         return False
+    calls = 0
 
     def is_second_call(frame: types.FrameType) -> bool:
         nonlocal calls

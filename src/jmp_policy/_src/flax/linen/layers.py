@@ -13,7 +13,7 @@ from jax import lax
 
 from jmp_policy._src.core import dtypes
 from jmp_policy._src.flax.linen.attention import attention
-from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, OwnParams
+from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision, Shapes, shapes_of
 from jmp_policy._src.policy.scope import Scope
 from jmp_policy._src.products.functions import is_jaxs_own, stand_in
 
@@ -45,12 +45,12 @@ def _is_scanned(cls: type) -> bool:
     return any(name.startswith("Scan") for name in lifted)
 
 
-def own_params(module: nn.Module) -> OwnParams:
-    """The parameters of a module itself, without those of modules inside of it."""
+def own_params(module: nn.Module) -> Shapes:
+    """Shapes of the parameters of a module itself, without those of modules inside of it."""
     if module.is_initializing():
-        return OwnParams(None if _makes_params(type(module)) else ())
+        return None if _makes_params(type(module)) else ()
     params = all_params(module).values()
-    return OwnParams.of(nn.meta.unbox(x) for x in params if not isinstance(x, Mapping))
+    return shapes_of(nn.meta.unbox(x) for x in params if not isinstance(x, Mapping))
 
 
 def all_params(module: nn.Module) -> Mapping[str, Any]:
@@ -111,19 +111,18 @@ def original_fields(module: nn.Module) -> dict[str, Any]:
     return module.__dict__.get(ORIGINAL, {})
 
 
-def own_field(module: nn.Module, field: str) -> Any:
-    """A field as it would be without a policy."""
-    if is_from_parent(module, field):
-        return original_fields(module.parent)[field]  # type: ignore[arg-type]
-    return original_fields(module).get(field, getattr(module, field))
+def own_dtype(module: Any) -> Any:
+    """A module's `dtype` as it would be without a policy, for one that computes with complex numbers."""
+    original = original_fields(module.parent if has_dtype_of_parent(module) else module)
+    return original.get("dtype", module.dtype)
 
 
-def is_from_parent(module: nn.Module, field: str) -> bool:
-    """Whether a field has the value that the module's parent has by its policy."""
-    parent = module.parent
-    if not isinstance(parent, nn.Module) or field not in original_fields(parent):
+def has_dtype_of_parent(module: Any) -> bool:
+    """Whether a module's `dtype` is the one that its parent has by its policy."""
+    parent: Any = module.parent
+    if not isinstance(parent, nn.Module) or "dtype" not in original_fields(parent):
         return False
-    return getattr(parent, field) == getattr(module, field) != original_fields(parent)[field]
+    return parent.dtype == module.dtype != original_fields(parent)["dtype"]
 
 
 @functools.cache
@@ -148,13 +147,15 @@ def overridden_fields(
         own = module.dtype  # type: ignore[attr-defined]
         is_real = not (_has_uncast_params(module) or dtypes.has_complex(inputs))
         if own is None or not rules.keep_module_dtypes:
-            if own is None or dtypes.is_dtype_or_none(own):
+            if dtypes.is_dtype_or_none(own):
                 # Flax casts what a layer computes with to its `dtype`, complex numbers too.
-                new["dtype"] = _dtype_field(module, precision) if is_real else own_field(module, "dtype")
+                new["dtype"] = _dtype_field(module, precision) if is_real else own_dtype(module)
             if precision.island and "force_float32_reductions" in fields:
                 new["force_float32_reductions"] = True
         if is_real and rules.float32_islands and dtypes.is_half(precision.compute_dtype):
-            new.update(_attention_field(module))
+            is_attention = isinstance(module, nn.MultiHeadDotProductAttention)
+            if is_attention and module.attention_fn is nn.dot_product_attention:
+                new["attention_fn"] = attention
     for field in fields & _PRODUCTS.keys():
         new.update(_product_field(module, field, precision, path, scope.last))
     return new
@@ -173,15 +174,6 @@ def _dtype_field(module: nn.Module, precision: ModulePrecision) -> Any:
     if not precision.island or isinstance(module, NORMS):
         return precision.compute_dtype
     return precision.policy.param_dtype if isinstance(module, WEIGHT_NORMS) else precision.used_param_dtype
-
-
-def _attention_field(module: nn.Module) -> dict[str, Any]:
-    """Attention with its softmax in float32, where the layer uses Flax's own function."""
-    is_flax_own = (
-        isinstance(module, nn.MultiHeadDotProductAttention)
-        and module.attention_fn is nn.dot_product_attention
-    )
-    return {"attention_fn": attention} if is_flax_own else {}
 
 
 def _product_field(

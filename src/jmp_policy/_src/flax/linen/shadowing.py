@@ -79,7 +79,7 @@ def _param(
         scope.seen.drawn_in_half.add(scope.relative(locate(module, scope.location).path))
     value = param(name, functools.partial(_draw, module, precision, init_fn), *init_args, **init_kwargs)
     if dtypes.has_complex(value) and "dtype" in layers.original_fields(module):
-        module.__dict__["dtype"] = layers.own_field(module, "dtype")
+        module.__dict__["dtype"] = layers.own_dtype(module)
     return cast_weight(value, precision.used_param_dtype, precision.policy)
 
 
@@ -152,29 +152,18 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
     return any(_may_see_half(part, found) for part in parts)
 
 
-def _get_variable(module: nn.Module, get_variable: Any, /, col: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `module.get_variable`: casts what it reads from the parameters."""
-    value, scope = get_variable(col, *args, **kwargs), ACTIVE.value
-    if col != "params" or scope is None:
-        return value
-    precision = module_precision(scope, module)
-    return cast_weight(value, precision.used_param_dtype, precision.policy)
+def _get_variable(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.get_variable`."""
+    from jmp_policy._src.flax.linen import variables  # Few modules read any so.
+
+    return variables.get_variable(*args, **kwargs)
 
 
-def _variable(module: nn.Module, own: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `module.variable`: parameters and decode caches read in the dtype of use."""
+def _variable(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.variable`."""
     from jmp_policy._src.flax.linen import variables  # Few modules make any.
 
-    return variables.variable(_as_bare, module, own, *args, **kwargs)
+    return variables.variable(_as_bare, *args, **kwargs)
 
 
-def _perturb(
-    module: nn.Module, perturb: Any, /, name: str, value: Any, collection: str = "perturbations"
-) -> Any:
-    """Stands in for `module.perturb`: the variable is float32, as in the bare model; the value stays half."""
-    if not (module.has_variable(collection, name) or module.is_mutable_collection(collection)):
-        return perturb(name, value, collection)
-    return dtypes.called_in_float32(lambda wide: perturb(name, wide, collection), value)
-
-
-_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable, "perturb": _perturb}
+_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}

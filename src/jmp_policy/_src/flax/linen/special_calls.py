@@ -21,10 +21,9 @@ from jmp_policy._src.flax.linen.governing import governed, locate
 from jmp_policy._src.flax.linen.layers import all_params
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.patterns import matches
+from jmp_policy._src.policy.patterns import matches, path_text
 from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import path_text
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.weight_grads import transform
 

@@ -9,9 +9,9 @@ from jmp_policy._src.core.dtypes import is_dtype_or_none
 from jmp_policy._src.core.types import Path
 from jmp_policy._src.flax.linen.layers import ISLANDS, original_fields
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.patterns import matches, singles_out, unused_error
+from jmp_policy._src.policy.patterns import matches, path_text, singles_out, unused_error
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap, path_text
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import Scope
 
 

@@ -18,6 +18,15 @@ from jmp_policy._src.policy.scope import ACTIVE
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
 
+def get_variable(module: nn.Module, own: Callable[..., Any], /, col: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.get_variable`: casts what it reads from the parameters."""
+    value, scope = own(col, *args, **kwargs), ACTIVE.value
+    if col != "params" or scope is None:
+        return value
+    precision = module_precision(scope, module)
+    return cast_weight(value, precision.used_param_dtype, precision.policy)
+
+
 def variable(
     as_bare: Callable[..., Any],
     module: nn.Module,
@@ -28,7 +37,7 @@ def variable(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes or reads a variable as the policy of its module says.
+    """Stands in for `module.variable`: makes or reads one as the policy of its module says.
 
     Args:
       as_bare: runs an initialiser as the bare module does: `(module, precision, init_fn, *args, **kwargs)`.

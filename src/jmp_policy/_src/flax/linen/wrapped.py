@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 _RUNS = ("apply", "init_with_output", "lazy_init")
 
 #: Attributes of a wrapped class.
-_RULES, _BARE = "_jmp_policy_rules", "_jmp_policy_bare"
+RULES, _BARE = "_jmp_policy_rules", "_jmp_policy_bare"
 
 #: Instance attributes: the rules were checked to match; where the rules count paths from.
 CHECKED = "_jmp_policy_checked"
@@ -72,27 +72,11 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
             f"methods={methods!r} is for NNX modules. Of a Linen module all methods are governed: leave it "
             "out, and call them as before: model.apply(variables, x, method='encode')."
         )
-    name, old = bare_class(module).__name__, vars(type(module)).get(_RULES)
+    name, old = bare_class(module).__name__, vars(type(module)).get(RULES)
     rules = as_policy_map(policy, name)
     if old not in (None, rules):
         raise wrapped_twice(name, old, rules)
     return with_class(module, wrapped_class(bare_class(module), rules))
-
-
-def policy_of(module: nn.Module) -> PolicyMap | None:
-    """The rules that a wrapped module computes under; None for a bare one.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> policy_of(wrap(nn.Dense(2), "mixed_float16"))
-      PolicyMap('params=float32,compute=float16,output=float32')
-    """
-    return getattr(type(module), _RULES, None)
-
-
-def bare(module: M) -> M:
-    """The module without a policy of its own; itself if it has none."""
-    return module if policy_of(module) is None else with_class(module, bare_class(module))
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
@@ -125,7 +109,7 @@ def wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
         "__repr__": _repr(bare),
         "__reduce__": _reduce,
         "__getattribute__": _getattribute(bare),
-        _RULES: rules,
+        RULES: rules,
         _BARE: bare,
         **compat.copied_fields(bare),
     }
@@ -151,11 +135,11 @@ def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
 
     @functools.wraps(method, updated=())
     def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None or policy_of(self) is None:  # Bare: `apply` of the bare module runs already.
+        if self.scope is None or not hasattr(type(self), RULES):  # `apply` of the bare module runs.
             return method(self, *args, **kwargs)
         # On a view, which is of the bare class for a module that asks about its own. A class that somebody
         # derived from a wrapped one has methods of its own.
-        is_plain = bare_class(self) is bare and not hasattr(bare, _RULES)
+        is_plain = bare_class(self) is bare and not hasattr(bare, RULES)
         module = _view(self, bare) if is_plain else self
         with _active(self, check_all=name == "__call__"):
             return method(module, *args, **kwargs)
@@ -174,25 +158,23 @@ def _run(bare: type[nn.Module], name: str) -> Callable[..., Any]:
         is_plain = bare_class(self) is bare
         # Flax runs a copy of a module that is not bound. One of the bare module needs no entries, unless its
         # class derives from a wrapped one and has entries of its own.
-        takes_short_way = is_plain and self.scope is None and not hasattr(bare, _RULES)
+        takes_short_way = is_plain and self.scope is None and not hasattr(bare, RULES)
         with _active(self, check_all=whole, variables=variables) as scope:
             out = run(_view(self, bare) if takes_short_way else self, *args, **kwargs)
         draws_again = name != "apply" and scope is not None and scope.seen.drawn_in_half
-        if (
-            not draws_again or ACTIVE.value is not None or not is_plain
-        ):  # Parameters of a subclass may be others.
-            return out
-        return special_calls.with_params_of(out, run(with_class(self, bare), *args, **kwargs))
+        # Parameters of a subclass may be others.
+        if draws_again and is_plain and ACTIVE.value is None:
+            return special_calls.with_params_of(out, run(with_class(self, bare), *args, **kwargs))
+        return out
 
     return governed_run
 
 
 @contextlib.contextmanager
-def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterator[Scope | None]:
+def _active(module: Any, check_all: bool, variables: Any = None) -> Iterator[Scope | None]:
     """Makes the module's policy active, unless it is so for this very module already; yields its scope."""
-    rules, base = policy_of(module), _base(module)
-    assert rules is not None
-    own, rules = rules, in_trial(rules)
+    own, base = getattr(module, RULES), _base(module)
+    rules = in_trial(own)
     if _is_active(module, rules, base):
         yield None
         return
@@ -202,9 +184,7 @@ def _active(module: nn.Module, check_all: bool, variables: Any = None) -> Iterat
     checked: Any = module if module.scope is None else type(module)
     with pushed(Scope(rules, root_path=base, location=location, model=weakref.ref(checked))) as scope:
         yield scope
-    if not rules.overrides or rules is not own:
-        return
-    if CHECKED not in module.__dict__ and CHECKED not in vars(checked):
+    if rules.overrides and rules is own and CHECKED not in module.__dict__ and CHECKED not in vars(checked):
         check_used(module, rules, scope, check_all, variables)
         if module.scope is not None:
             setattr(type(module), CHECKED, True)
@@ -237,7 +217,7 @@ def _getattribute(bare: type[nn.Module]) -> Callable[..., Any]:
             value = bare.__getattr__(self, name)  # Runs setup.
         if not _holds_modules(value):
             return value
-        rules = policy_of(self)
+        rules = getattr(type(self), RULES, None)
         if self.scope is None or rules is None or _is_active(self, rules, _base(self)):
             return value
         return jax.tree.map(functools.partial(_under, rules, _base(self)), value)
@@ -252,7 +232,7 @@ def _holds_modules(value: Any) -> bool:
 
 
 def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
-    if not isinstance(value, nn.Module) or value.scope is None or policy_of(value) is not None:
+    if not isinstance(value, nn.Module) or value.scope is None or hasattr(type(value), RULES):
         return value
     view = _view(value, wrapped_class(type(value), rules))
     view.__dict__.update({_BASE: base, CHECKED: True})
@@ -261,9 +241,8 @@ def _under(rules: PolicyMap, base: tuple[str, ...], value: Any) -> Any:
 
 def _repr(bare: type[nn.Module]) -> Callable[[Any], str]:
     def show(self: Any) -> str:
-        rules = policy_of(self)
-        shown = repr(rules) if rules.overrides else repr(str(rules.default))  # type: ignore[union-attr]
-        return f"wrap({bare.__repr__(self)}, {shown})"
+        rules = getattr(self, RULES)
+        return f"wrap({bare.__repr__(self)}, {rules if rules.overrides else repr(str(rules.default))})"
 
     return show
 
@@ -272,4 +251,4 @@ def _reduce(self: Any) -> Any:
     cls = bare_class(self)
     if cls is type(self):
         return object.__new__, (cls,), self.__getstate__()
-    return wrap, (with_class(self, cls), policy_of(self))
+    return wrap, (with_class(self, cls), getattr(self, RULES))

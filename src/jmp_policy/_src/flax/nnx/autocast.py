@@ -43,8 +43,7 @@ def autocast(fn: F, policy: "PolicyMapLike | None" = None, **options: Any) -> F:
       >>> loss.dtype, grads.layers[0].kernel.dtype
       (dtype('float32'), dtype('float32'))
     """
-    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
-    named_fn, default = _checked(fn, policy, recipe, "autocast")
+    named_fn, default = _checked(fn, policy, options, "autocast")
     return transformed(named_fn, lambda pure: api.autocast(pure, default, **options))  # type: ignore[return-value]
 
 
@@ -70,8 +69,7 @@ def explain(
       >>> found.of("dot_general")[0].operands
       'float16'
     """
-    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
-    named_fn, default = _checked(fn, policy, recipe, "explain")
+    named_fn, default = _checked(fn, policy, options, "explain")
     pure = Pure(named_fn)
     explained = explanation.explain(pure, default, **options)
 
@@ -83,8 +81,12 @@ def explain(
     return of_arguments
 
 
-def _checked(fn: F, policy: Any, recipe: str | None, name: str) -> tuple[F, PolicyMap]:
-    """Returns the function with modules that name scopes and mark their policy, and the default policy."""
+def _checked(fn: F, policy: Any, options: dict[str, Any], name: str) -> tuple[F, PolicyMap]:
+    """The function with modules that name scopes and mark their policy, and the default policy.
+
+    It has the recipe that was given as `lower`, which is taken from there.
+    """
+    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
     if isinstance(fn, nnx.Module) or not callable(fn):
         raise TypeError(
             f"nnx.{name} takes a function of modules, got {type(fn).__name__}. For a module give it "

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, layers, precision_plan
+from jmp_policy._src.core.dtypes import cast_floating
+from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.wrap_module import carried_out, wrap
 from jmp_policy._src.policy.frameworks import Framework
+from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, path_text
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -39,9 +41,19 @@ def cast_params(module: M, policy: PolicyMapLike) -> M:
       dtype(bfloat16)
     """
     plan = precision_plan.make(module, policy, ())
-    plan.check_used()
-    plan.cast_params()
+    plan_errors.check_used(plan)
+    _cast(plan)
     return module
+
+
+def _cast(plan: precision_plan.Plan) -> None:
+    """Casts the parameters to param dtype: all of them, or none where a cast fails."""
+    new = [
+        (variable, cast_floating(stored_arrays.read(variable), precision.param_dtype))
+        for _, variable, precision in plan.wrong_params()
+    ]
+    for variable, value in new:
+        stored_arrays.write(variable, value)
 
 
 def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Path, Any]]]:
@@ -57,7 +69,7 @@ def wrap_part(module: M, rules: PolicyMap) -> tuple[M, list[tuple[graph_nodes.Pa
       ['Linear']
     """
     plan = precision_plan.make(module, rules, ())
-    plan.cast_params()
+    _cast(plan)
     return carried_out(plan), plan.met
 
 

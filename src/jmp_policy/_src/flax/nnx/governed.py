@@ -1,7 +1,17 @@
 """Modules that need more than settings: a subclass whose calls cast parameters, inputs and results.
 
-One subclass per class and specification, of the same name. Its methods run the bare class's method on the
-module's proxy (see `param_cast_proxy`), in which its own Params read in compute dtype.
+One subclass per class and specification, of the same name. Its methods run the author's on a proxy: another
+object, of a subclass of the module's class, whose `__dict__` is the module's own.
+
+    class Net(nnx.Module):          # net.w = nnx.Param(...), in float32
+        def __call__(self, x):      # self is the proxy: vars(self) is vars(net)
+            self.calls += 1         # read from and written to the very dictionary of net
+            return x @ self.w       # __getattribute__ finds the Param there, and gives a view of it: float16
+    assert net.calls == 1           # nothing is copied, so nothing can be stale
+
+Only reading differs: what is seen in place of Params, and of objects that hold some, is in `param_view`. What
+is assigned or returned is the Param or object itself. The cast happens where the value is read; inside
+`nnx.remat`, what is saved is the parameter and not a second copy of it.
 """
 
 import contextlib
@@ -9,26 +19,21 @@ import copyreg
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.nnx as nnx
 import jax
+from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax import float32_products
-from jmp_policy._src.flax.nnx import graph_nodes, layers, param_cast_proxy, stored_arrays
+from jmp_policy._src.flax import compat, float32_products
+from jmp_policy._src.flax.nnx import governed_calls, graph_nodes, layers, stored_arrays
+from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
-from jmp_policy._src.flax.nnx.param_cast_proxy import bound, stand_in_class
 from jmp_policy._src.policy import half_errors
-from jmp_policy._src.policy.module_precision import (
-    ModulePrecision,
-    OwnParams,
-    cast_inputs,
-    cast_outputs,
-    small_inputs,
-)
-from jmp_policy._src.policy.named import wants_fp32_weight_grads
+from jmp_policy._src.policy.module_precision import GovernedCall, ModulePrecision, shapes_of
+from jmp_policy._src.policy.rules import wants_fp32_weight_grads
+from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads import param_casts, transform
 
 
@@ -49,7 +54,7 @@ class Specification:
 
 def governed_class(bare: type, spec: Specification) -> type:
     """The subclass that stands in for `bare`; the same for equal specifications, so that caches hit."""
-    with param_cast_proxy.CLASSES:
+    with CLASSES:
         return _made_governed_class(bare, spec)
 
 
@@ -60,13 +65,12 @@ def _made_governed_class(bare: type, spec: Specification) -> type:
         "_jmp_policy_specification": spec,
         "_jmp_policy_bare": bare,
     }
-    methods = {name: _entry(bare, name) for name in governed_methods(bare, spec.methods)}
-    if issubclass(bare, nnx.MultiHeadAttention):
-        methods["init_cache"] = _init_cache(bare, spec)
+    for name in governed_methods(bare, spec.methods):
+        namespace[name] = _entry(bare, name)
     class_dtype = inspect.getattr_static(bare, "dtype", None)
     if class_dtype is not None and not isinstance(class_dtype, property) and is_dtype_or_none(class_dtype):
         namespace["dtype"] = layers.scalar_type(spec.precision.compute_dtype)
-    return stand_in_class(bare, methods, namespace, _metaclass(type(bare)))
+    return subclass(bare, namespace, _metaclass(type(bare)))
 
 
 @functools.cache
@@ -92,21 +96,9 @@ def _entry(bare: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(bare, name), updated=())
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if specification(self) is None:  # Called by a method that runs on the proxy, under `nnx.capture`.
-            return bound(method, self)(*args, **kwargs)
         return _run(bare, method, self, args, kwargs)
 
     return entry
-
-
-def _init_cache(bare: Any, spec: Specification) -> Callable[..., Any]:
-    compute = layers.scalar_type(spec.precision.compute_dtype)
-
-    @functools.wraps(bare.init_cache)
-    def init_cache(self: Any, input_shape: Any, dtype: Any = compute) -> None:
-        bare.init_cache(self, input_shape, dtype)
-
-    return init_cache
 
 
 def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,44 +111,102 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
 
         run = transformed(functools.partial(_run, bare, method), transform.with_float32_gradients)
         return run(module, args, kwargs)
-    in_loop = param_cast_proxy.is_loop_body()
-    small = small_inputs((args, kwargs), graph_nodes.is_node)
-    is_few = precision.island and layers.sums_few(module) and layers.has_few_results(module)
-    own = OwnParams.of(_arrays(graph_nodes.own_params(module)))
-    if not precision.island and precision.keeps_small_inputs and small.are_all and own.sum_few():
-        precision = precision.as_island()
-    opened = param_cast_proxy.opened(module, precision)
+    in_loop = governed_calls.is_loop_body()
+    own = [param.get_raw_value() for _, param in graph_nodes.own_params(module)]
+    inputs = GovernedCall(precision, shapes_of(jax.tree.leaves(own)), args, kwargs, graph_nodes.is_node)
     try:
-        with small.inside(), _watched(module), opened as proxy:
-            new_args, new_kwargs = args, kwargs
-            # What arrives in float32 (an image, positions) is normalised as such: half would lose its range.
-            if not precision.island:
-                new_args, new_kwargs = cast_inputs((args, kwargs), precision, small, own, graph_nodes.is_node)
-            out = param_cast_proxy.original(bound(method, proxy)(*new_args, **new_kwargs))
+        with inputs.inside(), _watched(module), opened(module, inputs.precision) as proxy:
+            new_args, new_kwargs = inputs.cast_inputs()
+            out = governed_calls.original(bound(method, proxy)(*new_args, **new_kwargs))
     except half_errors.KINDS as error:
-        half_errors.explain(error, bare.__name__, bare.__name__, precision)
+        half_errors.explain(error, bare.__name__, bare.__name__, inputs.precision)
         raise
-    has_params = any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(module))
-    keeps = small.kept_outputs(out, precision, has_params, graph_nodes.is_node)
-    return cast_outputs(
+    is_few = precision.island and layers.sums_few(module) and layers.has_few_results(module)
+    return inputs.cast_outputs(
         out,
-        args,
-        precision.policy,
         policy_changes=spec.policy_changes,
-        returns_carry=in_loop or isinstance(module, nnx.RNNCellBase),
-        may_return_carry_only=in_loop,
-        keeps=(lambda x: True) if is_few else keeps,
-        is_leaf=graph_nodes.is_node,
+        has_params=any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(module)),
+        returns_carry=isinstance(module, nnx.RNNCellBase),
+        in_loop=in_loop,
+        keeps=True if is_few else None,
     )
 
 
 def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
-    if param_cast_proxy.is_running():
+    if RUNS.stack:
         return contextlib.nullcontext()
-    return float32_products.watched(
-        module, functools.partial(stored_arrays.in_half, module), stored_arrays.REPAIR
-    )
+    stored = functools.partial(stored_arrays.in_half, module)
+    return float32_products.watched(module, stored, stored_arrays.REPAIR)
 
 
-def _arrays(params: Iterable[tuple[Any, nnx.Variable]]) -> list[Any]:
-    return jax.tree.leaves([param.get_raw_value() for _, param in params])
+#: Attributes in which layers of Flax keep the products that they call.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@contextlib.contextmanager
+def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
+    """Gives the proxy of a module, whose own Params are read by a precision, for the length of a call."""
+    run, before = Run(known=governed_calls.held(vars(module))), RUNS.stack
+    RUNS.stack = (*before, run)
+    try:
+        yield _proxied(module, precision, run)
+    finally:
+        RUNS.stack = before
+        if run.containers:
+            from jmp_policy._src.flax.nnx import param_view
+
+            param_view.bring_back(run.containers)
+        governed_calls.store_new(vars(module), run.known, precision)
+
+
+def _proxied(node: Any, precision: ModulePrecision, run: Run) -> Any:
+    """A new proxy of a node."""
+    with CLASSES:
+        cls = _proxy_class(type(node), precision)
+    proxy = object.__new__(cls)
+    object.__setattr__(proxy, "__dict__", vars(node))
+    run.proxies.append((proxy, node))
+    return proxy
+
+
+@functools.cache
+def _proxy_class(outer: type, precision: ModulePrecision) -> type:
+    bare: Any = graph_nodes.bare_class(outer)
+    # Layers of Flax cast their own; where gradients are to be float32, the cast must be ours.
+    casts_itself = layers.is_flax(bare) and issubclass(bare, layers.WITH_OWN_PARAMS)
+    casts_itself = casts_itself and not wants_fp32_weight_grads(precision.policy)
+
+    def getattribute(self: Any, name: str) -> Any:
+        value = bare.__getattribute__(self, name)
+        if type(value) in graph_nodes.PLAIN:
+            return stand_in(value, precision.compute_dtype) if name in _PRODUCTS else value
+        attributes = object.__getattribute__(self, "__dict__")
+        is_users = name in attributes and not name.startswith("__") and not compat.is_bookkeeping(name)
+        if not is_users or graph_nodes.is_called(value):
+            return value
+        if casts_itself and (name in layers.OWN_PARAMS or not graph_nodes.is_node(value)):
+            return value
+        from jmp_policy._src.flax.nnx import param_view
+
+        return param_view.seen(bare, name, value, precision, _proxied)
+
+    def setattribute(self: Any, name: str, value: Any) -> None:
+        from jmp_policy._src.flax.nnx import param_view
+
+        before = dict(vars(self))
+        bare.__setattr__(self, name, value)
+        param_view.put_right(vars(self), before, precision)
+
+    namespace: dict[str, Any] = {
+        "__getattribute__": getattribute,
+        "__setattr__": setattribute,
+        "_jmp_policy_proxy_of": outer,
+    }
+    if bare is not outer and "dtype" in vars(outer):
+        namespace["dtype"] = vars(outer)["dtype"]
+    return subclass(bare, namespace)
+
+
+def bound(method: Any, module: Any) -> Any:
+    """A method as it is read from a module."""
+    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method

@@ -1,4 +1,4 @@
-"""What an NNX model holds, by paths as `nnx.iter_graph` gives them, and what a Variable stores."""
+"""What an NNX model holds, by paths as `nnx.iter_graph` gives them, and how its modules are governed."""
 
 import types
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core import dtypes as dtypes_
-from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax import compat
 
 Path: TypeAlias = tuple[Any, ...]
@@ -28,6 +27,11 @@ def is_node(value: Any) -> bool:
 def specification(node: Any) -> Any:
     """How a module is governed (`governed.Specification`); None for one that is not, or by settings alone."""
     return getattr(type(node), "_jmp_policy_specification", None)
+
+
+def own_specification(module: Any) -> Any:
+    """The same, but None for a module of a class that somebody derived from a wrapped one."""
+    return vars(type(module)).get("_jmp_policy_specification")
 
 
 def is_called(node: Any) -> bool:
@@ -50,10 +54,7 @@ def children(node: nnx.Pytree) -> Iterator[tuple[Path, Any]]:
 
 def key_of(key: Any) -> Any:
     """The name or number that a key of a path in a pytree stands for."""
-    for field in ("key", "idx", "name"):
-        if hasattr(key, field):
-            return getattr(key, field)
-    return key
+    return next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field))
 
 
 def walk(root: Any) -> list[tuple[Path, Any]]:
@@ -80,29 +81,6 @@ def dtypes(variable: nnx.Variable) -> set[Any]:
     """The floating dtypes of what a Variable stores: arrays, Refs, shapes, or trees of them."""
     stored = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(variable.get_raw_value())]
     return {dtype for dtype in stored if dtype is not None and dtypes_.is_floating(dtype)}
-
-
-def read(variable: nnx.Variable) -> Any:
-    """The stored value, past any cast of the Variable's class; Refs are read."""
-    value = variable.get_raw_value()
-    return value[...] if variable.get_metadata().get("ref") else value
-
-
-def write(variable: nnx.Variable, value: Any) -> None:
-    """Stores a value, in its own dtype."""
-    if variable.get_metadata().get("ref"):
-        stored: Any = variable.get_raw_value()
-        if stored.dtype == value.dtype:
-            stored[...] = value
-            return
-        value = jax.new_ref(value)
-    variable.set_raw_value(value)
-
-
-def store_in(variable: nnx.Variable, dtype: Any) -> None:
-    """Casts what a Variable stores to a floating dtype; one that is stored in it already is left alone."""
-    if not dtypes(variable) <= {dtype}:
-        write(variable, cast_floating(read(variable), dtype))
 
 
 def bare_class(cls: type) -> type:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,12 @@ from jax import lax
 
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.dtypes import has_complex, is_complex_or_integer, is_dtype_or_none, is_half
+from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.flax.nnx.attention import as_in_flax, with_float32_softmax
-from jmp_policy._src.policy.module_precision import LEAST_TERMS, ModulePrecision
+from jmp_policy._src.policy.module_precision import LEAST_TERMS
+from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.recipes import check_has_no_state
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.products.functions import is_jaxs_own
 
 #: Layers that normalise activations: statistics and arithmetic in float32, results in compute dtype.
@@ -44,7 +48,7 @@ OWN_PARAMS = frozenset({"kernel", "bias", "scale", "embedding", "lora_a", "lora_
 HAVE_PRODUCTS = (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
 
 
-def is_island(module: nnx.Module) -> bool:
+def is_island(module: nnx.Pytree) -> bool:
     """Whether a layer computes in float32 by default; subclasses of Flax's layers too."""
     return isinstance(module, (*NORMS, *WEIGHT_NORMS, *POSITIONS))
 
@@ -52,6 +56,14 @@ def is_island(module: nnx.Module) -> bool:
 def is_flax(cls: type) -> bool:
     """Whether a class is Flax's own, so that it is known what it does with its settings."""
     return cls.__module__.startswith("flax.nnx.")
+
+
+def is_users_function(value: Any) -> bool:
+    """Whether a value is a function, or another callable, that is no class and not written in JAX or Flax."""
+    if not callable(value) or isinstance(value, type) or graph_nodes.is_node(value):
+        return False
+    is_theirs = str(getattr(value, "__module__", "")).startswith(("jax.", "flax."))
+    return not (is_theirs and isinstance(value, types.FunctionType))
 
 
 def params_of_others(module: nnx.Module) -> tuple[str, ...]:
@@ -62,7 +74,7 @@ def params_of_others(module: nnx.Module) -> tuple[str, ...]:
     return tuple(name for name, value in held if isinstance(value, nnx.Param))
 
 
-def linen_modules(module: nnx.Module) -> dict[str, Any]:
+def linen_modules(module: nnx.Pytree) -> dict[str, Any]:
     """The Linen modules among a module's attributes, as bridges of other libraries hold them."""
     return {
         name: value for name, value in vars(module).items() if is_instance_of(value, "flax.linen", "Module")
@@ -158,26 +170,16 @@ def has_uncast_params(module: nnx.Module) -> bool:
         return False
 
 
-def settings(
-    module: nnx.Module,
-    precision: ModulePrecision,
-    *,
-    path: str,
-    last: frozenset[str],
-    float32_islands: bool,
-    keeps_dtype: bool,
-) -> dict[str, Any]:
+def settings(planned: Any, rules: PolicyMap, last: frozenset[str]) -> dict[str, Any]:
     """The static attributes that make a layer follow a policy, as far as it has them.
 
     Args:
-      module: the layer.
-      precision: what the rules mean for it.
-      path: where it is, as rules have it.
+      planned: the layer, and what the rules mean for it (`precision_plan.PlannedModule`).
+      rules: of the model.
       last: the last blocks of the model, where a recipe asks for them.
-      float32_islands: whether the softmax of attention is to be float32.
-      keeps_dtype: whether the layer's own `dtype` wins over the policy.
     """
-    attributes, new = vars(module), {}
+    module, precision, keeps_dtype = planned.module, planned.precision, planned.keeps_dtype
+    attributes, new, is_norm = vars(module), {}, isinstance(module, NORMS)
     follows = "dtype" in attributes and is_dtype_or_none(attributes["dtype"]) and not keeps_dtype
     # Flax casts what a layer computes with to its `dtype`, complex numbers too.
     if follows and not has_uncast_params(module):
@@ -185,24 +187,25 @@ def settings(
         stores = isinstance(module, WEIGHT_NORMS)
         in_float32 = stores or (precision.island and isinstance(module, HAVE_PRODUCTS))
         new["dtype"] = scalar_type(precision.param_dtype if in_float32 else precision.compute_dtype)
-    if precision.island and isinstance(module, NORMS) and "promote_dtype" in attributes and not keeps_dtype:
-        new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
-    elif "dtype" in new and "promote_dtype" in attributes and not isinstance(module, NORMS):
-        new["promote_dtype"] = WithComplex(attributes["promote_dtype"])
+    if "promote_dtype" in attributes:
+        if is_norm and precision.island and not keeps_dtype:
+            new["promote_dtype"] = InFloat32(attributes["promote_dtype"])
+        elif "dtype" in new and not is_norm:
+            new["promote_dtype"] = WithComplex(attributes["promote_dtype"])
     # Without islands too in float16: Flax's own function does not compile for it on a CPU.
-    half = is_half(precision.compute_dtype) and (float32_islands or precision.compute_dtype == jnp.float16)
-    if half and "attention_fn" in attributes:
+    in_float32 = rules.float32_islands or precision.compute_dtype == jnp.float16
+    if in_float32 and is_half(precision.compute_dtype) and "attention_fn" in attributes:
         new["attention_fn"] = with_float32_softmax(attributes["attention_fn"])
-    recipe = precision.recipe_at(path, attributes.get("out_features"), last)
     given = attributes.get("dot_general", False)
-    is_default = given is None and isinstance(module, WITH_OWN_PARAMS)
-    has_cls = attributes.get("dot_general_cls") is not None
-    if recipe and not has_cls and (is_default or given is lax.dot_general) and is_jaxs_own(lax.dot_general):
+    is_default = given is lax.dot_general or (given is None and isinstance(module, WITH_OWN_PARAMS))
+    has_recipe = precision.policy.recipe is not None and attributes.get("dot_general_cls") is None
+    if has_recipe and is_default and is_jaxs_own(lax.dot_general):
         # Few models have such products.
         from jmp_policy._src.products.fp8.functions import Float8DotGeneral
 
-        check_has_no_state(recipe, "NNX")
-        new["dot_general"] = Float8DotGeneral(recipe, precision.recipe_is_asked_for, given)
+        if recipe := precision.recipe_at(path_text(planned.path), attributes.get("out_features"), last):
+            check_has_no_state(recipe, "NNX")
+            new["dot_general"] = Float8DotGeneral(recipe, precision.recipe_is_asked_for, given)
     return new
 
 

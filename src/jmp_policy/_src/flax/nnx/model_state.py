@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, as_arrays, make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
@@ -64,13 +64,13 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         for path, variable in graph_nodes.variables(module)
         if selected(path, variable)
     }
-    before = [(variable, graph_nodes.read(variable)) for variable in found.values()]
+    before = [(variable, stored_arrays.read(variable)) for variable in found.values()]
     yield
     finite = grads_finite(optimizer)
     for variable, old in before:
-        new = graph_nodes.read(variable)
+        new = stored_arrays.read(variable)
         if new is not old:
-            graph_nodes.write(variable, select_tree(finite, new, old))
+            stored_arrays.write(variable, select_tree(finite, new, old))
 
 
 def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:

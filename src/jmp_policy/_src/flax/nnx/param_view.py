@@ -12,13 +12,12 @@ casts what is read:
 Its class is a subclass of the Variable's own (`compat.view_class`), so that `isinstance(v, nnx.Param)` holds,
 and filters, metadata and methods of a user's Variable work.
 
-Lists and dicts with Params in them come out as copies with views, and what is done to such a copy is repeated
-on the list or dict itself when the call ends.
+An object that holds Params for a module comes out as a proxy. Lists and dicts with such things in them come
+out as copies, and what is done to such a copy is repeated on the list or dict itself when the call ends.
 """
 
 import copy
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -29,12 +28,75 @@ from flax import nnx
 
 from jmp_policy._src.core.dtypes import cast_floating, is_half, map_changed
 from jmp_policy._src.flax import compat
-from jmp_policy._src.flax.nnx import graph_nodes
+from jmp_policy._src.flax.nnx import graph_nodes, layers, stored_arrays
+from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, held, original, store_new
 from jmp_policy._src.policy.module_precision import ModulePrecision
+from jmp_policy._src.policy.rules import wants_fp32_weight_grads
 from jmp_policy._src.weight_grads.param_casts import cast_weight
 
-#: Held while classes are made: two threads that make one at a time would get two.
-CLASSES = threading.RLock()
+
+def seen(bare: type, name: str, value: Any, precision: ModulePrecision, proxied: Callable[..., Any]) -> Any:
+    """An attribute of a module as its methods see it.
+
+    Args:
+      bare: class of the module.
+      name, value: of the attribute.
+      precision: by which the module's own Params are read.
+      proxied: makes a proxy: `(node, precision, run)`.
+    """
+    run = RUNS.stack[-1] if RUNS.stack else Run()
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Variable):
+            return view(leaf, precision, run.views) if _is_read_cast(bare, name, leaf, precision) else leaf
+        if not _is_holder(leaf):
+            return leaf
+        spec = graph_nodes.specification(leaf)
+        return proxied(leaf, precision if spec is None else spec.precision, run)
+
+    return _seen_as(value, one, run.containers)
+
+
+def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:
+    """Whether a module reads a Variable of its own in another dtype than it is stored in.
+
+    Layers of Flax cast theirs themselves; where gradients are to be float32, the cast must be ours.
+    """
+    if issubclass(bare, nnx.MultiHeadAttention) and name in ("cached_key", "cached_value"):
+        return True
+    if not isinstance(variable, nnx.Param):
+        return False
+    casts_others = not layers.is_flax(bare) or issubclass(bare, (nnx.List, nnx.Dict, *layers.WITH_OWN_PARAMS))
+    return casts_others or wants_fp32_weight_grads(precision.policy)
+
+
+def _is_holder(node: Any) -> bool:
+    """Whether a node is no module that is called, but holds Params for the one that holds it."""
+    if graph_nodes.is_called(node) or not isinstance(node, nnx.Pytree):
+        return False
+    return any(
+        bool(graph_nodes.dtypes(value)) if isinstance(value, nnx.Param) else _is_holder(value)
+        for _, value in graph_nodes.children(node)
+        if isinstance(value, nnx.Param | nnx.Pytree)
+    )
+
+
+def put_right(attributes: dict[str, Any], before: dict[str, Any], precision: ModulePrecision) -> None:
+    """Stores originals in place of the views and proxies that an assignment has put into a module.
+
+    Afterwards, since Flax unpacks what is assigned (`nnx.data(...)`), and a class may have a `__setattr__` of
+    its own that makes something else of it. New Params are stored in param dtype.
+    """
+    for name, value in list(attributes.items()):
+        old = before.get(name)
+        if value is old or type(value) in graph_nodes.PLAIN or compat.is_bookkeeping(name):
+            continue
+        attributes[name] = new = original(value)
+        known = RUNS.stack[-1].known if RUNS.stack else held(before)
+        if isinstance(old, nnx.Param) and isinstance(new, nnx.Param) and len(graph_nodes.dtypes(old)) == 1:
+            stored_arrays.store_in(new, *graph_nodes.dtypes(old))  # As the one whose place it takes.
+            known[id(new)] = new
+        store_new(new, known, precision)
 
 
 def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, Any]) -> nnx.Variable:
@@ -60,7 +122,7 @@ def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, An
 Container: TypeAlias = tuple[Any, Any, Any]
 
 
-def seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) -> Any:
+def _seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) -> Any:
     """Maps a function over the nodes in a value, and copies the lists and dicts around those that change.
 
     Args:
@@ -76,7 +138,7 @@ def seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) 
         if before is value:
             return handed_out
     keys = list(value) if isinstance(value, dict) else range(len(value))
-    parts = [seen_as(value[key], one, containers) for key in keys]
+    parts = [_seen_as(value[key], one, containers) for key in keys]
     if all(part is value[key] for key, part in zip(keys, parts, strict=True)):
         return value
     if isinstance(value, tuple):
@@ -88,13 +150,8 @@ def seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) 
     return new
 
 
-def bring_back(containers: list[Container], original: Callable[[Any], Any]) -> None:
-    """Repeats on lists and dicts what was done to the copies that were handed out.
-
-    Args:
-      containers: as `seen_as` has filled it.
-      original: gives the node itself for a view or proxy of it.
-    """
+def bring_back(containers: list[Container]) -> None:
+    """Repeats on lists and dicts what was done to the copies that were handed out."""
     for container, handed_out, as_it_was in containers:
         if isinstance(container, list):
             if [*map(id, handed_out)] != [*map(id, as_it_was)]:

@@ -1,18 +1,22 @@
 """What `wrap` says of models that it cannot put under a policy, and of what it leaves without one."""
 
-from collections.abc import Iterable, Sequence
+import functools
+import types
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.suggest import did_you_mean
-from jmp_policy._src.flax.nnx import graph_nodes
-from jmp_policy._src.flax.nnx.graph_nodes import Path, name_of, own_methods
+from jmp_policy._src.flax.nnx import graph_nodes, layers
+from jmp_policy._src.flax.nnx.graph_nodes import Path, governed_methods, name_of, own_methods
 from jmp_policy._src.policy.module_precision import ModulePrecision
-from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.rules import path_text
+from jmp_policy._src.policy.patterns import path_text, unused_error, wrapped_twice
+from jmp_policy._src.policy.rules import PolicyMap
 
 
 def not_a_module(given: Any) -> TypeError:
@@ -42,11 +46,42 @@ def makes_modules_when_called(module: Any, path: Path) -> TypeError:
     )
 
 
-def unknown_method(name: str, methods: Sequence[str], classes: Iterable[type]) -> ValueError:
-    """For a name among `methods` that no module of the model defines."""
-    known = {method for cls in classes for method in own_methods(cls) if not method.startswith("_")}
-    hint = did_you_mean(name, sorted(known))
-    return ValueError(f"methods={methods!r}: no module of this model defines {name!r}.{hint}")
+def check_methods(plan: Any) -> None:
+    """Raises for a name among the methods of a plan that no module of its model defines."""
+    classes = {type(planned.module) for planned in plan.modules.values()}
+    for name in plan.methods:
+        if not any(name in governed_methods(cls, (name,)) for cls in classes):
+            known = {method for cls in classes for method in own_methods(cls) if not method.startswith("_")}
+            hint = did_you_mean(name, sorted(known))
+            raise ValueError(f"methods={plan.methods!r}: no module of this model defines {name!r}.{hint}")
+
+
+def check_used(plan: Any) -> None:
+    """Raises for rules of a plan that match nothing."""
+    bridges = [m for m in plan.modules.values() if layers.linen_modules(m.module)]
+    unused = [p for p in plan.rules.unused(plan.met) if not _may_match_inside(p, bridges)]
+    if unused:
+        raise unused_error(unused, name_of(plan.model), (path_text(path) for path, _ in plan.met))
+
+
+def _may_match_inside(pattern: Any, bridges: list[Any]) -> bool:
+    """Whether a pattern may be meant for a module inside a bridged Linen module."""
+    if isinstance(pattern, type) and issubclass(pattern, nnx.Module):
+        return False
+    alone = PolicyMap("float32", {pattern: "float32"})
+    return any(alone.relative_to(bridge.path, alone.default).overrides for bridge in bridges)
+
+
+def check_nothing_is_lost(module: nnx.Module, plan: Any) -> None:
+    """Raises where a module that is wrapped already would be under another policy from now on."""
+    pairs = zip(nnx.iter_modules(module), nnx.iter_modules(plan.model), strict=True)
+    for (path, old), (_, new) in sorted(pairs, key=lambda pair: len(pair[0][0])):
+        spec, dtype = graph_nodes.own_specification(old), vars(old).get("dtype")
+        # Layers of Flax follow by their settings alone. One without a dtype was added after the first wrap.
+        is_set_anew = dtype is not None and dtype != vars(new)["dtype"]
+        if is_set_anew or (spec and spec.precision != plan.modules[id(new)].precision):
+            given = spec.precision.policy if spec else dtype
+            raise wrapped_twice(path_text(path) or name_of(module), str(given), plan.rules)
 
 
 def too_many_paths(most: int) -> ValueError:
@@ -57,20 +92,20 @@ def too_many_paths(most: int) -> ValueError:
     )
 
 
-def two_policies(module: Any, paths: tuple[Path, Path], policies: tuple[Policy, Policy]) -> ValueError:
-    """For a module that the rules give another policy at its second path."""
+def two_policies(first: Any, second: Any) -> ValueError:
+    """For a module that the rules give another policy at its second path, as planned at both."""
     return ValueError(
-        f"{name_of(module)} is shared: it is at {path_text(paths[0])!r}, where the rules "
-        f"give it {str(policies[0])!r}, and at {path_text(paths[1])!r}, where they give "
-        f"it {str(policies[1])!r}. Add a rule that gives both places the same policy."
+        f"{name_of(first.module)} is shared: it is at {path_text(first.path)!r}, where the rules "
+        f"give it {str(first.precision.policy)!r}, and at {path_text(second.path)!r}, where they give "
+        f"it {str(second.precision.policy)!r}. Add a rule that gives both places the same policy."
     )
 
 
-def two_param_dtypes(paths: tuple[Path, Path], dtypes: tuple[np.dtype, np.dtype]) -> ValueError:
+def two_param_dtypes(first: tuple[Path, np.dtype], second: tuple[Path, np.dtype]) -> ValueError:
     """For a parameter that the rules want stored otherwise at its second path."""
     return ValueError(
-        f"The parameter {path_text(paths[0])!r} is shared with {path_text(paths[1])!r}, and the rules want "
-        f"it stored in {dtypes[0].name} at the first and in {dtypes[1].name} at the "
+        f"The parameter {path_text(first[0])!r} is shared with {path_text(second[0])!r}, and the rules want "
+        f"it stored in {first[1].name} at the first and in {second[1].name} at the "
         "second place. Give both the same param dtype."
     )
 
@@ -102,19 +137,54 @@ def never_cast(module: Any) -> str:
     )
 
 
-def stored_method(where: str) -> ValueError:
-    """For a method or partial in an attribute that holds a module of the model."""
-    return ValueError(
-        f"{where} is a bound method, or a functools.partial, that holds a module of the model. NNX copies "
-        "models (nnx.jit and nnx.grad do, too), and such a function stays with the module that it was made "
-        "with: no policy and no eval() reaches it, and its gradients are 0. Keep the name of the method "
-        "and call getattr(self, name), or call the method where it is needed."
-    )
+def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules: Sequence[Any]) -> None:
+    """Raises for methods and partials that modules keep and that hold a module; warns of other functions.
+
+    Args:
+      stored: of each function: the module, the attribute, where in it the function is, and the function.
+      modules: all modules of the model.
+    """
+    with_state = {id(m) for m in modules if graph_nodes.variables(m)}
+    for module, name, keys, function in stored:
+        if with_state.isdisjoint(_held_by(function, {})):
+            continue
+        where = f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
+        if isinstance(function, types.MethodType | functools.partial):
+            raise ValueError(
+                f"{where} is a bound method, or a functools.partial, that holds a module of the model. NNX "
+                "copies models (nnx.jit and nnx.grad do, too), and such a function stays with the module "
+                "that it was made with: no policy and no eval() reaches it, and its gradients are 0. Keep "
+                "the name of the method and call getattr(self, name), or call the method where it is needed."
+            )
+        warnings.warn(
+            f"The function {where} holds a module of the model, in its closure, its defaults or an "
+            "attribute. It keeps the module without a policy: pass the module as an argument, or make the "
+            "function a method.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
-def closure(where: str) -> str:
-    """For another function in an attribute that holds a module of the model."""
-    return (
-        f"The function {where} holds a module of the model, in its closure, its defaults or an attribute. It "
-        "keeps the module without a policy: pass the module as an argument, or make the function a method."
-    )
+def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:
+    """By identity, what a function is bound to, is given, wraps, closes over, or keeps in an attribute."""
+    if id(value) in seen:
+        return seen
+    seen[id(value)] = value
+    parts: list[Any] = []
+    if isinstance(value, list | tuple):
+        parts += value
+    elif isinstance(value, dict):
+        parts += value.values()
+    elif callable(value) and not isinstance(value, type) and not graph_nodes.is_node(value):
+        parts += [getattr(value, name, None) for name in _HELD_IN]
+        cells = getattr(value, "__closure__", None) or ()
+        parts += [cell.cell_contents for cell in cells if cell != types.CellType()]
+    for part in parts:
+        _held_by(part, seen)
+    return seen
+
+
+#: Where functions, methods and partials keep what they need.
+_HELD_IN = (
+    "__self__", "__wrapped__", "__defaults__", "__kwdefaults__", "__dict__", "func", "args", "keywords"
+)  # fmt: skip

@@ -24,20 +24,17 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes, param_cast_proxy, precision_plan
-from jmp_policy._src.flax.nnx.graph_nodes import is_node
-from jmp_policy._src.flax.nnx.param_cast_proxy import Method, stand_in_class
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.flax.nnx import graph_nodes, precision_plan, stored_arrays
+from jmp_policy._src.flax.nnx.governed_calls import CLASSES, subclass
+from jmp_policy._src.flax.nnx.graph_nodes import is_node, key_of
 from jmp_policy._src.policy import watching
-from jmp_policy._src.policy.patterns import unused_error
+from jmp_policy._src.policy.patterns import path_text, unused_error
 from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import PolicyMap, path_text
+from jmp_policy._src.policy.rules import PolicyMap
 
-
-class _Gap:
-    """Stands for a node."""
-
-
-_NODE = _Gap()
+#: Stands for a node.
+_NODE = object()
 
 
 def _filled(structure: Any, leaves: Any, nodes: Any) -> Any:
@@ -105,7 +102,7 @@ class Pure:
         args, kwargs = _filled(structure, others, nodes)
         out = self._fn(*args, **kwargs)
         out_structure, others, out_nodes = _taken_apart(out)
-        values, changed = [graph_nodes.read(variable) for variable in _variables(nodes)], None
+        values, changed = [stored_arrays.read(variable) for variable in _variables(nodes)], None
         # Also where nothing is split: until then the context keeps the nodes, and so the tracers.
         with nnx.split_context(self) as context:
             if out_nodes or nnx.graphdef(nodes) != before:
@@ -116,9 +113,9 @@ class Pure:
 def _write_changed(nodes: Any, values: Any) -> None:
     """Writes what a call has changed, and nothing else: parameters may be of a trace closed to writing."""
     for variable, value in zip(_variables(nodes), values, strict=True):
-        old, new = jax.tree.leaves(graph_nodes.read(variable)), jax.tree.leaves(value)
+        old, new = jax.tree.leaves(stored_arrays.read(variable)), jax.tree.leaves(value)
         if len(old) != len(new) or any(x is not y for x, y in zip(old, new, strict=True)):
-            graph_nodes.write(variable, value)
+            stored_arrays.write(variable, value)
 
 
 class Split:
@@ -143,7 +140,7 @@ class Split:
         with named(nodes, PolicyMap("float32")):
             out = fn(*args, **kwargs)
         out = jax.tree.map(_values, out, is_leaf=is_node)
-        return out, [graph_nodes.read(variable) for variable in _variables(nodes)]
+        return out, [stored_arrays.read(variable) for variable in _variables(nodes)]
 
     def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
         """For each array of the state: its path, its argument, and whether it is trainable.
@@ -154,26 +151,18 @@ class Split:
         whole = jax.tree.unflatten(self.structure, self.others)
         gaps = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is _NODE]
         for path, variable in jax.tree_util.tree_leaves_with_path(self.state, is_leaf=is_node):
-            keys = [_text(key) for key in path]
-            which, argument, *above = gaps[int(keys[0])]
-            position = argument.idx if which.idx == 0 else argument.key
-            start = str(names[position] if which.idx == 0 else position)
-            inside = [_text(key) for key in above]
-            is_param = isinstance(variable, nnx.Param)
+            gap, *keys = map(key_of, path)
+            which, position, *above = map(key_of, gaps[int(gap)])
+            start = names[position] if which == 0 else position
             for below, array in jax.tree_util.tree_leaves_with_path(variable):
-                end = [_text(key) for key in below[1:]]
-                trains = is_param and bool(jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
-                yield "/".join([start, *inside, *keys[1:], *end]), position, trains
+                trains = isinstance(variable, nnx.Param) and is_floating(array.dtype)
+                yield path_text((start, *above, *keys, *map(key_of, below[1:]))), position, trains
 
 
 def _values(leaf: Any) -> Any:
     if isinstance(leaf, nnx.Variable):
-        return graph_nodes.read(leaf)
+        return stored_arrays.read(leaf)
     return jax.tree.map(_values, nnx.state(leaf), is_leaf=is_node) if is_node(leaf) else leaf
-
-
-def _text(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 class _Scope(NamedTuple):
@@ -194,32 +183,28 @@ _HERE: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("running m
 @contextlib.contextmanager
 def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
     """Lets the modules name scopes, and mark their operations where rules govern them."""
-    classes: list[tuple[Any, type]] = []
+    seen: list[Any] = []
     met: list[Any] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for node in nodes:
             if not isinstance(node, nnx.Module):
                 continue
-            planned_modules, met_here = precision_plan.resolve(node, rules)
-            met += met_here
-            for planned in planned_modules.values():
+            plan = precision_plan.Plan(node, rules)
+            met += plan.met
+            for planned in plan.modules.values():
                 module = planned.module
-                if any(module is other for other, _ in classes):
+                if any(module is other for other in seen):
                     continue  # Handed in twice.
+                seen.append(module)
                 marked_as = planned.precision.policy.compute_dtype.name if rules.overrides else None
                 scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
-                classes.append((module, type(module)))
+                stack.callback(object.__setattr__, module, "__class__", type(module))
                 object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
         if unused := rules.unused(met):
             raise unused_error(unused, "the function's models", [path_text(path) for path, _ in met])
         token = _HERE.set(_Scope((), rules.default.compute_dtype.name if rules.overrides else None))
-        try:
-            yield
-        finally:
-            _HERE.reset(token)
-    finally:
-        for module, cls in reversed(classes):
-            object.__setattr__(module, "__class__", cls)
+        stack.callback(_HERE.reset, token)
+        yield
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,12 +220,11 @@ def _scoped_class(bare: type, scope: _Scope) -> type:
             return value  # The scope is named already: a method that a module asks for is the author's.
         return types.MethodType(_scoped(value.__func__, f".{name}", scope), self)
 
-    methods = {}
+    namespace: dict[str, Any] = {"__getattribute__": getattribute}
     if "__call__" in graph_nodes.own_methods(bare):
-        call = inspect.getattr_static(bare, "__call__")
-        methods["__call__"] = Method(bare, "__call__", _scoped(call, "", scope))
-    with param_cast_proxy.CLASSES:
-        return stand_in_class(bare, methods, {"__getattribute__": getattribute})
+        namespace["__call__"] = _scoped(inspect.getattr_static(bare, "__call__"), "", scope)
+    with CLASSES:
+        return subclass(bare, namespace)
 
 
 @functools.lru_cache(maxsize=4096)

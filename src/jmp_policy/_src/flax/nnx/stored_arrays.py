@@ -1,6 +1,5 @@
-"""The arrays that a model stores for its modules in half precision, which no product should meet uncast."""
+"""The arrays that a model stores: read and written past any cast, and those that no product should meet."""
 
-import collections
 import functools
 import types
 from collections.abc import Iterator
@@ -10,11 +9,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
-from jmp_policy._src.flax import compat
+from jmp_policy._src.core.dtypes import cast_floating, is_dtype_or_none, is_half
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.graph_nodes import Path
-from jmp_policy._src.policy.rules import path_text
+from jmp_policy._src.policy.patterns import path_text
 
 #: What to do about an array that is used as it is stored.
 REPAIR = (
@@ -22,45 +20,74 @@ REPAIR = (
     "what was put into the model after wrap is governed when the model is wrapped again."
 )
 
+_ARRAYS = (jax.Array, np.ndarray)
 
-def in_half(root: nnx.Module) -> Iterator[tuple[str, Any]]:
+
+def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str, Any]]:
     """The arrays in a model that belong to modules in half precision, with their paths.
 
-    Modules of bound methods come last: they may be copies without a policy of what was met before.
+    Those of modules that are known by a bound method or a partial alone come last.
+
+    Args:
+      root: the model, or a pytree of modules.
+      start: path of the root.
+      is_half_above: whether it is used in half precision, where it does not say so itself.
     """
-    waiting: collections.deque[tuple[Path, Any, bool]] = collections.deque([((), root, True)])
-    methods: collections.deque[tuple[Path, Any, bool]] = collections.deque()
-    seen: set[int] = set()
-    while waiting or methods:
-        path, value, half = (waiting or methods).popleft()
-        if graph_nodes.is_node(value):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if isinstance(value, nnx.Variable):
-            value = value.get_raw_value()
-        elif isinstance(value, nnx.Pytree):
-            half = _computes_in_half(value, half)
-            value = {name: x for name, x in vars(value).items() if not compat.is_bookkeeping(name)}
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=graph_nodes.is_node):
-            here = (*path, *map(graph_nodes.key_of, keys))
-            if isinstance(leaf, jax.Array | np.ndarray):
-                if half:
-                    yield path_text(here), leaf
-            elif graph_nodes.is_node(leaf):
-                waiting.append((here, leaf, half))
+    nodes: dict[Path, Any] = dict(nnx.iter_graph(root))
+    functions = []
+    for path, node in nodes.items():
+        is_variable = isinstance(node, nnx.Variable)
+        if not isinstance(node, (nnx.Variable, *_ARRAYS, types.MethodType, functools.partial)):
+            continue
+        around = (nodes[path[:depth]] for depth in range(len(path) - 1, -1, -1))
+        # It belongs to the nearest node above that says how it computes.
+        is_used_in_half = next((x for x in map(_computes_in_half, around) if x is not None), is_half_above)
+        value = node.get_raw_value() if is_variable else node
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value):
+            here = (*start, *path, *map(graph_nodes.key_of, keys))
+            if isinstance(leaf, types.MethodType):
+                functions.append((leaf.__self__, here, is_used_in_half))
             elif isinstance(leaf, functools.partial):
-                methods.append((here, [leaf.func, leaf.args, leaf.keywords], half))
-            elif isinstance(leaf, types.MethodType):
-                methods.append((here, leaf.__self__, half))
+                functions.append(([leaf.func, leaf.args, leaf.keywords], here, is_used_in_half))
+            elif isinstance(leaf, _ARRAYS) and is_used_in_half:
+                yield path_text(here), leaf
+    known = set(map(id, nodes.values()))
+    for held, here, is_used_in_half in functions:
+        if id(held) not in known:
+            yield from in_half(held, here, is_used_in_half)
 
 
-def _computes_in_half(node: Any, above: bool) -> bool:
-    """Whether a node uses its arrays in half precision; if it does not say, as the one that holds it."""
+def _computes_in_half(node: Any) -> bool | None:
+    """Whether a node uses its arrays in half precision; None if it does not say."""
+    if not isinstance(node, nnx.Pytree):
+        return None
     if layers.is_island(node) or layers.linen_modules(node):
         return False  # A Linen module looks at its variables itself.
     spec = graph_nodes.specification(node)
     if spec is not None:
         return is_half(spec.precision.used_param_dtype)
     dtype = vars(node).get("dtype")
-    return above if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
+    return None if dtype is None or not is_dtype_or_none(dtype) else is_half(dtype)
+
+
+def read(variable: nnx.Variable) -> Any:
+    """The stored value, past any cast of the Variable's class; Refs are read."""
+    value = variable.get_raw_value()
+    return value[...] if variable.get_metadata().get("ref") else value
+
+
+def write(variable: nnx.Variable, value: Any) -> None:
+    """Stores a value, in its own dtype."""
+    if variable.get_metadata().get("ref"):
+        stored: Any = variable.get_raw_value()
+        if stored.dtype == value.dtype:
+            stored[...] = value
+            return
+        value = jax.new_ref(value)
+    variable.set_raw_value(value)
+
+
+def store_in(variable: nnx.Variable, dtype: Any) -> None:
+    """Casts what a Variable stores to a floating dtype; one that is stored in it already is left alone."""
+    if not graph_nodes.dtypes(variable) <= {dtype}:
+        write(variable, cast_floating(read(variable), dtype))

@@ -9,7 +9,7 @@ import flax.nnx as nnx
 from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import restore_scale, scale_loss, split_loss
-from jmp_policy._src.policy.rules import path_text
+from jmp_policy._src.policy.patterns import path_text
 
 T = TypeVar("T")
 
@@ -80,11 +80,11 @@ def scaled_value_and_grad(
         trains = isinstance(scale_or_optimizer, nnx.Optimizer)
         before = _differentiated(args, argnums) if trains else set()
         (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
-        if trains and (new := sorted(_differentiated(args, argnums) - before)):
+        if trains and (new := _differentiated(args, argnums) - before):
+            names = ", ".join(sorted(map(path_text, new)))
             raise ValueError(
-                f"The loss function added parameters to the module ({', '.join(new)}): they have no "
-                "gradients, and the optimizer does not know them. Call the model once before the optimizer "
-                "is made."
+                f"The loss function added parameters to the module ({names}): they have no gradients, and "
+                "the optimizer does not know them. Call the model once before the optimizer is made."
             )
         value = (unscaled, aux) if has_aux else unscaled
         return value, restore_scale(scale, unscaled, grads)
@@ -92,15 +92,13 @@ def scaled_value_and_grad(
     return value_and_scaled_grad
 
 
-def _differentiated(args: Sequence[Any], argnums: Any) -> set[str]:
+def _differentiated(args: Sequence[Any], argnums: Any) -> set[graph_nodes.Path]:
     """Paths of the Variables that a gradient is taken by."""
-    found: set[str] = set()
+    found: set[graph_nodes.Path] = set()
     for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
-        number, only = (
-            (argnum.argnum, argnum.filter) if isinstance(argnum, nnx.DiffState) else (argnum, nnx.Param)
-        )
-        selected = nnx.filterlib.to_predicate(only)
-        if number < len(args) and isinstance(args[number], nnx.Pytree):
-            known = graph_nodes.variables(args[number])
-            found |= {path_text(path) for path, variable in known if selected(path, variable)}
+        state = argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, nnx.Param)
+        selected = nnx.filterlib.to_predicate(state.filter)
+        if state.argnum < len(args) and isinstance(args[state.argnum], nnx.Pytree):
+            known = graph_nodes.variables(args[state.argnum])
+            found.update(path for path, variable in known if selected(path, variable))
     return found

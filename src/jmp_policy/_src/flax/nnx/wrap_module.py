@@ -15,9 +15,7 @@ from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
-from jmp_policy._src.policy.named import wants_fp32_weight_grads
-from jmp_policy._src.policy.patterns import wrapped_twice
-from jmp_policy._src.policy.rules import PolicyMapLike, path_text
+from jmp_policy._src.policy.rules import PolicyMapLike, wants_fp32_weight_grads
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -51,35 +49,19 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       >>> model(jnp.ones((1, 3))).dtype, model.kernel is bare.kernel
       (dtype(bfloat16), True)
     """
-    old = _own_specification(module)
+    old = graph_nodes.own_specification(module)
     plan = precision_plan.make(module, policy, _checked(methods) or (old.methods if old else ()))
-    plan.check_used()
-    plan.check_params()
+    if plan.rules.overrides:
+        plan_errors.check_used(plan)
+    if wrong := plan.wrong_params():
+        raise plan_errors.wrong_dtype(plan.model, *wrong[0], others=len(wrong) - 1)
     for planned in plan.modules.values():
         if _is_never_cast(planned.module, plan.methods):
             warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
     new = carried_out(plan)
-    _check_nothing_is_lost(module, plan)
+    if any(graph_nodes.own_specification(part) for _, part in nnx.iter_modules(module)):
+        plan_errors.check_nothing_is_lost(module, plan)
     return new
-
-
-def _check_nothing_is_lost(module: nnx.Module, plan: Plan) -> None:
-    """Raises where a module that is wrapped already would be under another policy from now on."""
-    if not any(_own_specification(old) for _, old in nnx.iter_modules(module)):
-        return
-    pairs = zip(nnx.iter_modules(module), nnx.iter_modules(plan.model), strict=True)
-    for (path, old), (_, new) in sorted(pairs, key=lambda pair: len(pair[0][0])):
-        spec, dtype = _own_specification(old), vars(old).get("dtype")
-        # Layers of Flax follow by their settings alone. One without a dtype was added after the first wrap.
-        is_set_anew = dtype is not None and dtype != vars(new)["dtype"]
-        if is_set_anew or (spec and spec.precision != plan.modules[id(new)].precision):
-            given = spec.precision.policy if spec else dtype
-            raise wrapped_twice(path_text(path) or graph_nodes.name_of(module), str(given), plan.rules)
-
-
-def _own_specification(module: Any) -> Specification | None:
-    """How a wrapped module is governed; None for one of a class that somebody derived from a wrapped one."""
-    return vars(type(module)).get("_jmp_policy_specification")
 
 
 def _checked(methods: Any) -> tuple[str, ...]:
@@ -133,14 +115,7 @@ def _needs_class(planned: PlannedModule, plan: Plan) -> bool:
 def _set(planned: PlannedModule, plan: Plan) -> None:
     """Sets what settings of a module of the copied model can say."""
     module, precision, rules = planned.module, planned.precision, plan.rules
-    new = layers.settings(
-        module,
-        precision,
-        path=path_text(planned.path),
-        last=plan.last_blocks,
-        float32_islands=rules.float32_islands,
-        keeps_dtype=planned.keeps_dtype,
-    )
+    new = layers.settings(planned, rules, plan.last_blocks)
     if "dtype" in new:
         layers.remember_own_dtype(module, vars(module)["dtype"], new["dtype"])
     vars(module).update(new)

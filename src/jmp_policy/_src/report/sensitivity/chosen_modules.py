@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
-from jmp_policy._src.policy.patterns import Pattern, show_pattern
+from jmp_policy._src.policy.patterns import Pattern, path_text, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of, target_of, without_target, worthwhile
-from jmp_policy._src.policy.rules import PolicyMap, path_text
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, module_of
 from jmp_policy._src.report.trials import products_alone

@@ -8,8 +8,7 @@ from typing import Any
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.policy.patterns import Pattern, matches, show_pattern, unused_error
-from jmp_policy._src.policy.rules import path_text
+from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, traced_loss
