@@ -21,12 +21,29 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.targets import TARGETS
 
+#: What each command says.
+_COMMANDS = {
+    "audit": "every product of a function: dtypes, sizes, FLOPs, what to pad",
+    "diagnose": "where the first value that is not finite comes from",
+    "drift": "how far half precision is from float32, and where that is introduced",
+    "lowering": "the kernels that XLA makes for a GPU or TPU",
+    "memory": "what takes the memory, compiled for the default backend",
+    "recommend": "the policy with the most in half precision, for a budget of error",
+    "sensitivity": "what half precision in each module does to the gradient",
+    "spectrum": "magnitudes of gradients and activations, and what half precision loses of them",
+    "summary": "which rule governs which module of a model, in which dtypes",
+    "formats": "the number formats, and what a number becomes in each",
+}
 #: Commands that run the function, and their options.
 _RUN = {
     "diagnose": ("scale",),
-    "drift": ("detail",),
+    "drift": ("detail", "grad"),
     "recommend": ("budget", "target"),
     "sensitivity": (),
     "spectrum": ("scale",),
@@ -76,56 +93,39 @@ def _parser() -> argparse.ArgumentParser:
         "returns (function, *arguments) to look at."
     )
     arrays = "arguments as types: 'f32[64,784]', 'bf16[8]', 'i32[]'"
-    helps = {
-        "audit": "every product of a function: dtypes, sizes, FLOPs, what to pad",
-        "diagnose": "where the first value that is not finite comes from",
-        "drift": "how far half precision is from float32, and where that is introduced",
-        "lowering": "the kernels that XLA makes for a GPU or TPU",
-        "memory": "what takes the memory, compiled for the default backend",
-        "recommend": "the policy with the most in half precision, for a budget of error",
-        "sensitivity": "what half precision in each module does to the gradient",
-        "spectrum": "magnitudes of gradients and activations, and what half precision loses of them",
-        "summary": "which rule governs which module of a model, in which dtypes",
-        "formats": "the number formats, and what a number becomes in each",
-    }
-    parsers = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
+    known = f"{', '.join(TARGETS)}, or a slice of TPUs as in v5e:2x4"
+    factor = "what the loss is multiplied by, for the backward pass"
+    parsers = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
     for name, command in parsers.items():
-        command.add_argument("--json", action="store_true", help="as JSON instead of a table")
+        add, is_model = command.add_argument, name == "summary"
+        add("--json", action="store_true", help="as JSON instead of a table")
         if name == "formats":
+            add("numbers", nargs="*", type=float, help="any numbers; put -- before negative ones")
             continue
-        is_model = name == "summary"
-        command.add_argument(
-            "function", help=f"{where} A model in place of the function." if is_model else where
-        )
+        add("function", help=f"{where} A model in place of the function." if is_model else where)
         drawn = "; filled with normal random numbers" if name in _RUN else ""
-        command.add_argument("arrays", nargs="*", help=arrays + drawn)
-        policy = "the model's policy" if is_model else "autocast the function under this policy first"
+        add("arrays", nargs="*", help=arrays + drawn)
         if name not in ("recommend", "sensitivity"):
-            command.add_argument("--policy", help=policy)
+            policy = "the model's policy" if is_model else "autocast the function under this policy first"
+            add("--policy", help=policy)
         if name in ("audit", "lowering", "memory"):
-            text = "the gradients of a loss in its first argument too"
-            command.add_argument("--grad", action="store_true", help=text)
-    drift, known = parsers["drift"], f"{', '.join(TARGETS)}, or a slice of TPUs as in v5e:2x4"
-    drift.add_argument("--no-grad", action="store_true", help="compare the results of the function alone")
-    drift.add_argument("--detail", default="module", help="module, or operation")
-    text = "what the loss is multiplied by, for the backward pass"
-    for name in ("diagnose", "spectrum"):
-        parsers[name].add_argument("--scale", type=float, default=1.0, help=text)
-    text = "the largest relative error of the gradient; by default 0.01"
-    parsers["recommend"].add_argument("--budget", type=float, help=text)
-    parsers["recommend"].add_argument("--target", help=f"a GPU to say what it gains there: {known}")
+            add("--grad", action="store_true", help="the gradients of a loss in its first argument too")
+        if name in ("diagnose", "spectrum"):
+            add("--scale", type=float, default=1.0, help=factor)
+    add = parsers["drift"].add_argument
+    add("--no-grad", dest="grad", action="store_false", help="compare the results of the function alone")
+    add("--detail", default="module", help="module, or operation")
+    add = parsers["recommend"].add_argument
+    add("--budget", type=float, help="the largest relative error of the gradient; by default 0.01")
+    add("--target", help=f"a GPU to say what it gains there: {known}")
     parsers["lowering"].add_argument("--target", default="H100", help=known)
     parsers["memory"].add_argument("--target", help=f"{known}; without it, the default backend")
-    text = "any numbers; put -- before negative ones"
-    parsers["formats"].add_argument("numbers", nargs="*", type=float, help=text)
     return parser
 
 
 def _report(given: Any) -> Any:
     """Runs the report that was asked for."""
-    import jax
-
-    from jmp_policy._src.api import reports
+    from jmp_policy._src.api import reports  # Loaded where one is asked for.
 
     if given.command == "formats":
         return reports.formats(*given.numbers)
@@ -133,15 +133,11 @@ def _report(given: Any) -> Any:
     if given.command == "summary":
         return reports.summary(fn, given.policy, *args)
     if getattr(given, "policy", None):
-        from jmp_policy._src.autocast.api import autocast
-
         fn = autocast(fn, given.policy)
     if given.command == "audit":
         return reports.audit(fn, *args, grad=given.grad)
     if given.command in _RUN:
         options = {name: value for name, value in vars(given).items() if name in _RUN[given.command]}
-        if given.command == "drift":
-            options["grad"] = not given.no_grad
         report = getattr(reports, "gradient_spectrum" if given.command == "spectrum" else given.command)
         return report(fn, *jax.tree.map(_filled, args), **options)
     if given.grad:
@@ -152,12 +148,10 @@ def _report(given: Any) -> Any:
 
 def _filled(leaf: Any) -> Any:
     """An array of a type: normal random numbers, zeros for other than floating dtypes."""
-    import jax
-
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros(leaf.shape, leaf.dtype)
     return jax.random.normal(jax.random.key(0), leaf.shape).astype(leaf.dtype)
 
 
@@ -202,17 +196,14 @@ _KINDS = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint", "c"
 
 
 def _array_type(text: str) -> Any:
-    import jax
-
     match = re.fullmatch(r"([a-z_0-9]+)\[([\d,\s]*)\]", text.strip())
     if not match:
         raise ValueError(f"{text!r} is no type of arrays; they look like 'f32[64,784]', 'bf16[8]', 'i32[]'.")
     name, sizes = match.groups()
-    short = re.fullmatch(r"([a-z]+?)(\d+)", name)
-    if short and short.group(1) in _KINDS:
-        name = _KINDS[short.group(1)] + short.group(2)
+    kind = name.rstrip("0123456789")
+    name = "bool" if name == "pred" else _KINDS.get(kind, kind) + name.removeprefix(kind)
     try:
-        dtype = jax.numpy.dtype("bool" if name == "pred" else name)
+        dtype = jnp.dtype(name)
     except TypeError as error:
         raise ValueError(f"{text!r}: there is no dtype {name!r}.") from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -165,7 +165,7 @@ class StaticLossScale(_PromotingScaling):
 
     def __init__(self, loss_scale: Any):
         kept_dtypes = _kept_dtypes(loss_scale, weak=_HALVES)
-        set_fields(self, kept_dtypes=kept_dtypes, loss_scale=scale_leaf(loss_scale, "loss_scale"))
+        set_fields(self, kept_dtypes=kept_dtypes, loss_scale=scale_leaf(loss_scale))
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "StaticLossScale":
         """Returns the loss scale itself."""
@@ -206,17 +206,15 @@ class DynamicLossScale(_PromotingScaling):
         factor: float = 2,
         min_loss_scale: Any = 1.0,
     ):
-        config = {
-            "period": positive_int(period, "period"),
-            "factor": number(factor, "factor", above=0.0),
-            "min_loss_scale": max(number(min_loss_scale, "min_loss_scale"), SMALLEST_SCALE),
-            "kept_dtypes": _kept_dtypes(loss_scale, weak=()),
-        }
-        leaves = {
-            "loss_scale": scale_leaf(loss_scale, "loss_scale"),
-            "counter": jnp.asarray(counter, jnp.int32),
-        }
-        set_fields(self, **leaves, **config)
+        set_fields(
+            self,
+            period=positive_int(period, "period"),
+            factor=number(factor, "factor", above=0.0),
+            min_loss_scale=max(number(min_loss_scale, "min_loss_scale"), SMALLEST_SCALE),
+            kept_dtypes=_kept_dtypes(loss_scale, weak=()),
+            loss_scale=scale_leaf(loss_scale),
+            counter=jnp.asarray(counter, jnp.int32),
+        )
 
     def adjust(self, grads_finite: Any, grads: PyTree = None) -> "DynamicLossScale":
         """Returns the state after a step.

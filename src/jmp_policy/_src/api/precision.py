@@ -15,17 +15,12 @@ from jmp_policy._src.api.wrap import wrap
 from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
+from jmp_policy._src.loss_scaling import scale_types
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import check_losses
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state
-from jmp_policy._src.loss_scaling.scale_dict import SPELLINGS
-from jmp_policy._src.loss_scaling.scale_types import (
-    TYPES,
-    NoOpLossScale,
-    loss_scale_from_dict,
-    loss_scale_to_dict,
-)
+from jmp_policy._src.loss_scaling.protocol import SPELLINGS
 from jmp_policy._src.loss_scaling.transformation import Transformation
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.policy_text import POLICY_KEYS
@@ -100,11 +95,8 @@ class Precision:
         Raises:
           TypeError, ValueError: for a loss scale or pattern of the user's own that has no name.
         """
-        scale = self.loss_scale
-        several = isinstance(scale, dict)
-        settings = (
-            {n: loss_scale_to_dict(s) for n, s in scale.items()} if several else loss_scale_to_dict(scale)
-        )
+        scale, to_dict = self.loss_scale, scale_types.loss_scale_to_dict
+        settings = {n: to_dict(s) for n, s in scale.items()} if isinstance(scale, dict) else to_dict(scale)
         return {**self.policy.to_dict(), "loss_scale": settings}
 
     def __repr__(self) -> str:
@@ -231,19 +223,19 @@ def _one_loss_scale(setting: Any) -> Callable[[], Any]:
     if isinstance(setting, LossScale):
         return lambda: setting
     if hasattr(setting, "items"):
-        return loss_scale_from_dict(_plain(setting))
+        return scale_types.loss_scale_from_dict(_plain(setting))
     if setting is False or _is_word(setting, "none", "no", "false"):
-        return NoOpLossScale
+        return scale_types.NoOpLossScale
     if _is_word(setting, "dynamic"):
         return DynamicLossScale
     with contextlib.suppress(ValueError):  # YAML reads 1e4 as a text.
         setting = float(setting) if isinstance(setting, str) else setting
     if isinstance(setting, int | float) and not isinstance(setting, bool):
-        return loss_scale_from_dict({"type": "static", "loss_scale": setting})
-    hint = did_you_mean(setting, ("auto", *TYPES)) if isinstance(setting, str) else ""
+        return scale_types.loss_scale_from_dict({"type": "static", "loss_scale": setting})
+    hint = did_you_mean(setting, ("auto", *scale_types.TYPES)) if isinstance(setting, str) else ""
     raise ValueError(
         f"Unknown loss scale {shown(setting)}.{hint} Known: 'auto', 'dynamic', 'none', a number for a static "
-        f"scale, and {{'type': ..., ...}} with the type {', '.join(TYPES)}."
+        f"scale, and {{'type': ..., ...}} with the type {', '.join(scale_types.TYPES)}."
     )
 
 

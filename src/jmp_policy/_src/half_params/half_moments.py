@@ -13,6 +13,7 @@ would be divided by `eps` alone.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -125,10 +126,8 @@ def half_moments(
         check_state(state, HalfMomentsState, "half_moments")
         wide = _map_moments(_widen, state.inner_state)
         new_updates, new = run_inner(transformation, updates, wide, params, extra_args)
-        bits = iter(_bits(new, dtypes, state.count, seed) if stochastic_rounding else ())
-        new = _map_moments(
-            lambda x, kind: _narrow(x, kind, dtypes, next(bits) if stochastic_rounding else None), new
-        )
+        bits = iter(_bits(new, dtypes, state.count, seed)) if stochastic_rounding else itertools.repeat(None)
+        new = _map_moments(lambda x, kind: _narrow(x, kind, dtypes, next(bits)), new)
         return new_updates, HalfMomentsState(new, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -207,13 +206,12 @@ def _bits(state: Any, dtypes: dict[str, Any], count: Any, seed: Any) -> list[Any
     halves: list[Any] = []
 
     def note(x: Any, kind: str) -> Any:
-        halves.append(
-            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if dtypes[kind] == FP8_BLOCK else dtypes[kind])
-        )
+        dtype = jnp.bfloat16 if dtypes[kind] == FP8_BLOCK else dtypes[kind]
+        halves.append(jax.ShapeDtypeStruct(x.shape, dtype))
         return x
 
     _map_moments(note, state)
-    return random_bits(seed, count, dict(enumerate(halves))).values()
+    return random_bits(seed, count, halves)
 
 
 class BlockScaled(NamedTuple):

@@ -4,6 +4,7 @@ Different from the peers, the training step stays the same: `optax.apply_updates
 gives the rounded parameters.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from jmp_policy._src.half_params.rounding import (
     AWAY_FROM_ZERO,
     TOWARDS_ZERO,
     change,
-    check_params,
     check_seed,
     check_some_half,
     is_half_array,
@@ -27,6 +27,52 @@ from jmp_policy._src.half_params.rounding import (
 )
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
+
+
+def _training_half(
+    inner: Transformation,
+    wrapper: str,
+    state_type: Any,
+    start: Callable[[PyTree], tuple[Any, ...]],
+    exact: Callable[..., PyTree],
+    finish: Callable[..., tuple[PyTree, tuple[Any, ...]]],
+    needs_half: str,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transformation, which computes in float32 on more digits than half parameters hold.
+
+    Args:
+      inner: what is wrapped.
+      wrapper: the wrapper's name, for messages.
+      state_type: the class of its state: `inner_state`, and then fields of its own.
+      start: `params -> own`, the first values of these fields.
+      exact: `(params, *own) -> params32`, the parameters that `inner` gets.
+      finish: `(params, params32, steps, *own) -> (updates, own)`, given the updates of `inner`.
+      needs_half: what says in a message that there must be a half parameter; empty where it need not.
+    """
+    transformation = check_inner(inner, wrapper)
+
+    def init(params: PyTree) -> Any:
+        if needs_half:
+            check_some_half(params, needs_half)
+        own = start(params)
+        return state_type(init_inner(transformation, tree_to_float32(params), params), *own)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        check_state(state, state_type, wrapper)
+        if params is None and jax.tree.leaves(updates):
+            raise ValueError(
+                f"{wrapper} needs the parameters to compute their updates: call "
+                "tx.update(grads, state, params)."
+            )
+        if needs_half:
+            check_some_half(params, needs_half)
+        inner_state, *own = state
+        params32 = exact(params, *own)
+        steps, inner_state = run_inner(transformation, updates, inner_state, params32, extra_args)
+        new_updates, new = finish(params, params32, steps, *own)
+        return new_updates, state_type(inner_state, *new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class MasterWeightsState(NamedTuple):
@@ -100,38 +146,29 @@ def master_weights(
     References:
       Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
     """
-    transformation = check_inner(inner, "master_weights")
     if not isinstance(stochastic_rounding, bool):
         raise TypeError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}.")
     check_seed(seed)
 
-    def init(params: PyTree) -> MasterWeightsState:
-        if stochastic_rounding:
-            check_some_half(params, "master_weights(..., stochastic_rounding=True)")
-        masters = jax.tree.map(_master, params)
-        inner_state = init_inner(transformation, _with_masters(params, masters), params, masters)
-        count = jnp.int32(0) if stochastic_rounding else None
-        return MasterWeightsState(inner_state, masters, count)
+    def start(params: PyTree) -> tuple[PyTree, Any]:
+        return jax.tree.map(_master, params), jnp.int32(0) if stochastic_rounding else None
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, MasterWeightsState]:
-        check_state(state, MasterWeightsState, "master_weights")
-        check_params(params, updates, "master_weights")
-        bits, count = jax.tree.map(lambda p: None, params), state.count
+    def exact(params: PyTree, masters: PyTree, count: Any) -> PyTree:
+        return jax.tree.map(lambda p, m: _current(p, m, stochastic_rounding), params, masters)
+
+    def finish(params: PyTree, old: PyTree, steps: PyTree, masters: PyTree, count: Any) -> Any:
+        bits = jax.tree.map(lambda p: None, params)
         if stochastic_rounding:
-            check_some_half(params, "master_weights(..., stochastic_rounding=True)")
             bits, count = random_bits(seed, count, params), optax.safe_increment(count)
-        old = jax.tree.map(lambda p, m: _current(p, m, stochastic_rounding), params, state.masters)
-        steps, inner_state = run_inner(
-            transformation, updates, state.inner_state, _with_masters(params, old), extra_args
-        )
-        new = jax.tree.map(lambda p, m, u: m if _has_no_master(m) else m + _float32(u), params, old, steps)
-        return jax.tree.map(_update, params, old, new, steps, bits), MasterWeightsState(
-            inner_state, new, count
-        )
+        new = jax.tree.map(_stepped, params, old, steps)
+        return jax.tree.map(_update, params, old, new, steps, bits), (new, count)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    needs_half = "master_weights(..., stochastic_rounding=True)" if stochastic_rounding else ""
+    return _training_half(inner, "master_weights", MasterWeightsState, start, exact, finish, needs_half)
+
+
+def _has_master(p: Any) -> bool:
+    return is_floating_array(p) and promote_dtype(p.dtype) == jnp.float32
 
 
 def _master(p: Any) -> Any:
@@ -141,35 +178,24 @@ def _master(p: Any) -> Any:
             "optax cannot add updates to 8 bits. Keep it in bfloat16, and cast it where it is used."
         )
     # A copy of float32 parameters too: states may be donated together with the parameters.
-    if is_floating_array(p) and promote_dtype(p.dtype) == jnp.float32:
-        return jnp.array(p, jnp.float32)
-    return optax.MaskedNode()
+    return jnp.array(p, jnp.float32) if _has_master(p) else optax.MaskedNode()
 
 
-def _has_no_master(m: Any) -> bool:
-    return isinstance(m, optax.MaskedNode)
-
-
-def _with_masters(params: PyTree, masters: PyTree) -> PyTree:
-    """Replaces the parameters that have masters by them, for the wrapped transformation."""
-    return jax.tree.map(lambda p, m: p if _has_no_master(m) else m, params, masters)
-
-
-def _float32(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32)
+def _stepped(p: Any, old: Any, step: Any) -> Any:
+    return old + jnp.asarray(step, jnp.float32) if _has_master(p) else optax.MaskedNode()
 
 
 def _current(p: Any, m: Any, stochastic: bool) -> Any:
     """The master, or the parameter where it is not the rounded master (it was changed outside)."""
-    if _has_no_master(m):
-        return m
+    if not _has_master(p):
+        return p
     if is_half_array(p) and stochastic:
         expected = rounded(m, p.dtype, TOWARDS_ZERO), rounded(m, p.dtype, AWAY_FROM_ZERO)
     elif is_half_array(p):
         expected = (rounded(m, p.dtype),)
     else:  # Float32 copies that loss_scaled passes of parameters of some half dtype, or float32 itself.
         expected = m, rounded(m, jnp.float16), rounded(m, jnp.bfloat16)
-    p = _float32(p)
+    p = jnp.asarray(p, jnp.float32)
     is_current = p == expected[0]
     for other in expected[1:]:
         is_current |= p == other
@@ -178,12 +204,12 @@ def _current(p: Any, m: Any, stochastic: bool) -> Any:
 
 def _update(p: Any, old: Any, new: Any, step: Any, bits: Any) -> Any:
     """The update that takes a parameter to its new master, rounded to the parameter's dtype."""
-    if _has_no_master(new):
+    if not _has_master(p):
         return step
-    p32 = _float32(p)
+    p32 = jnp.asarray(p, jnp.float32)
     if not is_half_array(p):
         # Where the parameter was the master itself, adding the step gives the new one to the last bit.
-        return jnp.where(p32 == old, _float32(step), change(p32, new))
+        return jnp.where(p32 == old, jnp.asarray(step, jnp.float32), change(p32, new))
     if bits is None:
         return change(p32, rounded(new, p.dtype))
     return change(p32, jnp.where(new == old, p32, rounded(new, p.dtype, bits)))
@@ -243,30 +269,21 @@ def stochastic_rounding(inner: Transformation, seed: Any = 0) -> optax.GradientT
     References:
       Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3.
     """
-    transformation = check_inner(inner, "stochastic_rounding")
     check_seed(seed)
 
-    def init(params: PyTree) -> StochasticRoundingState:
-        check_some_half(params, "stochastic_rounding")
-        inner_state = init_inner(transformation, tree_to_float32(params), params)
-        return StochasticRoundingState(inner_state, jnp.int32(0))
+    def start(params: PyTree) -> Any:
+        return (jnp.int32(0),)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, StochasticRoundingState]:
-        check_state(state, StochasticRoundingState, "stochastic_rounding")
-        check_params(params, updates, "stochastic_rounding")
-        check_some_half(params, "stochastic_rounding")
-        steps, inner_state = run_inner(
-            transformation, updates, state.inner_state, tree_to_float32(params), extra_args
-        )
-        bits = random_bits(seed, state.count, params)
-        count = optax.safe_increment(state.count)
-        return jax.tree.map(_randomly_rounded, params, steps, bits), StochasticRoundingState(
-            inner_state, count
-        )
+    def exact(params: PyTree, count: Any) -> PyTree:
+        return tree_to_float32(params)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def finish(params: PyTree, params32: PyTree, steps: PyTree, count: Any) -> Any:
+        bits = random_bits(seed, count, params)
+        updates = jax.tree.map(_randomly_rounded, params, steps, bits)
+        return updates, (optax.safe_increment(count),)
+
+    name = "stochastic_rounding"
+    return _training_half(inner, name, StochasticRoundingState, start, exact, finish, needs_half=name)
 
 
 def _randomly_rounded(p: Any, step: Any, bits: Any) -> Any:
@@ -333,27 +350,20 @@ def kahan_summation(inner: Transformation) -> optax.GradientTransformationExtraA
       Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al., "Revisiting
       BFloat16 Training", 2020, section 4.
     """
-    transformation = check_inner(inner, "kahan_summation")
 
-    def init(params: PyTree) -> KahanSummationState:
-        check_some_half(params, "kahan_summation")
-        inner_state = init_inner(transformation, tree_to_float32(params), params)
-        return KahanSummationState(inner_state, jax.tree.map(_no_compensation, params))
+    def start(params: PyTree) -> Any:
+        return (jax.tree.map(_no_compensation, params),)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, KahanSummationState]:
-        check_state(state, KahanSummationState, "kahan_summation")
-        check_params(params, updates, "kahan_summation")
-        check_some_half(params, "kahan_summation")
-        exact = jax.tree.map(_sum, params, state.compensation)
-        steps, inner_state = run_inner(transformation, updates, state.inner_state, exact, extra_args)
-        both = jax.tree.map(_compensated, params, state.compensation, steps)
-        new_updates = jax.tree.map(lambda p, x: x[0], params, both)
-        compensation = jax.tree.map(lambda p, x: x[1], params, both)
-        return new_updates, KahanSummationState(inner_state, compensation)
+    def exact(params: PyTree, compensation: PyTree) -> PyTree:
+        return jax.tree.map(_sum, params, compensation)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def finish(params: PyTree, params32: PyTree, steps: PyTree, compensation: PyTree) -> Any:
+        both = jax.tree.map(_compensated, params, compensation, steps)
+        updates = jax.tree.map(lambda p, x: x[0], params, both)
+        return updates, (jax.tree.map(lambda p, x: x[1], params, both),)
+
+    name = "kahan_summation"
+    return _training_half(inner, name, KahanSummationState, start, exact, finish, needs_half=name)
 
 
 def _no_compensation(p: Any) -> Any:

@@ -125,14 +125,6 @@ def check_some_half(params: PyTree, wrapper: str) -> None:
         )
 
 
-def check_params(params: PyTree, updates: PyTree, wrapper: str) -> None:
-    """Raises ValueError where there are gradients but the parameters were not passed."""
-    if params is None and jax.tree.leaves(updates):
-        raise ValueError(
-            f"{wrapper} needs the parameters to compute their updates: call tx.update(grads, state, params)."
-        )
-
-
 def check_seed(seed: Any) -> None:
     """Raises TypeError for a seed that is not an integer, ValueError for one that JAX's keys can't take."""
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)

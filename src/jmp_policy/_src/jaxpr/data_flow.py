@@ -1,8 +1,11 @@
 """Follows values of a program that is still being traced back to what they were computed from."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat
 from jmp_policy._src.jaxpr.calls import Kind
 
@@ -28,15 +31,15 @@ class Ancestors(NamedTuple):
         return not self.nodes.keys().isdisjoint(other.nodes)
 
 
-def ancestors(values: Iterable[Any], stop: Callable[[Any], bool] = lambda eqn: False) -> Ancestors | None:
-    """What values were computed from, as far as the running trace knows; None where none is traced.
+def ancestors(values: PyTree, stop: Callable[[Any], bool] = lambda eqn: False) -> Ancestors:
+    """What values were computed from, as far as the running trace knows; nothing where none is traced.
 
     Args:
       values: arrays or tracers; those that are not of a program being traced are passed over.
       stop: equations whose operands are not to be followed.
     """
     found = Ancestors({}, [], [])
-    waiting = list(values)
+    waiting = jax.tree.leaves(values)
     while waiting:
         traced = compat.traced_by(waiting.pop())
         if traced is None or id(traced[0]) in found.nodes:
@@ -49,7 +52,7 @@ def ancestors(values: Iterable[Any], stop: Callable[[Any], bool] = lambda eqn: F
             found.nodes[id(eqn)] = eqn
             found.equations.append(eqn)
             waiting.extend(() if stop(eqn) else _used(eqn, operands))
-    return found if found.nodes else None
+    return found
 
 
 def _used(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -6,32 +6,70 @@ micro-batches of one call) has one loss scale, and devices are synchronised once
 per micro-batch.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.dtypes import strip_weak_type
+from jmp_policy._src.core.dtypes import array_type_text, is_floating, promote_dtype, strip_weak_type
 from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
-from jmp_policy._src.loss_scaling.microbatch_loop import (
-    Batch,
-    MicrobatchResult,
-    StepFunction,
-    Window,
-    accumulate,
-)
+from jmp_policy._src.jaxpr.compat import varying
+from jmp_policy._src.loss_scaling.float8_state import derivatives, map_derivatives
+from jmp_policy._src.loss_scaling.gradients import all_finite, everywhere, is_inexact
+from jmp_policy._src.loss_scaling.protocol import LossScale
+from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Settings of an accumulation: how a batch is split into micro-batches, and how gradients are added up.
+
+    Args:
+      n: micro-batches (of each device).
+      dtype: dtype of the accumulator.
+      drops: whether single micro-batches are dropped.
+      axes: mapped axes over which rows are split; may be none.
+      mesh: the mesh of the axes, if it was given.
+      batch_axis: the axis along which arrays are split.
+      has_aux: whether the loss function returns an auxiliary output too.
+    """
+
+    n: int
+    dtype: np.dtype
+    drops: bool
+    axes: tuple[Any, ...]
+    mesh: Any
+    batch_axis: int
+    has_aux: bool
+
+
+class MicrobatchResult(NamedTuple):
+    """Result of one micro-batch, or of all: loss, auxiliary output, gradients, state for the next one."""
+
+    loss: Any
+    aux: Any
+    grads: PyTree
+    state: PyTree
+
+
+#: Arguments of a loss function behind the parameters: `(args, kwargs)`.
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: One micro-batch: `(scale, params, state, args, kwargs) -> (value, grads, state)`.
+StepFunction = Callable[[LossScale, PyTree, Any, tuple[Any, ...], dict[str, Any]], tuple[Any, PyTree, Any]]
 
 
 def accumulate_gradients(
@@ -106,26 +144,28 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis)
+    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis, has_aux)
     gradient = scaled_value_and_grad(loss_fn, has_aux=has_aux, allow_int=allow_int)
 
-    def step(scale: LossScale, params: PyTree, state: None, args: Any, kwargs: Any) -> MicrobatchResult:
-        value, grads = gradient(scale, params, *args, **kwargs)
-        unscaled, aux = value if has_aux else (value, None)
-        return MicrobatchResult(unscaled, as_arrays(aux), grads, state)
+    def step(scale: LossScale, params: PyTree, state: None, args: Any, kwargs: Any) -> Any:
+        return *gradient(scale, params, *args, **kwargs), None
 
     def value_and_scaled_grad(scale_or_opt_state: Any, params: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         check_no_nnx_module("accumulate_gradients", params)
         scale = find_loss_scale(scale_or_opt_state, loss)
-        mean, dropped = run_window(window, step, scale, params, None, (args, kwargs))
-        result = ((mean.loss, mean.aux) if has_aux else mean.loss, mean.grads)
-        return (result, dropped) if window.drops else result
+        return run_window(window, step, scale, params, None, (args, kwargs))[0]
 
     return value_and_scaled_grad
 
 
 def make_window(
-    n: int, accumulator_dtype: Any, on_nonfinite: str, axis_name: Any, mesh: Any, batch_axis: int
+    n: int,
+    accumulator_dtype: Any,
+    on_nonfinite: str,
+    axis_name: Any,
+    mesh: Any,
+    batch_axis: int,
+    has_aux: bool,
 ) -> Window:
     """Checks the arguments of `accumulate_gradients` that do not depend on a batch."""
     positive_int(n, "n")
@@ -140,50 +180,55 @@ def make_window(
         raise ValueError(f"batch_axis must be an axis counted from the front, 0 or more, got {batch_axis!r}.")
     if axis_name is None and mesh is not None:
         raise ValueError("mesh= needs axis_name=, the axis of the mesh that the batch is split over.")
-    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    axes = () if axis_name is None else axes
-    return Window(n, dtype, on_nonfinite == "drop_microbatch", axes, mesh, batch_axis)
+    axes = axis_name if isinstance(axis_name, tuple | list) else () if axis_name is None else (axis_name,)
+    return Window(n, dtype, on_nonfinite == "drop_microbatch", tuple(axes), mesh, batch_axis, has_aux)
 
 
 def run_window(
-    window: Window,
-    step: StepFunction,
-    scale: LossScale,
-    params: PyTree,
-    state: PyTree,
-    batch: tuple[tuple[Any, ...], dict[str, Any]],
-) -> tuple[MicrobatchResult, jax.Array]:
-    """The mean over all micro-batches, and how many were dropped (int32 scalar).
+    window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Arguments
+) -> tuple[Any, PyTree]:
+    """What `accumulate_gradients` returns, and the state after the last micro-batch.
 
     Enters a `shard_map` over the window's axes where the caller is not inside of one.
     """
-    split = Batch.of(batch, window.batch_axis)
-    if not window.axes or _are_mapped(window.axes):
-        return accumulate(window, step, scale, params, state, split)
+    is_inside = not window.axes or _are_mapped(window.axes)
+    run = _accumulate if is_inside else _accumulate_in_shard_map
+    mean, dropped = run(window, step, scale, params, state, batch)
+    result = ((mean.loss, mean.aux) if window.has_aux else mean.loss, mean.grads)
+    return (result, dropped) if window.drops else result, mean.state
 
+
+def _accumulate_in_shard_map(
+    window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Arguments
+) -> tuple[MicrobatchResult, jax.Array]:
     mesh = _mesh(window)
     devices = math.prod(mesh.shape[axis] for axis in window.axes)
-    split.check(window.n * devices, f"{window.n} micro-batches on each of {devices} devices")
+    meant = f"{window.n} micro-batches on each of {devices} devices"
+    check_rows(batch, window.batch_axis, window.n * devices, meant)
+    leaves, treedef = jax.tree.flatten(batch)
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) or is_split(x)}
     whole, stacked = PartitionSpec(), PartitionSpec(window.axes)
     rows = PartitionSpec(*[None] * window.batch_axis, window.axes)
+    specs = {i: rows if is_split(x) else whole for i, x in arrays.items()}
 
-    def local(scale: LossScale, params: PyTree, state: PyTree, rows: Any, others: Any) -> Any:
-        return accumulate(window, step, scale, params, state, split.with_arrays(rows, others))
+    def local(scale: LossScale, params: PyTree, state: PyTree, arrays: dict[int, Any]) -> Any:
+        part = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        return _accumulate(window, step, scale, params, state, part)
 
     # check_vma=False: the check refuses loss functions that were written without devices in mind, such as
     # those with a scan whose carry starts as zeros.
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(whole, whole, whole, rows, whole),
+        in_specs=(whole, whole, whole, specs),
         out_specs=(MicrobatchResult(whole, stacked, whole, whole), whole),
         axis_names=set(window.axes),
         check_vma=False,
     )
-    return jax.jit(mapped)(scale, params, state, split.rows, split.others)
+    return jax.jit(mapped)(scale, params, state, arrays)
 
 
-def as_arrays(aux: PyTree) -> PyTree:
+def _as_arrays(aux: PyTree) -> PyTree:
     """Converts the auxiliary output of a loss function to arrays, which a loop can stack."""
 
     def array(path: Any, x: Any) -> jax.Array:
@@ -217,3 +262,222 @@ def _mesh(window: Window) -> Any:
             "over that axis, pass mesh= with it (or use jax.set_mesh), or leave axis_name out."
         )
     return mesh
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def is_split(x: Any) -> bool:
+    """Whether an argument of a loss function is an array with rows, which is split."""
+    return isinstance(x, jax.Array | np.ndarray) and x.ndim > 0
+
+
+def check_rows(batch: Arguments, axis: int, parts: int, meant: str) -> None:
+    """Raises ValueError unless all arrays have the same number of rows, a multiple of `parts`."""
+    leaves = jax.tree.leaves_with_path(dict(zip(("batch", "kwargs"), batch, strict=True)))
+    rows = [(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves if is_split(x)]
+    shapes = ", ".join(f"{name}: {array_type_text(x)}" for name, x in rows)
+    if not rows and parts > 1 and not any(is_key(x) for _, x in leaves):
+        raise ValueError(
+            f"There is no array to split into {meant}: pass the batch as an argument, "
+            "accumulate_gradients(loss_fn, n)(opt_state, params, batch), instead of closing over it."
+        )
+    if any(x.ndim <= axis for _, x in rows):
+        raise ValueError(f"batch_axis={axis} is beyond the last axis of an array in {shapes}.")
+    sizes = {x.shape[axis] for _, x in rows}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"All arrays after the parameters are split along axis {axis}, and these differ in length there: "
+            f"{shapes}. Close over what is not to be split; make PRNG keys with jax.random.key."
+        )
+    if sizes and min(sizes) % parts:
+        raise ValueError(
+            f"A batch of {min(sizes)} along axis {axis} cannot be split into {meant} of equal size: {shapes}."
+        )
+
+
+def _accumulate(
+    window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Arguments
+) -> tuple[MicrobatchResult, jax.Array]:
+    """The mean over the micro-batches of all devices, and how many were dropped, where the axes are mapped.
+
+    Each device adds up the gradients of its n micro-batches in a loop; only then one all-reduce adds up the
+    sums of all devices, and the total is divided by the number of micro-batches kept::
+
+        for i in range(n):                               # _loop, on each device
+            loss, grads = step(params, microbatch i)     # at the same loss scale
+            if drops and not finite: loss, grads = 0, 0; kept = 0        # _dropped_unless_finite
+            total = total + grads                                    # float8 layers' state: the maximum
+        total, count = psum over devices                 # _sum_over_devices
+        return total / count
+
+    So that the all-reduce is the only one, parameters are typed as varying over devices (`_pvary`). For
+    parameters that are the same on all devices, `shard_map` would add up the gradients of every micro-batch.
+    """
+    n, axes, axis = window.n, window.axes, window.batch_axis
+    devices = lax.axis_size(axes) if axes else 1
+    first = lax.axis_index(axes) * n if axes else 0
+    check_rows(batch, axis, n, f"{n} micro-batches" + (" on each device" if axes else ""))
+    if n > 1:
+        batch = jax.tree.map(lambda x: _in_parts(x, n, axis) if is_split(x) else x, batch)
+    params, start = _pvary(params, axes), state
+    if axes:  # No two devices draw the same mask.
+        start = jax.tree.map(lambda x: jax.random.fold_in(x, first) if is_key(x) else x, _pvary(state, axes))
+
+    def microbatch(x: Any, i: Any) -> Any:
+        """Part of an argument; a key is folded with the number of the micro-batch among all devices'."""
+        if is_split(x):
+            return lax.dynamic_index_in_dim(x, i, axis + 1, keepdims=False) if n > 1 else x
+        return jax.random.fold_in(x, first + i) if is_key(x) and n * devices > 1 else x
+
+    def run_one(state: PyTree, i: Any) -> tuple[MicrobatchResult, Any]:
+        args, kwargs = jax.tree.map(lambda x: microbatch(x, i), batch)
+        value, grads, after = step(scale, params, state, args, kwargs)
+        loss, aux = value if window.has_aux else (value, None)
+        _check_loss_varies(loss, params, axes)
+        # No loop can carry the gradient of an integer, which is float0.
+        grads = jax.tree.map(lambda g: g if is_inexact(g) else None, grads)
+        result, kept = MicrobatchResult(jnp.asarray(loss), _as_arrays(aux), grads, after), None
+        if window.drops:
+            result, kept = _dropped_unless_finite(result, state, axes)
+        grads = map_derivatives(lambda g: g.astype(_accumulation_dtype(g.dtype, window.dtype)), result.grads)
+        return result._replace(grads=grads), kept
+
+    sums, kept = _loop(run_one, n, params, start, window.dtype)
+    loss_dtype = sums.loss.dtype
+    sums = sums._replace(loss=jnp.sum(sums.loss, dtype=promote_dtype(loss_dtype)))
+    # The number of those kept is float32 to go with the gradients in one all-reduce.
+    count = n * devices if kept is None else jnp.sum(kept, dtype=jnp.float32)
+    if axes:
+        sums, count = _sum_over_devices(sums, count, state, axes)
+    grads = map_derivatives(
+        lambda p, total: _mean(p, total, count),
+        params,
+        lambda p, largest: largest if kept is None else jnp.where(count > 0, largest, p),
+        [sums.grads],
+    )
+    dropped = jnp.asarray(n * devices - count, jnp.int32)
+    return sums._replace(loss=(sums.loss / count).astype(loss_dtype), grads=grads), dropped
+
+
+def _in_parts(x: Any, n: int, axis: int) -> jax.Array:
+    """An array with its rows as (rows of a micro-batch, n).
+
+    Rows of a micro-batch lie n apart: as runs of neighbouring rows, each would lie on few devices.
+    """
+    return jnp.reshape(x, (*x.shape[:axis], x.shape[axis] // n, n, *x.shape[axis + 1 :]))
+
+
+def _loop(
+    run_one: Callable[[PyTree, Any], tuple[MicrobatchResult, Any]],
+    n: int,
+    params: PyTree,
+    state: PyTree,
+    dtype: np.dtype,
+) -> tuple[MicrobatchResult, Any]:
+    """Runs the micro-batches of this device one after the other.
+
+    Returns:
+      The sum of their gradients, the last state, and their losses and auxiliary outputs, stacked along a new
+      first axis; and which of them were kept, stacked too (None where none can be dropped).
+    """
+    if n == 1:  # Without the 0 + g, which makes a 0 of -0.
+        result, kept = run_one(state, 0)
+        loss, aux, kept = jax.tree.map(lambda x: jnp.asarray(x)[None], (result.loss, result.aux, kept))
+        return result._replace(loss=loss, aux=aux), kept
+
+    def add(carry: tuple[PyTree, PyTree], i: jax.Array) -> Any:
+        total, state = carry
+        result, kept = run_one(state, i)
+        total = map_derivatives(jnp.add, total, jnp.maximum, [result.grads])
+        return (total, result.state), (result.loss, result.aux, kept)
+
+    def zeros(param: Any) -> Any:
+        if not is_inexact(param):
+            return None
+        return jnp.zeros_like(param, dtype=_accumulation_dtype(jnp.result_type(param), dtype))
+
+    start = map_derivatives(zeros, params, jnp.zeros_like), state
+    (total, state), (losses, aux, kept) = lax.scan(add, start, jnp.arange(n, dtype=jnp.int32))
+    return MicrobatchResult(losses, aux, total, state), kept
+
+
+def _dropped_unless_finite(
+    result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
+) -> tuple[MicrobatchResult, jax.Array]:
+    """A micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
+    kept = all_finite((derivatives(result.grads), result.loss))
+    # Devices that hold parts of the same parameters or rows must agree.
+    if others := tuple(sorted(varying(jax.typeof(kept)) - set(axes))):
+        kept = everywhere(kept, others)
+    numbers = (result.grads, result.loss)
+    grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))
+    return result._replace(loss=loss, grads=grads, state=select_tree(kept, result.state, before)), kept
+
+
+def _sum_over_devices(
+    sums: MicrobatchResult, count: Any, before: PyTree, axes: tuple[Any, ...]
+) -> tuple[MicrobatchResult, Any]:
+    """Adds up losses, gradients and numbers of kept micro-batches of all devices, and averages their states.
+
+    All in one all-reduce. `before` is the state before the first micro-batch; PRNG keys are taken from it.
+    """
+    local_count = None if isinstance(count, int) else count
+    floats = jax.tree.map(lambda x: x.astype(promote_dtype(x.dtype)) if is_inexact(x) else None, sums.state)
+    (total, loss, summed_count), floats = lax.psum(
+        ((derivatives(sums.grads), sums.loss, local_count), floats), axes
+    )
+    total = map_derivatives(
+        lambda _, summed: summed, sums.grads, lambda local, _: lax.pmax(local, axes), [total]
+    )
+
+    def mean(old: Any, new: Any, summed: Any) -> Any:
+        if is_key(old):
+            return old
+        return new if summed is None else (summed / lax.axis_size(axes)).astype(new.dtype)
+
+    state = jax.tree.map(mean, before, sums.state, floats)
+    return sums._replace(loss=loss, grads=total, state=state), count if summed_count is None else summed_count
+
+
+def _accumulation_dtype(dtype: Any, accumulator: np.dtype) -> np.dtype:
+    is_accumulated = is_floating(dtype) and jnp.finfo(dtype).bits <= 32  # Not float64, nor complex.
+    return accumulator if is_accumulated else np.dtype(dtype)
+
+
+def _mean(param: Any, total: Any, count: Any) -> Any:
+    if total is None:
+        return np.zeros(jnp.shape(param), jax.dtypes.float0)
+    return total / (count if isinstance(count, int) else count.astype(total.dtype))
+
+
+def _pvary(tree: PyTree, axes: tuple[Any, ...]) -> PyTree:
+    """Types floating arrays as varying over the axes, as `jax.lax.pvary` does.
+
+    Differentiated by parameters that are typed as the same on all devices, a loss is summed over the devices
+    by `shard_map` itself: once in every micro-batch.
+    """
+    manual = [a for a in axes if a in jax.sharding.get_abstract_mesh().manual_axes]
+
+    def pvary(x: Any) -> Any:
+        if not is_inexact(x):
+            return x
+        common = tuple(a for a in manual if a not in varying(jax.typeof(x)))
+        return lax.pcast(jnp.asarray(x), common, to="varying") if common else x
+
+    return jax.tree.map(pvary, tree)
+
+
+def _check_loss_varies(loss: Any, params: PyTree, axes: tuple[Any, ...]) -> None:
+    """Raises where types show that the loss is the same on all devices: it was averaged over them already."""
+    if not axes:
+        return
+    typed = set().union(*(varying(jax.typeof(p)) for p in jax.tree.leaves(params))) & set(axes)
+    if missing := typed - varying(jax.typeof(loss)):
+        raise ValueError(
+            f"accumulate_gradients(axis_name={axes}) averages over devices itself, and the loss is the same "
+            f"on all devices of {', '.join(map(repr, sorted(missing)))}: return the mean over the device's "
+            "own rows, without pmean or psum."
+        )

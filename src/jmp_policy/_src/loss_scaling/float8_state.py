@@ -37,11 +37,6 @@ def derivatives(tree: PyTree) -> PyTree:
     return map_derivatives(lambda x: x, tree, lambda x: None)
 
 
-def add(a: PyTree, b: PyTree, plus: Callable[[Any, Any], Any]) -> PyTree:
-    """Adds gradients of two losses; of the state it takes the maximum, as Flax for a layer used twice."""
-    return map_derivatives(plus, a, jnp.maximum, [b])
-
-
 def next_histories(grads: PyTree, params: PyTree) -> PyTree:
     """Moves histories of largest values one step on, whatever JAX made of them.
 

@@ -4,7 +4,8 @@ The state machine of `DynamicLossScale` is torch's `GradScaler`'s (growth after 
 clean steps) with Megatron's hysteresis, a floor and a ceiling. The functional shape is jmp's.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.core
@@ -22,48 +23,12 @@ from jmp_policy._src.loss_scaling import scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
-from jmp_policy._src.loss_scaling.scale_dict import FromDict
+from jmp_policy._src.loss_scaling.protocol import FromDict, LossScale
 
 #: The scales that can be multiplied by and divided by: they and their reciprocals are normal float32
 #: numbers. XLA turns the division by a scalar into a product with its reciprocal, and subnormals into 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-
-
-@runtime_checkable
-class LossScale(Protocol):
-    """Protocol of a loss scale, as `scaled_value_and_grad` and `loss_scaled` use it.
-
-    All methods are pure. An implementation is a pytree of strongly typed arrays.
-
-    Example:
-      >>> isinstance(DynamicLossScale(), LossScale)
-      True
-    """
-
-    @property
-    def loss_scale(self) -> jax.Array:
-        """The factor, a float32 scalar."""
-        ...
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating leaves by the factor, in float32 or float64."""
-        ...
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divides floating and complex leaves by the factor, in float32 or float64."""
-        ...
-
-    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "LossScale":
-        """The state for the next step.
-
-        Args:
-          grads_finite: boolean scalar.
-          grads: the unscaled gradients, for scales that look at magnitudes. `loss_scaled` passes them where
-            `adjust` has a parameter of this name; and `axis_name`, over which they may be split between
-            devices, where it has one of that name.
-        """
-        ...
 
 
 def is_loss_scale(x: Any) -> bool:
@@ -84,7 +49,7 @@ def count_if(happened: jax.Array, so_far: jax.Array, otherwise: jax.Array | None
 
 
 def tree_to_float32(tree: PyTree) -> PyTree:
-    """Casts floating leaves of 16 bits or fewer to float32, and returns all others as the same objects."""
+    """Casts floating leaves of 16 bits or fewer to float32; all others are the same objects."""
     return map_changed(_leaf_to_float32, tree)
 
 
@@ -92,6 +57,11 @@ def holds_float8_state(tree: PyTree) -> bool:
     """Whether gradients hold the state of float8 layers, which is none; see `float8_state.py`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return COLLECTION in [getattr(key, "key", None) for path, _ in flat for key in path]
+
+
+def map_gradients(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Maps a function over gradients, and not over the state of float8 layers among them."""
+    return (map_derivatives if holds_float8_state(tree) else map_changed)(function, tree)
 
 
 class Scaling(FromDict):
@@ -105,18 +75,14 @@ class Scaling(FromDict):
         A loss of 3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
         """
         SCALE_USE.note_product(self, tree)
-        map_gradients = map_derivatives if holds_float8_state(tree) else map_changed
         return map_gradients(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the loss scale, half ones as float32.
 
-        Integers, keys, `float0` and everything else are untouched, and so is the state that Flax's float8
-        layers keep in gradients (`_overwrite_with_gradient`). Exact for powers of two.
+        All others are untouched, and the state that Flax's float8 layers keep in gradients, too.
         """
-        gradients, map_gradients = tree, map_changed
-        if holds_float8_state(tree):
-            gradients, map_gradients = derivatives(tree), map_derivatives
+        gradients = derivatives(tree) if holds_float8_state(tree) else tree
         quotients = iter(divide(list(filter(is_inexact, jax.tree.leaves(gradients))), self.loss_scale))
         return map_gradients(lambda x: next(quotients) if is_inexact(x) else x, tree)
 
@@ -141,8 +107,8 @@ class DynamicLossScale(Scaling):
       growth_interval: clean steps in a row before the scale grows; static.
       growth_factor: greater than 1; static.
       backoff_factor: between 0 and 1; static.
-      min_loss_scale, max_loss_scale: bounds of the scale; static. The default floor 2**-14 is the smallest
-        normal float16, the ceiling 2**24 is apex's. A ceiling above 2**126 acts as 2**126.
+      min_loss_scale, max_loss_scale: bounds of the scale; static. 2**-14 is the smallest normal float16,
+        2**24 apex's ceiling. A ceiling above 2**126 acts as 2**126.
       hysteresis: overflows tolerated (each is skipped) until the scale backs off; then every further
         overflow lowers it, until the next growth. static.
 
@@ -185,29 +151,21 @@ class DynamicLossScale(Scaling):
         max_loss_scale: float = 2.0**24,
         hysteresis: int = 1,
     ):
-        config = {
-            "growth_interval": positive_int(growth_interval, "growth_interval"),
-            "growth_factor": number(growth_factor, "growth_factor", above=1.0),
-            "backoff_factor": number(backoff_factor, "backoff_factor", above=0.0, below=1.0),
-            "hysteresis": positive_int(hysteresis, "hysteresis"),
-            **bounds(min_loss_scale, max_loss_scale),
-        }
-        low, high = config["min_loss_scale"], config["max_loss_scale"]
-        leaves = {
-            "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
-            "growth_tracker": jnp.zeros((), jnp.int32),
-            "hysteresis_tracker": jnp.full((), config["hysteresis"], jnp.int32),
-            "stuck": jnp.zeros((), jnp.bool_),
-        }
-        set_fields(self, **leaves, **config)
+        hysteresis = positive_int(hysteresis, "hysteresis")
+        set_fields(
+            self,
+            **bounded_scale(loss_scale, min_loss_scale, max_loss_scale),
+            growth_interval=positive_int(growth_interval, "growth_interval"),
+            growth_factor=number(growth_factor, "growth_factor", above=1.0),
+            backoff_factor=number(backoff_factor, "backoff_factor", above=0.0, below=1.0),
+            hysteresis=hysteresis,
+            growth_tracker=jnp.zeros((), jnp.int32),
+            hysteresis_tracker=jnp.full((), hysteresis, jnp.int32),
+            stuck=jnp.zeros((), jnp.bool_),
+        )
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
-        """The scale, grown or backed off, and its counters; leaves keep their types.
-
-        Args:
-          grads_finite: whether all gradients were finite; boolean scalar.
-          grads: ignored.
-        """
+        """The scale, grown or backed off, and its counters; leaves keep their types. `grads` are ignored."""
         finite = jnp.asarray(grads_finite, jnp.bool_)
         clean = jnp.where(finite, self.growth_tracker + 1, 0)
         tolerated = jnp.where(finite, self.hysteresis_tracker, self.hysteresis_tracker - 1)
@@ -227,10 +185,7 @@ class DynamicLossScale(Scaling):
 
 
 def within(scale: Any, low: Any, high: Any) -> jax.Array:
-    """A scale, or the nearest bound; the upper one for NaN, from which a few overflows lead down.
-
-    From the lower one, growth would take 2000 steps for each factor of two.
-    """
+    """A scale, or the nearest bound; the upper one for NaN, as a few overflows lead down from there."""
     return jnp.where(scale <= high, jnp.maximum(scale, low), high)
 
 
@@ -259,28 +214,24 @@ def _times(x: Any, scale: Any) -> Any:
     return lax.mul(x, lax.broadcast(lax.convert_element_type(scale, x.dtype), x.shape))
 
 
-def scale_leaf(value: Any, name: str, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:
-    """Converts a loss scale to a strongly typed float32 scalar.
-
-    Raises:
-      ValueError: for a value that is not a scalar; for one known before tracing that is outside [low, high].
-    """
-    shape = np.shape(value)
-    if shape != ():
+def scale_leaf(value: Any, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE) -> Any:
+    """A loss scale as a strongly typed float32 scalar, checked if it is known before tracing."""
+    if np.shape(value) != ():
         raise ValueError(
-            f"{name} must be a scalar, got shape {shape}. Map over several scales with jax.vmap."
+            f"loss_scale must be a scalar, got shape {np.shape(value)}. Map over several scales with "
+            "jax.vmap."
         )
     if not isinstance(value, jax.core.Tracer):
-        concrete = number(value, name)
+        concrete = number(value, "loss_scale")
         if not low <= concrete <= high:
-            raise scale_mistakes.outside(name, concrete, low, high)
+            raise scale_mistakes.outside(concrete, low, high)
         # YAML reads 1e4 as a text.
         value = concrete if isinstance(value, str) else value
     return jnp.asarray(value, jnp.float32)
 
 
-def bounds(low: Any, high: Any) -> dict[str, float]:
-    """Checks floor and ceiling of a loss scale, and returns them as fields by name."""
+def bounded_scale(loss_scale: Any, low: Any, high: Any) -> dict[str, Any]:
+    """Checks a scale with its floor and ceiling, and returns the three as fields by name."""
     low, high = number(low, "min_loss_scale"), number(high, "max_loss_scale")
     for value, name in ((low, "min_loss_scale"), (high, "max_loss_scale")):
         if not SMALLEST_SCALE <= value <= float(jnp.finfo(jnp.float32).max):
@@ -288,4 +239,4 @@ def bounds(low: Any, high: Any) -> dict[str, float]:
     high = min(high, LARGEST_SCALE)
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
-    return {"min_loss_scale": low, "max_loss_scale": high}
+    return {"loss_scale": scale_leaf(loss_scale, low, high), "min_loss_scale": low, "max_loss_scale": high}

@@ -10,11 +10,8 @@ One step::
     scale = scale.adjust(finite)                    # grown, backed off, or the same
 
 Of several losses each has a scale: the first two lines and the last run for each, by its name, and `inner`
-gets the sum. One loss is several with the name "".
-
-Different from the peers: gradients are divided by the scale that the loss was multiplied by (mpx divides by
-the adjusted one), the outcome is selected and not branched to (Keras branches, which costs 3.4x the temporary
-memory), and the wrapped transformation only ever sees float32.
+gets the sum. One loss is several with the name "". Different from the peers, the outcome is selected and not
+branched to (as Keras does for 3.4x the temporary memory), and `inner` only ever sees float32.
 """
 
 import functools
@@ -28,20 +25,19 @@ import numpy as np
 import optax
 from jax import lax
 
+from jmp_policy._src.core.dtypes import is_number
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import float8_state, loss_scales, scale_mistakes
-from jmp_policy._src.loss_scaling.forgotten_scale import Division, ForgottenScaleCheck
-from jmp_policy._src.loss_scaling.gradients import Decision, all_finite, everywhere, fusable_flag
+from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
+from jmp_policy._src.loss_scaling.gradients import Decision, all_finite, fusable_flag
 from jmp_policy._src.loss_scaling.loss_scale import (
     LossScale,
-    Scaling,
     check_loss_scale,
     count_if,
     holds_float8_state,
     tree_to_float32,
 )
 from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
-from jmp_policy._src.loss_scaling.scale_types import StaticLossScale
 from jmp_policy._src.loss_scaling.state import LossScaledState, check_no_number
 from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
 
@@ -71,9 +67,9 @@ def loss_scaled(
     Returns:
       A transformation. `init(params)` gives an `optim.LossScaledState`. `update(grads, state, params,
       **extra)` divides by the scale and runs `inner` in float32 (float64 and complex stay). Where a gradient
-      is infinite or NaN, updates are -0.0, which changes no bit of a parameter, `inner`'s state is the old
-      one, and the scale backs off. With several losses, `grads` is a mapping by name. `overflowed=True` says
-      that gradients left out of `grads` were not finite. `grad=`, for line searches, is unscaled too.
+      is not finite, updates are -0.0, which changes no bit, `inner`'s state is the old one, and the scale
+      backs off. With several losses, `grads` is a mapping by name. `overflowed=True` says that gradients left
+      out of `grads` were not finite. `grad=`, for line searches, is unscaled too.
 
     Raises:
       TypeError, ValueError: for what is no transformation, scale or mode; in `update`, for gradients that
@@ -95,12 +91,20 @@ def loss_scaled(
         raise scale_mistakes.unknown_mode(count_mode, on_nonfinite)
     groups = monitor if isinstance(monitor, bool) else check_groups(monitor)
     initial = loss_scales.check(loss_scale) if several else {"": check_loss_scale(loss_scale)}
-    check_multiplied = ForgottenScaleCheck()
+    check_multiplied = ForgottenScaleCheck(initial)
 
-    def by_name(grads: Any) -> dict[str, PyTree]:
+    def by_loss(grads: Any) -> dict[str, PyTree]:
         return loss_scales.check_gradients(grads, initial) if several else {"": grads}
 
+    def unscale(grads: dict[str, PyTree], scales: Mapping[str, LossScale]) -> dict[str, PyTree]:
+        # Loss scales of other libraries may leave them half.
+        return {name: tree_to_float32(scales[name].unscale(tree)) for name, tree in grads.items()}
+
     def init(params: PyTree) -> LossScaledState:
+        magnitudes = None
+        if groups:
+            as_gradients = dict.fromkeys(initial, float8_state.derivatives(params))
+            magnitudes = jax.tree.map(jnp.zeros_like, magnitudes_by_loss(as_gradients, initial, groups))
         return LossScaledState(
             inner_state=init_inner(transformation, tree_to_float32(params), params),
             loss_scale=loss_scales.start(initial) if several else jax.tree.map(jnp.array, initial[""]),
@@ -108,49 +112,38 @@ def loss_scaled(
             skipped=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            gradients=no_magnitudes(params) if groups else None,
+            gradients=magnitudes,
         )
-
-    def magnitudes(grads: dict[str, PyTree], scales: Mapping[str, LossScale], axis_name: Any = None) -> Any:
-        # A leaf where there is no group: `optax.tree_map_params` calls `init` with a placeholder, and takes
-        # the result for a prefix of the state.
-        return magnitudes_by_loss(grads, scales, groups, axis_name) or jnp.zeros(())
-
-    def no_magnitudes(params: PyTree) -> Any:
-        as_gradients = dict.fromkeys(initial, float8_state.derivatives(params))
-        return jax.tree.map(jnp.zeros_like, magnitudes(as_gradients, initial))
-
-    def unscale(grads: Any, scales: Mapping[str, LossScale]) -> dict[str, PyTree]:
-        """Gradients by loss, as float32 and divided by the scale that they were multiplied by."""
-        # Loss scales of other libraries may leave them half.
-        return {name: tree_to_float32(scales[name].unscale(grads[name])) for name in initial}
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, *, overflowed: Any = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
         check_no_number(state)
-        scaled = by_name(updates)
+        scaled = by_loss(updates)
         scales = state.loss_scale.scales if several else {"": state.loss_scale}
         left_out = loss_scales.flags(overflowed, initial) if several else {"": overflowed}
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
         grads = unscale(scaled, scales)
-        check_multiplied({n: _division(scaled[n], scales[n], initial[n], params, state) for n in initial})
+        check_multiplied(scaled, scales, params, state)
         gradients, run = grads, transformation.update
-        if has_float8 := holds_float8_state(updates):
+        if holds_float8_state(updates):
             gradients, run = float8_state.derivatives(grads), float8_state.around(run, params)
 
-        each_finite = _each_finite(gradients, axis_name)
+        if several:
+            each_finite = loss_scales.each_finite(gradients, axis_name)
+        else:
+            each_finite = {"": all_finite(gradients[""], axis_name)}
         together = lax.bitwise_and if on_nonfinite == "skip_step" else lax.bitwise_or
         finite = functools.reduce(together, each_finite.values())
         kept = each_finite if on_nonfinite == "drop_loss" else None
 
         def total(grads: dict[str, PyTree]) -> PyTree:
-            return loss_scales.total(grads, kept, has_float8) if several else grads[""]
+            return loss_scales.total(grads, kept) if several else grads[""]
 
         if "grad" in extra_args:
-            extra_args["grad"] = total(unscale(by_name(extra_args["grad"]), scales))
+            extra_args["grad"] = total(unscale(by_loss(extra_args["grad"]), scales))
         new_updates, inner_state = run(total(grads), state.inner_state, tree_to_float32(params), **extra_args)
         step = Decision(finite)
         skipped = ~step.for_small
@@ -158,8 +151,7 @@ def loss_scaled(
         inner_state = _state_unless_skipped(step, inner_state, state.inner_state, count_mode)
         small = {n: step.for_small if f is finite else fusable_flag(f) for n, f in each_finite.items()}
         adjusted = {
-            n: _adjust(scales[n], _clean(small[n], left_out.get(n), axis_name), gradients[n], axis_name)
-            for n in initial
+            n: _adjust(scales[n], small[n], left_out.get(n), gradients[n], axis_name) for n in initial
         }
         return new_updates, LossScaledState(
             inner_state=inner_state,
@@ -168,63 +160,30 @@ def loss_scaled(
             skipped=count_if(skipped, state.skipped),
             consecutive_skips=count_if(skipped, state.consecutive_skips, jnp.int32(0)),
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            gradients=magnitudes(gradients, scales, axis_name) if groups else None,
+            gradients=magnitudes_by_loss(gradients, scales, groups, axis_name) if groups else None,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _division(
-    grads: PyTree, scale: LossScale, initial: LossScale, params: PyTree, state: LossScaledState
-) -> Division:
-    fixed = initial.loss_scale if isinstance(initial, StaticLossScale) else None
-    return Division(grads, scale, params, state, fixed, isinstance(scale, Scaling))
-
-
-def _each_finite(grads: dict[str, PyTree], axis_name: Any) -> dict[str, jax.Array]:
-    """Whether the gradients of each loss are finite; boolean scalars, the same on all devices."""
-    if len(grads) == 1 or axis_name is None:
-        return {name: all_finite(tree, axis_name) for name, tree in grads.items()}
-    # One all-reduce for all losses.
-    flags = jnp.stack([all_finite(tree) for tree in grads.values()])
-    agreed = everywhere(flags, axis_name)
-    return {name: agreed[i] for i, name in enumerate(grads)}
-
-
-def _clean(finite: jax.Array, overflowed: Any, axis_name: Any) -> jax.Array:
-    """Whether gradients, and those left out of them on any device, are finite; boolean scalar."""
-    if overflowed is None:
-        return finite
-    if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
-        raise scale_mistakes.no_boolean(overflowed)
-    if axis_name is None:
-        return finite & ~jnp.asarray(overflowed)
-    return finite & everywhere(~jnp.asarray(overflowed), axis_name)
-
-
-def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
+def _adjust(
+    loss_scale: LossScale, finite: jax.Array, overflowed: Any, grads: PyTree, axis_name: Any
+) -> LossScale:
     """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
+    if overflowed is not None:
+        finite = finite & loss_scales.none_overflowed(overflowed, axis_name)
+    parameters = inspect.signature(loss_scale.adjust).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     offered = {"grads": grads, "axis_name": axis_name}
-    try:
-        parameters = inspect.signature(loss_scale.adjust).parameters.values()
-    except (TypeError, ValueError):  # Not written in Python.
-        return loss_scale.adjust(finite)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in named})
+    return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in parameters})
 
 
 def _update_unless_skipped(step: Decision, update: Any) -> Any:
     """The update on a finite step, else one that leaves every bit of a parameter unchanged."""
-    if not isinstance(update, jax.Array | np.ndarray | np.generic):
+    if not isinstance(update, jax.Array | np.ndarray | np.generic) or not is_number(update.dtype):
         return update
-    if update.dtype == jax.dtypes.float0 or not jnp.issubdtype(update.dtype, jnp.number):
-        return update
-    zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-    if jnp.issubdtype(update.dtype, jnp.complexfloating):
-        zero = complex(-0.0, -0.0)
     # -0.0 and not 0.0: p + -0.0 is p for every p, while -0.0 + 0.0 loses the sign.
-    return step.select(jnp.asarray(update), lax.full_like(update, zero))
+    return step.select(jnp.asarray(update), lax.full_like(update, -np.zeros((), update.dtype)))
 
 
 def _state_unless_skipped(step: Decision, new: PyTree, old: PyTree, count_mode: str) -> PyTree:

@@ -15,7 +15,8 @@ from jax import lax
 from jmp_policy._src.core.pytree import pytree_dataclass
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import float8_state
+from jmp_policy._src.loss_scaling.float8_state import map_derivatives
+from jmp_policy._src.loss_scaling.gradients import all_finite, everywhere
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, check_loss_scale, count_if, is_loss_scale
 from jmp_policy._src.loss_scaling.scale_types import loss_scale_from_dict, loss_scale_to_dict
 
@@ -211,19 +212,38 @@ def flags(overflowed: Any, known: Mapping[str, LossScale]) -> Mapping[str, Any]:
     return overflowed
 
 
-def total(grads: Mapping[str, PyTree], finite: Mapping[str, jax.Array] | None, has_float8: bool) -> PyTree:
+def none_overflowed(overflowed: Any, axis_name: Any) -> jax.Array:
+    """Whether no gradients that were left out overflowed, on any device; boolean scalar."""
+    if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
+        raise TypeError(
+            "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
+            f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
+        )
+    clean = ~jnp.asarray(overflowed)
+    return clean if axis_name is None else everywhere(clean, axis_name)
+
+
+def each_finite(grads: Mapping[str, PyTree], axis_name: Any) -> dict[str, jax.Array]:
+    """Whether the gradients of each loss are finite; boolean scalars, the same on all devices."""
+    finite = {name: all_finite(tree) for name, tree in grads.items()}
+    if axis_name is None:
+        return finite
+    agreed = everywhere(jnp.stack(list(finite.values())), axis_name)  # One all-reduce for all losses.
+    return {name: agreed[i] for i, name in enumerate(finite)}
+
+
+def total(grads: Mapping[str, PyTree], finite: Mapping[str, jax.Array] | None) -> PyTree:
     """Adds up the gradients of all losses, in the order of the names.
+
+    Of the state of float8 layers it takes the maximum, as Flax for a layer that is used twice.
 
     Args:
       grads: gradients by loss.
       finite: which losses are finite, where the others are to be left out; else None.
-      has_float8: whether gradients hold the state of float8 layers, which is not added.
     """
     if finite is not None:
         grads = {n: jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()}
-    if has_float8:
-        return reduce(lambda a, b: float8_state.add(a, b, _plus), grads.values())
-    return reduce(lambda a, b: jax.tree.map(_plus, a, b), grads.values())
+    return reduce(lambda a, b: map_derivatives(_plus, a, jnp.maximum, [b]), grads.values())
 
 
 def _plus(a: Any, b: Any) -> Any:

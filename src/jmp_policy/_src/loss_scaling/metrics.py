@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -11,8 +11,10 @@ import numpy as np
 from jax import lax
 
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.forgotten_scale import is_known
+from jmp_policy._src.loss_scaling.gradients import is_inexact
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, pick
+from jmp_policy._src.loss_scaling.protocol import LossScale
 from jmp_policy._src.loss_scaling.state import LossScaledState, find_one, unwrapped
 
 #: From a parameter's path ("encoder/layer_0/kernel") to its group; True for the first name of the path.
@@ -91,13 +93,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     gradients = state.gradients if isinstance(state.gradients, Mapping) else {}
     for group, of_group in gradients.items():
         values.update({f"grad_{name}/{group}": value for name, value in of_group.items()})
-    return {key: _outliving(value) for key, value in values.items()}
-
-
-def _outliving(value: Any) -> Any:
-    """A copy of an array, since the state may be donated to the next step; what is traced as it is."""
-    has_buffer = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    return jnp.copy(value) if has_buffer else value
+    # The state may be donated to the next step.
+    return {key: jnp.copy(value) if is_known(value) else value for key, value in values.items()}
 
 
 def _of_losses(scales: LossScales) -> dict[str, Any]:
@@ -114,12 +111,10 @@ def _of_losses(scales: LossScales) -> dict[str, Any]:
     return values
 
 
-def check_groups(groups: Any) -> Groups:
+def check_groups(groups: Any) -> Any:
     """Raises TypeError for something that does not say which parameter is in which group."""
-    if isinstance(groups, bool):
-        return groups
     if callable(groups):
-        return cast(Groups, groups)
+        return groups
     raise TypeError(
         "monitor is True (one group per part of the model) or a function from a parameter's path to the name "
         f"of its group; got {groups!r}."
@@ -128,13 +123,16 @@ def check_groups(groups: Any) -> Groups:
 
 def magnitudes_by_loss(
     grads: Mapping[str, PyTree], scales: Mapping[str, LossScale], groups: Groups, axis_name: Any = None
-) -> dict[str, dict[str, jax.Array]]:
+) -> Any:
     """The magnitudes that the optimizer's state keeps, by loss (for the name "" without it) and group."""
-    return {
+    found = {
         f"{loss}/{group}" if loss else group: values
         for loss, tree in grads.items()
         for group, values in _magnitudes(tree, scales[loss].loss_scale, groups, axis_name).items()
     }
+    # A leaf where there is no group: `optax.tree_map_params` calls `init` with a placeholder, and takes the
+    # result for a prefix of the state.
+    return found or jnp.zeros(())
 
 
 def _magnitudes(
@@ -155,7 +153,7 @@ def _magnitudes(
     leaves = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+        if is_inexact(leaf) and np.size(leaf)
     ]
     parts: dict[str, list[jax.Array]] = {}
     for text, leaf in leaves:
@@ -273,4 +271,4 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
       >>> float(get_loss_scale_state(tx.init(jnp.ones(2))).loss_scale.loss_scale)
       8.0
     """
-    return unwrapped(find_one(opt_state).state)
+    return unwrapped(find_one(opt_state)[1])

@@ -30,6 +30,11 @@ _ABSENT = object()
 #: state that was read without a target has no class.
 _LOSS_SCALED = frozenset(("grads_finite", "skipped"))
 _MASTERS = frozenset(("inner_state", "masters"))
+#: Of the fields that may be missing, those that no template of shapes can stand in for, and what does.
+_NEEDED = {
+    "masters": "real masters: tx.init(params) of the restored parameters",
+    "loss_scale": "a real loss scale: state._replace(loss_scale=DynamicLossScale())",
+}
 #: What optax calls means of squared gradients, whose square root is taken.
 _SECOND_MOMENTS = ("nu", "nu_max", "sum_of_squares", "v_row", "v_col")
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -151,15 +156,10 @@ class _Pair:
         """The value of a freshly initialised state."""
         if not isinstance(self.wanted, jax.ShapeDtypeStruct):
             return jnp.array(self.wanted)  # A copy: the restored state may be donated.
-        if self.field == "masters":
+        if self.field in _NEEDED:
             raise ValueError(
-                f"{self.path} was not saved, and the template has only its shape. Give the template real "
-                "masters: tx.init(params) of the restored parameters."
-            )
-        if self.field == "loss_scale":
-            raise ValueError(
-                f"{self.path} was not saved, and the template has only its shape. Give the template a real "
-                "loss scale: state._replace(loss_scale=DynamicLossScale())."
+                f"{self.path} was not saved, and the template has only its shape. Give the template "
+                f"{_NEEDED[self.field]}."
             )
         return jnp.full(self.wanted.shape, self.field == "grads_finite", self.wanted.dtype)
 
@@ -204,11 +204,9 @@ def _match(
     for name, child in children.items():
         is_field = (wraps and name != "inner_state") or name == COLLECTION
         child_field = name if is_field else field
-        inside = limits if limits and not limits.always else None
-        if is_of_scale and (found_limits := leaf_limits(name, wanted)):
-            inside = _Limits(*found_limits)
-        elif wraps == _LOSS_SCALED and name == "gradients":
-            inside = _ANYTHING
+        inside = None if limits and limits.always else limits
+        if is_of_scale:
+            inside = _leaf_limits(name, wanted) or inside
         elif has_moments and name in _SECOND_MOMENTS:
             inside = _Limits(0, np.inf, always=False)
         yield from _match(_join(path, name), child, saved.get(name), child_field, exact, inside)
@@ -277,18 +275,16 @@ def _join(path: str, name: str) -> str:
 def _check_structure(pairs: list[_Pair]) -> None:
     missing = [f"{p.path}: {_show(p.wanted)}" for p in pairs if p.given is _ABSENT and not p.field]
     left_over = [f"{p.path}: {_show(p.given)}" for p in pairs if p.wanted is _ABSENT and not p.field]
-    both = [p for p in pairs if p.wanted is not _ABSENT and p.given is not _ABSENT]
     reshaped = [
         f"{p.path}: {_show(p.wanted)} -> {_show(p.given)}"
-        for p in both
-        if _shape(p.wanted) != _shape(p.given)
+        for p in pairs
+        if not (p.wanted is _ABSENT or p.given is _ABSENT) and np.shape(p.wanted) != np.shape(p.given)
     ]
-    if not (missing or left_over or reshaped):
-        return
     lists = {"missing": missing, "left over": left_over, "of another shape": reshaped}
     parts = [f"{len(found)} {what}:\n{_first(found)}" for what, found in lists.items() if found]
-    text = "\n".join(["What was saved does not fit this program's state.", *parts])
-    raise ValueError(text + _hint([p.path for p in pairs if p.wanted is _ABSENT]))
+    if parts:
+        text = "\n".join(["What was saved does not fit this program's state.", *parts])
+        raise ValueError(text + _hint([p.path for p in pairs if p.wanted is _ABSENT]))
 
 
 def _hint(left_over: list[str]) -> str:
@@ -321,11 +317,8 @@ def _check_types(pairs: Iterable[_Pair]) -> None:
 
 
 def _check_values(pairs: list[_Pair], values: list[Any], check: bool) -> None:
-    damage = [
-        f"{p.path}: {what}"
-        for p, value in zip(pairs, values, strict=True)
-        if p.given is not _ABSENT and (what := _damage(p, value, check))
-    ]
+    saved = [(p, value) for p, value in zip(pairs, values, strict=True) if p.given is not _ABSENT]
+    damage = [f"{p.path}: {what}" for p, value in saved if (what := _damage(p, value, check))]
     if damage:
         raise ValueError(
             f"What was saved is damaged, or of a program with other bounds:\n{_first(damage)}\nRestore an "
@@ -347,22 +340,22 @@ def _damage(pair: _Pair, value: Any, check: bool) -> str:
     if not all_finite(value):
         known = isinstance(pair.wanted, jax.ShapeDtypeStruct) or all_finite(pair.wanted)
         return "not finite" if known or np.isnan(np.asarray(value)).any() else ""
-    is_count = _kind(value) is jnp.integer and _shape(value) == ()
+    is_count = _kind(value) is jnp.integer and np.shape(value) == ()
     return f"{_text(value)}, a negative count" if is_count and value < 0 else ""
 
 
 def _text(value: Any) -> str:
-    return f"{np.asarray(value).item():g}" if _shape(value) == () else "some values"
+    return f"{np.asarray(value).item():g}" if np.shape(value) == () else "some values"
 
 
 def _change(wanted: Any, given: Any) -> str:
     """Describes how the type of a leaf has changed; returns "" where it has not."""
-    if not hasattr(wanted, "dtype") and not isinstance(wanted, _SCALARS):
-        return "" if type(given) is type(wanted) else f"{type(wanted).__name__} -> {_show(given)}"
-    if isinstance(wanted, _SCALARS):
-        return "" if _kind(wanted) is _kind(given) else f"{_show(wanted)} -> {_show(given)}"
     change = f"{_show(wanted)} -> {_show(given)}"
-    before, after = wanted.dtype, _dtype(given)
+    if isinstance(wanted, _SCALARS):
+        return "" if _kind(wanted) is _kind(given) else change
+    if not hasattr(wanted, "dtype"):
+        return "" if type(given) is type(wanted) else f"{type(wanted).__name__} -> {_show(given)}"
+    before, after = wanted.dtype, getattr(given, "dtype", None)
     if after != before:
         if after is not None and is_floating(before) and is_floating(after):
             if jnp.finfo(after).bits < jnp.finfo(before).bits:
@@ -419,16 +412,8 @@ def _uncommitted(x: jax.Array) -> jax.Array:
 
 
 def _kind(x: Any) -> Any:
-    dtype = _dtype(x) if hasattr(x, "dtype") else np.asarray(x).dtype if isinstance(x, _SCALARS) else None
+    dtype = np.asarray(x).dtype if isinstance(x, _SCALARS) else getattr(x, "dtype", None)
     return next((kind for kind in _KINDS if dtype is not None and jnp.issubdtype(dtype, kind)), None)
-
-
-def _dtype(x: Any) -> Any:
-    return getattr(x, "dtype", None)
-
-
-def _shape(x: Any) -> Any:
-    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
 def _is_weak(x: Any) -> bool:
@@ -449,26 +434,24 @@ def _first(lines: list[str]) -> str:
 _COUNTS = ("growth_tracker", "hysteresis_tracker", "clean_steps", "skipped", "consecutive_skips", "steps")
 
 
-def leaf_limits(name: str, scale: Any) -> tuple[float, float] | None:
+def _leaf_limits(name: str, scale: Any) -> _Limits | None:
     """Between which numbers a leaf of a loss scale, or of the state of `loss_scaled`, must lie.
 
     Args:
       name: of the leaf.
       scale: the loss scale, whose bounds count; where only its leaves are known, what holds them.
-
-    Returns:
-      The least and the greatest number, or None for other leaves.
     """
-    if name in _COUNTS:
-        return 0, 2**31 - 2  # One less than an int32 holds: the next step may add one.
     low = getattr(scale, "min_loss_scale", SMALLEST_SCALE)
     high = getattr(scale, "max_loss_scale", LARGEST_SCALE)
+    count = _Limits(0, 2**31 - 2)  # One less than an int32 holds: the next step may add one.
     return {
-        "loss_scale": (float(np.float32(low)), float(np.float32(high))),
-        "log2_scale": (math.floor(math.log2(low)), math.ceil(math.log2(high))),
-        "clean_scale": (SMALLEST_SCALE, 2.0**127),
-        "failed_scale": (SMALLEST_SCALE, 2.0**127),
-        "widened": (0, 1000),
-        "integral": (-LARGEST_SCALE, LARGEST_SCALE),
-        "previous_error": (-LARGEST_SCALE, LARGEST_SCALE),
+        **dict.fromkeys(_COUNTS, count),
+        "loss_scale": _Limits(float(np.float32(low)), float(np.float32(high))),
+        "log2_scale": _Limits(math.floor(math.log2(low)), math.ceil(math.log2(high))),
+        "clean_scale": _Limits(SMALLEST_SCALE, 2.0**127),
+        "failed_scale": _Limits(SMALLEST_SCALE, 2.0**127),
+        "widened": _Limits(0, 1000),
+        "integral": _Limits(-LARGEST_SCALE, LARGEST_SCALE),
+        "previous_error": _Limits(-LARGEST_SCALE, LARGEST_SCALE),
+        "gradients": _ANYTHING,
     }.get(name)

@@ -16,7 +16,7 @@ from jmp_policy._src.loss_scaling.gradients import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales
 from jmp_policy._src.loss_scaling.selection import select_tree
-from jmp_policy._src.loss_scaling.state import find_one, is_scale, unwrapped, variable_test
+from jmp_policy._src.loss_scaling.state import find_one, is_scale, unwrapped
 
 
 def repeat_until_finite(
@@ -53,14 +53,10 @@ def replace_loss_scale(scale_or_state: Any, new: LossScale, loss: str | None = N
     """What `find_loss_scale` takes, with another loss scale in the place of the one that it finds."""
     if is_scale(scale_or_state):
         return _with(scale_or_state, new, loss)
-    old = find_one(scale_or_state).state
-    is_variable = variable_test()
-    new_scale = jax.tree.map(
-        lambda before, value: before.replace(value) if is_variable(before) else value,
-        old.loss_scale,
-        _with(unwrapped(old.loss_scale), new, loss),
-        is_leaf=is_variable,
-    )
+    _, old = find_one(scale_or_state)
+    new_scale = _with(unwrapped(old.loss_scale), new, loss)
+    # The arrays into the Variables of `nnx.Optimizer`, if they are in such.
+    new_scale = jax.tree.unflatten(jax.tree.structure(old.loss_scale), jax.tree.leaves(new_scale))
     return jax.tree.map(
         lambda x: x._replace(loss_scale=new_scale) if x is old else x,
         scale_or_state,

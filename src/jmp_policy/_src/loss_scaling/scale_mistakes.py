@@ -5,18 +5,20 @@ scaled out of a backward pass are not looked at.
 """
 
 import collections
-import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.source_lines import directory_of
+from jmp_policy._src.loss_scaling.protocol import FromDict
 
 
 def no_loss_scale(given: Any, where: str) -> TypeError:
@@ -32,10 +34,10 @@ def no_loss_scale(given: Any, where: str) -> TypeError:
     )
 
 
-def outside(name: str, value: float, low: float, high: float) -> ValueError:
+def outside(value: float, low: float, high: float) -> ValueError:
     """Makes the error for a scale beyond its bounds."""
     return ValueError(
-        f"{name} is {value:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
+        f"loss_scale is {value:g}, outside [{low:g}, {high:g}]. It must be a normal float32 "
         "number between min_loss_scale and max_loss_scale (set those to allow more), else gradients "
         "become 0 or inf."
     )
@@ -58,14 +60,6 @@ def unknown_mode(count_mode: Any, on_nonfinite: Any) -> ValueError:
     return ValueError(
         "on_nonfinite='drop_loss' leaves one of several losses out, and this optimizer has one loss "
         "scale for all. Give it a mapping from losses to loss scales."
-    )
-
-
-def no_boolean(overflowed: Any) -> TypeError:
-    """Makes the error for what does not say whether gradients overflowed."""
-    return TypeError(
-        "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
-        f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
     )
 
 
@@ -123,8 +117,17 @@ def is_number(scale: Any) -> TypeError:
     )
 
 
-def misplaced(wrapper: Any) -> str:
-    """What to say of a wrapper that stands around `loss_scaled`, and belongs inside."""
+def misplaced(opt_state: PyTree, state: Any) -> str:
+    """What to say of a wrapper that stands around the state of `loss_scaled`, and belongs inside."""
+    if not jax.tree.leaves(state.loss_scale):  # Nothing that could fall.
+        return ""
+    for outer in jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_advice(node))):
+        if any(node is state for node in jax.tree.leaves(outer, is_leaf=lambda node: node is state)):
+            return _advice(outer)
+    return ""
+
+
+def _advice(wrapper: Any) -> str:
     if isinstance(wrapper, optax.ApplyIfFiniteState):
         return (
             "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
@@ -140,102 +143,125 @@ def misplaced(wrapper: Any) -> str:
     return ""
 
 
-class History(enum.Enum):
-    """What the running trace shows of gradients."""
-
-    UNKNOWN = enum.auto()
-    MULTIPLIED = enum.auto()
-    NEVER_MULTIPLIED = enum.auto()
-    #: As it seems: they come of the parameters, without a backward pass.
-    COMPUTED_WITHOUT = enum.auto()
-
-
-def explained(divisions: Mapping[str, Any], uses: Any) -> str | None:
-    """What to warn of gradients that do not plainly come scaled out of a backward pass; None if of nothing.
+class Division(NamedTuple):
+    """Gradients as an update gets them, and the loss scale that it divides them by.
 
     Args:
-      divisions: the gradients of each loss (`forgotten_scale.Division`), by its name ("" for the only one).
+      grads: scaled gradients.
+      scale: the loss scale of the optimizer's state.
+      initial: the one that the optimizer was made with.
+      params: the parameters, or None.
+      state: the optimizer's state.
+    """
+
+    grads: PyTree
+    scale: Any
+    initial: Any
+    params: PyTree
+    state: Any
+
+
+def explained(divisions: Mapping[str, Division], uses: Any) -> str | None:
+    """What to warn of gradients that do not plainly come scaled out of a backward pass; None if of nothing.
+
+    `loss_scaled` divides gradients by the scale. Gradients that it never multiplied come out 65536 times too
+    small, all of them finite: the model learns that much more slowly, and nothing else shows it. So do those
+    that somebody has divided already, or clipped to a norm of 1 before. There are two ways to notice:
+
+    1. While a program is traced, JAX knows what each value was computed from. Where a step is one jitted
+       function, the gradients tell: behind them is a backward pass, and nowhere the loss scale of the state.
+       That is an error. Where they come of the parameters without a backward pass (`jax.jacfwd`, formulas),
+       and where something has clipped or divided them since, it is a warning.
+    2. Gradients that were computed in another jitted function, or outside of any, come without a history. A
+       record of the scales that were asked for decides whether to warn; nothing else reads it.
+
+    Args:
+      divisions: the gradients of each loss, by its name ("" for the only one).
       uses: the record of the scales that were asked for (`forgotten_scale.ScaleUse`).
 
     Raises:
       ValueError: where the running trace shows that no loss scale multiplied them.
     """
-    known = {name: _history(division, uses) for name, division in divisions.items()}
-    found = None
-    for name, history in known.items():
-        if history is History.NEVER_MULTIPLIED:
-            raise ValueError(_without_scale(name))
-        if history is History.MULTIPLIED:
-            uses.close(divisions[name].scale)
-        if history is History.COMPUTED_WITHOUT:
+    found, any_multiplied = None, False
+    for name, division in divisions.items():
+        is_multiplied = _is_multiplied(division, uses)
+        if is_multiplied:
+            any_multiplied = True
+            uses.close(division.scale)
+        elif is_multiplied is False:
             found = _without_scale(name)
-        found = found or _changed_while_scaled(divisions[name])
-    is_unknown = found is None and History.MULTIPLIED not in known.values()
-    if is_unknown and all(d.is_noted for d in divisions.values()):
-        scales, state = [d.scale for d in divisions.values()], next(iter(divisions.values())).state
-        if not uses.may_have_multiplied(scales, state):
-            found = _not_asked_for(next(iter(divisions)))
-    return found
+            if any(map(transposes, ancestors(division.grads).equations)):
+                raise ValueError(found)
+        found = found or _changed_while_scaled(division)
+    # Products with scales of other libraries do not enter the record.
+    scales, first = [division.scale for division in divisions.values()], next(iter(divisions))
+    if found or any_multiplied or not all(isinstance(scale, FromDict) for scale in scales):
+        return found
+    return None if _take_one(uses, scales, divisions[first].state) else _not_asked_for(first)
 
 
-def _history(division: Any, uses: Any) -> History:
-    """Whether gradients were computed from their loss scale.
+def _is_multiplied(division: Division, uses: Any) -> bool | None:
+    """Whether gradients were computed from their loss scale; None where that is not known.
 
     They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale. But they may have been all the same, and nothing is known, where
+    with the scale; as it seems, they were not either where they come of the parameters without one. But they
+    may have been all the same, and nothing is known, where
 
     1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
        been computed from them after the backward pass (clipped, preconditioned);
     2. one of these inputs is a number, by which they may have been multiplied then;
     3. the scale never changes, and is a constant of the program.
     """
-    leaves = jax.tree.leaves(division.grads)
-    of_grads, of_scale = ancestors(leaves), ancestors(jax.tree.leaves(division.scale))
-    if of_grads is None or of_scale is None:
-        return History.UNKNOWN
+    of_grads, of_scale = ancestors(division.grads), ancestors(division.scale)
     if of_grads.meet(of_scale):
-        return History.MULTIPLIED
-    has_backward_pass = any(map(transposes, of_grads.equations))
-    of_params = ancestors(jax.tree.leaves(division.params))
-    comes_of_params = of_params is not None and of_grads.meet(of_params)
-    if not has_backward_pass and not (comes_of_params and of_grads.equations):
-        return History.UNKNOWN
-    if uses.is_constant(division.fixed) or _may_be_inputs(division):
-        return History.UNKNOWN
-    return History.NEVER_MULTIPLIED if has_backward_pass else History.COMPUTED_WITHOUT
+        return True
+    comes_of_params = of_grads.equations and of_grads.meet(ancestors(division.params))
+    if not of_scale.nodes or not (comes_of_params or any(map(transposes, of_grads.equations))):
+        return None
+    if getattr(division.initial, "never_changes", False):
+        fixed = division.initial.loss_scale
+        if not isinstance(fixed, jax.core.Tracer) and float(fixed) in uses.constants:
+            return None
+    return None if _may_be_inputs(division) else False
 
 
-def _may_be_inputs(division: Any) -> bool:
+def _take_one(uses: Any, scales: Any, state: Any) -> bool:
+    """Whether a scale was asked for that may be one of these of a state; ends one use that was open."""
+    uses.drop_finished()
+    known = [use for use in uses.open if not use.is_traced]
+    if known:
+        ended = next((use for use in known if use.is_of(scales)), known[0])
+        uses.open = [use for use in uses.open if use is not ended]
+    in_programs = uses.sizes_in_other_programs & {None, len(jax.tree.leaves(state))}
+    return bool(known or uses.open or in_programs)
+
+
+def _may_be_inputs(division: Division) -> bool:
     """Whether inputs of the trace may be gradients, or a scale, behind these gradients.
 
     Only what happens after the backward pass counts.
     """
-    grads = jax.tree.leaves(division.grads)
-    near = ancestors(grads, stop=ends_backward_pass)
-    own = ancestors(jax.tree.leaves((division.params, division.state)))
-    known = {} if own is None else own.nodes
-    inputs = [] if near is None else [x for x in near.inputs if id(x) not in known]
+    own = ancestors((division.params, division.state)).nodes
+    near = ancestors(division.grads, stop=ends_backward_pass)
+    inputs = [x for x in near.inputs if id(x) not in own]
     may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
     shapes = collections.Counter(map(np.shape, inputs))
-    return may_be_scales or collections.Counter(map(np.shape, grads)) <= shapes
+    return may_be_scales or collections.Counter(map(np.shape, jax.tree.leaves(division.grads))) <= shapes
 
 
-def _changed_while_scaled(division: Any) -> str | None:
+def _changed_while_scaled(division: Division) -> str | None:
     """What to say of gradients that optax has clipped, or somebody divided, between backward pass and update.
 
     Who clips and divides, and multiplies by the scale again, is right.
     """
-    near = ancestors(jax.tree.leaves(division.grads), stop=ends_backward_pass)
-    if near is None:
-        return None
+    near = ancestors(division.grads, stop=ends_backward_pass)
     scales = {id(traced[0]) for x in jax.tree.leaves(division.scale) if (traced := compat.traced_by(x))}
     # Parameters that weight decay adds may come of an earlier update in the same program.
-    of_params = ancestors(jax.tree.leaves(division.params))
-    earlier = {} if of_params is None else of_params.nodes
+    earlier = ancestors(division.params).nodes
     divides = multiplies = False
     for node in [node for key, node in near.nodes.items() if key not in earlier]:
         _, eqn, operands = compat.traced_by(node) or (None, None, ())
-        name = "" if eqn is None else eqn.primitive.name
+        name = eqn and eqn.primitive.name
         if name in _DIVISOR:
             divides |= _is_cast_of(operands[_DIVISOR[name]], scales)
         elif name == "mul":

@@ -23,12 +23,12 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     DynamicLossScale,
     LossScale,
     Scaling,
-    bounds,
+    bounded_scale,
     scale_leaf,
     tree_to_float32,
     within,
 )
-from jmp_policy._src.loss_scaling.scale_dict import FromDict
+from jmp_policy._src.loss_scaling.protocol import FromDict
 
 #: A scale above all others: the place of one that is not known yet.
 _UNKNOWN = 2.0**127
@@ -93,10 +93,11 @@ class StaticLossScale(Scaling):
     """
 
     _config_type = "static"
+    never_changes = True
     loss_scale: jax.Array
 
     def __init__(self, loss_scale: ArrayLike):
-        set_fields(self, loss_scale=scale_leaf(loss_scale, "loss_scale"))
+        set_fields(self, loss_scale=scale_leaf(loss_scale))
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "StaticLossScale":
         """The loss scale itself."""
@@ -166,22 +167,18 @@ class StatisticLossScale(Scaling):
     ):
         if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= 64:
             raise ValueError(f"margin must be a whole number of exponents from 0 to 64, got {margin!r}.")
-        config = {
-            "margin": margin,
-            "backoff_factor": number(backoff_factor, "backoff_factor", above=0.0, below=1.0),
-            **bounds(min_loss_scale, max_loss_scale),
-            "recovery_interval": positive_int(recovery_interval, "recovery_interval"),
-        }
-        low, high = config["min_loss_scale"], config["max_loss_scale"]
-        leaves = {
-            "loss_scale": scale_leaf(loss_scale, "loss_scale", low, high),
-            "stuck": jnp.zeros((), jnp.bool_),
-            "widened": jnp.zeros((), jnp.int32),
-            "clean_scale": jnp.full((), _UNKNOWN, jnp.float32),
-            "failed_scale": jnp.full((), _UNKNOWN, jnp.float32),
-            "clean_steps": jnp.zeros((), jnp.int32),
-        }
-        set_fields(self, **leaves, **config)
+        set_fields(
+            self,
+            **bounded_scale(loss_scale, min_loss_scale, max_loss_scale),
+            margin=margin,
+            backoff_factor=number(backoff_factor, "backoff_factor", above=0.0, below=1.0),
+            recovery_interval=positive_int(recovery_interval, "recovery_interval"),
+            stuck=jnp.zeros((), jnp.bool_),
+            widened=jnp.zeros((), jnp.int32),
+            clean_scale=jnp.full((), _UNKNOWN, jnp.float32),
+            failed_scale=jnp.full((), _UNKNOWN, jnp.float32),
+            clean_steps=jnp.zeros((), jnp.int32),
+        )
 
     def adjust(
         self, grads_finite: ArrayLike, grads: PyTree = None, *, axis_name: Any = None
@@ -286,22 +283,20 @@ class PIDLossScale(Scaling):
         min_loss_scale: float = 2.0**-14,
         max_loss_scale: float = 2.0**24,
     ):
-        config = {
-            "kp": number(kp, "kp"),
-            "ki": number(ki, "ki"),
-            "kd": number(kd, "kd"),
-            "overflow_weight": number(overflow_weight, "overflow_weight", above=0.0),
-            "integral_limit": number(integral_limit, "integral_limit", above=0.0),
-            **bounds(min_loss_scale, max_loss_scale),
-        }
-        low, high = config["min_loss_scale"], config["max_loss_scale"]
-        leaves = {
-            "log2_scale": _log2(scale_leaf(loss_scale, "loss_scale", low, high)),
-            "integral": jnp.zeros((), jnp.float32),
-            "previous_error": jnp.zeros((), jnp.float32),
-            "stuck": jnp.zeros((), jnp.bool_),
-        }
-        set_fields(self, **leaves, **config)
+        bounded = bounded_scale(loss_scale, min_loss_scale, max_loss_scale)
+        set_fields(
+            self,
+            log2_scale=_log2(bounded.pop("loss_scale")),
+            **bounded,
+            kp=number(kp, "kp"),
+            ki=number(ki, "ki"),
+            kd=number(kd, "kd"),
+            overflow_weight=number(overflow_weight, "overflow_weight", above=0.0),
+            integral_limit=number(integral_limit, "integral_limit", above=0.0),
+            integral=jnp.zeros((), jnp.float32),
+            previous_error=jnp.zeros((), jnp.float32),
+            stuck=jnp.zeros((), jnp.bool_),
+        )
 
     @property
     def loss_scale(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]

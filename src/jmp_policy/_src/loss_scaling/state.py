@@ -1,7 +1,7 @@
 """Defines the optimizer state of `loss_scaled`, and finds it inside any other optimizer state."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +24,10 @@ class LossScaledState(NamedTuple):
       inner_state: state of the wrapped transformation, as of the last finite step.
       loss_scale: the loss scale that the next loss is to be multiplied by; of several losses a `LossScales`,
         with `loss_scale["name"]` for each.
-      grads_finite: whether the last step's gradients were finite, and the step taken; boolean scalar, True
-        at first.
-      skipped: steps skipped so far; int32 scalar, saturating.
-      consecutive_skips: steps skipped since the last one that was not; int32 scalar, saturating.
+      grads_finite: whether the last step's gradients were finite, and the step taken; boolean scalar.
+      skipped, consecutive_skips: steps skipped so far, and in a row until now; int32 scalars, saturating.
       steps: updates seen so far, skipped ones included; int32 scalar, saturating.
-      gradients: magnitudes of the last gradients by group of parameters, where `loss_scaled` was asked to
-        `monitor` them; None otherwise.
+      gradients: magnitudes of the last gradients by group, with `loss_scaled(..., monitor=True)`; or None.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -49,27 +46,14 @@ class LossScaledState(NamedTuple):
     gradients: Any = None
 
 
-class Found(NamedTuple):
-    """A state of `loss_scaled`, where it is, and what to say of a wrapper around it that belongs inside."""
-
-    path: str
-    state: LossScaledState
-    misplaced: str
-
-
 def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
-    """The loss scale in a loss scale, in several, or in anything that `get_loss_scale_state` takes.
-
-    Args:
-      scale_or_state: the loss scale, the loss scales by name, or an optimizer state that holds either.
-      loss: name of the loss whose scale is meant, where there are several.
-    """
+    """The loss scale, of several that of `loss`, in itself or in what `get_loss_scale_state` takes."""
     scale, state = scale_or_state, None
     if not is_scale(scale):
-        found = find_one(scale)
-        state, scale = found.state, unwrapped(found.state.loss_scale)
-        if found.misplaced and jax.tree.leaves(scale):
-            warnings.warn(found.misplaced, UserWarning, stacklevel=3)
+        path, state = find_one(scale)
+        scale = unwrapped(state.loss_scale)
+        if ".inner" in path and (around := scale_mistakes.misplaced(scale_or_state, state)):
+            warnings.warn(around, UserWarning, stacklevel=3)
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)
     SCALE_USE.note(scale, state)
@@ -81,12 +65,12 @@ def is_scale(x: Any) -> bool:
     return is_loss_scale(x) or (isinstance(x, Mapping | LossScales) and are_several(x))
 
 
-def find_one(opt_state: PyTree) -> Found:
-    """Finds the one state of `loss_scaled` in an optimizer state, or raises ValueError."""
-    found = _find(opt_state)
+def find_one(opt_state: PyTree) -> tuple[str, LossScaledState]:
+    """Finds the one state of `loss_scaled` in an optimizer state, and its path, or raises ValueError."""
+    found = list(_find(opt_state))
     if len(found) != 1:
-        raise scale_mistakes.not_one(type(opt_state).__name__, [one.path for one in found])
-    check_no_number(found[0].state)
+        raise scale_mistakes.not_one(type(opt_state).__name__, [path for path, _ in found])
+    check_no_number(found[0][1])
     return found[0]
 
 
@@ -96,33 +80,24 @@ def check_no_number(state: LossScaledState) -> None:
         raise scale_mistakes.is_number(state.loss_scale)
 
 
-def _find(tree: PyTree, prefix: str = "", misplaced: str = "") -> list[Found]:
-    inner = {
-        LossScaledState: "inner_state",
-        optax.ApplyIfFiniteState: "inner_state",
-        optax.MultiStepsState: "inner_opt_state",
-    }
-    wrappers = tuple(inner)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, wrappers))
-    found = []
-    for path, leaf in leaves:
-        if isinstance(leaf, wrappers):
+def _find(tree: PyTree, prefix: str = "") -> Iterator[tuple[str, LossScaledState]]:
+    def is_one(x: Any) -> bool:
+        return isinstance(x, LossScaledState)
+
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_one)[0]:
+        if is_one(leaf):
             place = prefix + jax.tree_util.keystr(path)
-            is_it = isinstance(leaf, LossScaledState)
-            if is_it:
-                found.append(Found(place, leaf, misplaced))
-            name, outer = inner[type(leaf)], misplaced or ("" if is_it else scale_mistakes.misplaced(leaf))
-            found += _find(getattr(leaf, name), f"{place}.{name}", outer)
-    return found
-
-
-def variable_test() -> Callable[[Any], bool]:
-    """Test of leaves for being Variables, into which `nnx.Optimizer` puts the arrays of its state."""
-    variable = imported_attr("flax.nnx", "Variable")  # There are none if NNX was never imported.
-    return lambda x: variable is not None and isinstance(x, variable)
+            yield place, leaf
+            yield from _find(leaf.inner_state, f"{place}.inner_state")
 
 
 def unwrapped(state: Any) -> Any:
-    """The state with plain arrays, and the same object where it has them already."""
-    is_variable = variable_test()
+    """The state with plain arrays, where `nnx.Optimizer` has put them into Variables."""
+    variable = imported_attr("flax.nnx", "Variable")
+    if variable is None:  # NNX was never imported.
+        return state
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, variable)
+
     return map_changed(lambda x: x.get_value() if is_variable(x) else x, state, is_variable)

@@ -16,11 +16,7 @@ Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 def check_inner(inner: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
-    """The wrapped transformation, with support for extra arguments.
-
-    Raises:
-      TypeError: for something that is not a transformation; the message names the wrapper.
-    """
+    """The wrapped transformation, with support for extra arguments; raises TypeError for what is none."""
     if isinstance(inner, type) or not all(callable(getattr(inner, n, None)) for n in ("init", "update")):
         hint = " Did you forget to call it?" if callable(inner) else ""
         if hasattr(inner, "adjust"):
@@ -44,13 +40,8 @@ def check_state(state: Any, cls: type, wrapper: str) -> None:
 def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, *others: PyTree) -> PyTree:
     """The first state of the wrapped transformation, in the structure and dtypes that its update gives.
 
-    Some (`optax.monitor`) start with an empty dictionary that their update fills, or in other dtypes. Such a
-    state can neither be carried by a loop nor be kept on a skipped step. So what update adds starts as zeros.
-
-    Args:
-      inner: the wrapped transformation.
-      params: what its `init` gets.
-      others: what the state is to share no buffer with, since it may be donated together with them.
+    Some (`optax.monitor`) start with an empty dictionary, which neither a loop nor a skipped step could keep:
+    what update adds starts as zeros. The state shares no buffer with `others`, which may be donated with it.
     """
     state = inner.init(params)
     if any(map(_is_empty, jax.tree.leaves(state, is_leaf=_is_empty))):
@@ -69,16 +60,13 @@ def _is_empty(x: Any) -> bool:
 def _filled(before: Any, after: Any) -> Any:
     if _is_empty(before):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), after)
-    return (
-        before if not hasattr(before, "dtype") or before.dtype == after.dtype else before.astype(after.dtype)
-    )
+    return before.astype(after.dtype) if hasattr(before, "dtype") else before
 
 
 def _unaliased(state: PyTree, others: PyTree) -> PyTree:
     """Makes a state strongly typed, in buffers that it shares neither with `others` nor among its leaves.
 
-    A weak type would compile the step twice, since every later state is strongly typed. Some optimizers
-    (L-BFGS) keep the very arrays of the parameters, which could then not be donated together with them.
+    A weak type would compile the step twice. Some optimizers (L-BFGS) keep the very arrays of the parameters.
     """
     taken = {id(x) for x in jax.tree.leaves(others)}
 

@@ -19,8 +19,8 @@ from jmp_policy._src.loss_scaling.float8_state import is_float8_state
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.scale_types import StaticLossScale
+from jmp_policy._src.loss_scaling.scaled_loss import split_loss
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.loss_scaling.value_and_grad import split_loss
 from jmp_policy._src.policy.frameworks import imported_frameworks
 
 

@@ -14,10 +14,9 @@ from flax import nnx
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
-from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, as_arrays, make_window, run_window
+from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
-from jmp_policy._src.loss_scaling.microbatch_loop import MicrobatchResult
 from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
@@ -135,7 +134,7 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis)
+    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis, has_aux)
     gradient = scaled_value_and_grad(
         loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux, allow_int=allow_int
     )
@@ -144,19 +143,17 @@ def accumulate_gradients(
         scale = find_loss_scale(scale_or_optimizer, loss)
         graph, params, state = nnx.split(model, wrt, ...)
 
-        def step(scale: LossScale, params: PyTree, state: PyTree, args: Any, kwargs: Any) -> MicrobatchResult:
+        def step(scale: LossScale, params: PyTree, state: PyTree, args: Any, kwargs: Any) -> Any:
             # New Variables of this trace, which may be written to.
             merged = nnx.merge(graph, *jax.tree.map(lambda x: x, (params, state)))
             value, grads = gradient(scale, merged, *args, **kwargs)
-            unscaled, aux = value if has_aux else (value, None)
             params_after, after = nnx.state(merged, wrt, ...)
             _check_same_variables((params, state), (params_after, after))
-            return MicrobatchResult(unscaled, as_arrays(aux), grads, after)
+            return value, grads, after
 
-        mean, dropped = run_window(window, step, scale, params, state, (args, kwargs))
-        nnx.update(model, mean.state)
-        result = ((mean.loss, mean.aux) if has_aux else mean.loss, mean.grads)
-        return (result, dropped) if window.drops else result
+        result, new_state = run_window(window, step, scale, params, state, (args, kwargs))
+        nnx.update(model, new_state)
+        return result
 
     return value_and_scaled_grad
 

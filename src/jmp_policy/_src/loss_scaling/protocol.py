@@ -1,8 +1,8 @@
-"""Writes a loss scale as a plain dict, which JSON and YAML hold, and makes it again."""
+"""Says what a loss scale is: the protocol, and its form as a plain dict, which JSON and YAML hold."""
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import jax
 import jax.core
@@ -10,6 +10,43 @@ import numpy as np
 
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
+from jmp_policy._src.core.types import ArrayLike, PyTree
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """Protocol of a loss scale, as `scaled_value_and_grad` and `loss_scaled` use it.
+
+    All methods are pure. An implementation is a pytree of strongly typed arrays.
+
+    Example:
+      >>> from jmp_policy import DynamicLossScale
+      >>> isinstance(DynamicLossScale(), LossScale)
+      True
+    """
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The factor, a float32 scalar."""
+        ...
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies floating leaves by the factor, in float32 or float64."""
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides floating and complex leaves by the factor, in float32 or float64."""
+
+    def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "LossScale":
+        """The state for the next step.
+
+        Args:
+          grads_finite: boolean scalar.
+          grads: the unscaled gradients, for scales that look at magnitudes. `loss_scaled` passes them where
+            `adjust` has a parameter of this name; and `axis_name`, over which they may be split between
+            devices, where it has one of that name.
+        """
+        ...
+
 
 #: What torch, DeepSpeed, apex, Keras, TensorFlow, Flax and jmp call arguments.
 SPELLINGS = {
@@ -33,6 +70,8 @@ class FromDict:
     """
 
     _config_type: str
+    #: Whether `adjust` gives the same scale always.
+    never_changes = False
 
     @classmethod
     def refuse_argument(cls, name: str) -> NoReturn:
