@@ -28,9 +28,9 @@ from jmp_policy._src.autocast.planner import (
 )
 from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
-from jmp_policy._src.jaxpr.matrix_products import few_terms_text, gains_nothing, size_of
+from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.policy.recipes import SCORES, VALUES, of_attention, role_by_name, without_target
@@ -39,6 +39,7 @@ from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
+from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 
@@ -120,7 +121,7 @@ class Lower(Rule):
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
             and not ir.asks_for_precision(eqn)
-            and not source_lines.is_drawn(eqn)
+            and not jax_sources.is_drawn(eqn)
         )
 
     def plan(self, case: Case) -> EqnPlan:
@@ -128,14 +129,14 @@ class Lower(Rule):
         if not self._is_lowered(eqn):
             if any(are_float32(eqn)) and ir.asks_for_precision(eqn):
                 return as_traced(eqn, "full: it asks for a precision of its own")
-            if source_lines.is_drawn(eqn):
+            if jax_sources.is_drawn(eqn):
                 return as_traced(eqn, "full: draws random numbers")
             return AS_TRACED.plan(case)
         half, reason = region.half, case.planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(eqn, region)
         if self._is_small(case) and not _are_half(eqn, ins, half):
-            return as_traced(eqn, f"full: {few_terms_text(size_of(eqn).k)}")
+            return as_traced(eqn, f"full: {few_terms_text(terms_of(eqn))}")
         wanted = _wanted_full(case) and not region.lower
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         if wanted and in_float8 is None:
@@ -180,7 +181,7 @@ def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
     operands = [value for value, is_float in zip(ins, are_float32(eqn), strict=True) if is_float]
     made = [value.dtype == half for value in operands if value.source == "computed"]
     weights_fit = all(
-        value.fits(half) if value.source == "constant" else size_of(eqn).k > 1
+        value.fits(half) if value.source == "constant" else terms_of(eqn) > 1
         for value in operands
         if value.source != "computed"
     )

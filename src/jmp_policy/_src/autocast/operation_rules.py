@@ -34,6 +34,7 @@ from jmp_policy._src.autocast.list_rules import (
 from jmp_policy._src.autocast.planner import Case, Demand, EqnPlan, How, Rule, Run, as_planned, traced
 from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.jaxpr import compat, ir, op_table
+from jmp_policy._src.jaxpr.device_dispatch import has_known_sizes
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.policy.marked_regions import Region
 from jmp_policy._src.products import binding
@@ -208,7 +209,7 @@ def _run_one_of_each_row(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence
 def chosen_axis(eqn: Any) -> int | None:
     """Returns the axis along which a gather takes one element of each row; None if it takes others."""
     numbers, operand, indices = eqn.params["dimension_numbers"], *map(ir.shape_of, eqn.invars)
-    if len(numbers.start_index_map) != 1 or not ir.has_known_sizes((*operand, *indices)):
+    if len(numbers.start_index_map) != 1 or not has_known_sizes((*operand, *indices)):
         return None
     (axis,) = numbers.start_index_map
     rows = [i for i in range(len(operand)) if i != axis]

@@ -22,6 +22,7 @@ from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import calls, compat, ir, op_table
 from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.device_dispatch import has_known_sizes
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
@@ -160,7 +161,7 @@ def is_smaller(atom: Any, out: Any) -> bool:
     if isinstance(atom, compat.Literal):
         return True
     small, large = ir.shape_of(atom), ir.shape_of(out)
-    return ir.has_known_sizes((*small, *large)) and _SMALLER * math.prod(small) <= math.prod(large)
+    return has_known_sizes((*small, *large)) and _SMALLER * math.prod(small) <= math.prod(large)
 
 
 _NONLINEAR = HAVING[Trait.NONLINEAR]
@@ -218,7 +219,7 @@ def _may_end(uses: Uses, place: int) -> bool:
     out = eqn.outvars[0]
     sizes = ir.shape_of(out) if ir.is_float32(out) else ()
     # Of a number nothing is to be saved.
-    is_sized = bool(sizes) and ir.has_known_sizes(sizes)
+    is_sized = bool(sizes) and has_known_sizes(sizes)
     return is_sized and is_elementwise(eqn, sizes) and not _is_asked_half(step)
 
 

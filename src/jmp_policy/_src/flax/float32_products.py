@@ -21,8 +21,8 @@ from typing import Any
 
 from jmp_policy._src.core.dtypes import is_wide
 from jmp_policy._src.jaxpr import calls, compat
-from jmp_policy._src.jaxpr.matrix_products import gains_nothing
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.products.small_products import gains_nothing
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
 

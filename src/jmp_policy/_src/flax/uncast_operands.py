@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from jmp_policy._src.core.dtypes import is_half, is_wide
 from jmp_policy._src.jaxpr import calls, compat, source_lines
 from jmp_policy._src.jaxpr.ir import dtype_of
-from jmp_policy._src.jaxpr.matrix_products import gains_nothing
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
+from jmp_policy._src.products.small_products import gains_nothing
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
 _MOVES = HAVING[Trait.MOVES] | HAVING[Trait.KEEPS_WEIGHT] | HAVING[Trait.VIEW]

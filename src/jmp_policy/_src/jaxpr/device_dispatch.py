@@ -14,7 +14,7 @@ import jax.core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.jaxpr import compat
 
 Arrays = Sequence[jax.Array]
 #: Primitives that stand for a whole function.
@@ -77,12 +77,17 @@ def by_devices(
         mlir.register_lowering(primitive, on_gpu, platform=platform)
 
     def choose(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
-        if any(_is_placed(x) or not ir.has_known_sizes(x.shape) for x in arrays):
+        if any(_is_placed(x) or not has_known_sizes(x.shape) for x in arrays):
             # Inside shard_map, and in explicit sharding mode, an array's placement is part of its type.
             return list(anywhere(*arrays, **options))
         return primitive.bind(*arrays, **options)
 
     return choose
+
+
+def has_known_sizes(shape: Sequence[Any]) -> bool:
+    """Whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
+    return all(isinstance(size, int) for size in shape)
 
 
 def _is_placed(x: jax.Array) -> bool:

@@ -28,11 +28,6 @@ def shape_of(atom: Any) -> Any:
     return atom.aval.shape
 
 
-def has_known_sizes(shape: Sequence[Any]) -> bool:
-    """Whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
-    return all(isinstance(size, int) for size in shape)
-
-
 def is_float32(atom: Any) -> bool:
     """Whether an atom is a float32 array, the only thing that autocast ever lowers."""
     aval = atom.aval

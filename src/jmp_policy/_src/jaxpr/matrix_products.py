@@ -1,13 +1,11 @@
-"""Measures matrix products and convolutions of a jaxpr: sizes, FLOPs, padding; says which gain by half."""
+"""Measures matrix products and convolutions of a jaxpr: sizes, FLOPs, and padding for Tensor Cores."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_policy._src.jaxpr import op_table
 from jmp_policy._src.jaxpr.ir import shape_of
-from jmp_policy._src.policy.module_precision import LEAST_TERMS
 
 #: Tensor Cores are efficient where rows are multiples of this many bytes.
 _ALIGNMENT = 16
@@ -81,21 +79,3 @@ def padding(eqn: Any, size: Size) -> str:
         for name, length in dims.items()
         if length % step
     )
-
-
-def gains_nothing(eqn: Any) -> bool:
-    """Whether an operation is a product of too few terms to be faster in half precision, or of none.
-
-    Features of which a layer has so few are times, coordinates and noise levels, which half would round.
-    """
-    if eqn.primitive.name not in op_table.LOWERED:
-        return False
-    terms = size_of(eqn).k
-    # A size that is known only when an exported program is called may be any.
-    return isinstance(terms, int) and terms < LEAST_TERMS
-
-
-def few_terms_text(terms: int) -> str:
-    """Why a product of so many terms is float32."""
-    summed = f"it sums {terms} terms" if terms > 1 else "it sums nothing"
-    return f"{summed}, and half precision gains from {LEAST_TERMS} on"

@@ -17,7 +17,7 @@ from jax import lax
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.data_flow import before_cast
-from jmp_policy._src.jaxpr.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices, has_known_sizes
 from jmp_policy._src.loss_scaling import one_gpu
 
 
@@ -129,7 +129,7 @@ _all_finite = by_devices(
 
 def is_small(x: Any) -> bool:
     """Whether starting a kernel for an array takes longer than its arithmetic."""
-    return all(isinstance(size, int) for size in x.shape) and x.size <= one_gpu.SMALL
+    return has_known_sizes(x.shape) and x.size <= one_gpu.SMALL
 
 
 class Decision:

@@ -185,7 +185,8 @@ _OURS = {
     primitives.dot_general_p: DOT_GENERAL,
     primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
 }
-_JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
+#: JAX's primitive for each of ours that stands in for it.
+JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -200,7 +201,7 @@ def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any
       operands: arrays, or their types.
       params: of the operation.
     """
-    jaxs = _JAXS.get(primitive, primitive)
+    jaxs = JAXS.get(primitive, primitive)
     if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
         return jaxs
     result = params.get("preferred_element_type")

@@ -275,15 +275,15 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
     batches = list(traced.batches) * (probes or 1)
     run = compiled_quickly(functools.partial(_probe, traced), 1 + len(batches))
 
-    def seen(number: int, scale: float, arrays: Sequence[Any]) -> _Seen:
-        return jax.device_get(run(_signs(number, traced) if probes else None, scale, arrays))
+    def backward(number: int, scale: float, arrays: Sequence[Any]) -> _Seen:
+        return run(_signs(number, traced) if probes else None, scale, arrays)
 
     # bfloat16 has float32's range.
-    scale = _loss_scale(seen(0, 1.0, batches[0]).first) if traced.dtype == "float16" else 1.0
+    scale = _loss_scale(backward(0, 1.0, batches[0]).first) if traced.dtype == "float16" else 1.0
     runs: list[_Seen] = []
     for number, arrays in enumerate(progress.steps("backward passes", batches)):
         try:
-            runs.append(seen(number + 1, scale, arrays))
+            runs.append(jax.device_get(backward(number + 1, scale, arrays)))
         except KeyboardInterrupt:
             if not runs:
                 raise

@@ -77,9 +77,11 @@ def gradient_spectrum(
         return function.result(replaced(arrays, trained, params))
 
     params = [function.arrays[i] for i in trained]
-    names = _tap_names(function) if activations else []
+    names, out = (
+        _traced_taps(function, lambda out: split_loss(out, has_aux)[0]) if activations else ([], None)
+    )
     state = SpectrumState.zeros(_trained_paths(function), names)
-    counted = spectrum_value_and_grad(loss_of, has_aux=has_aux)
+    counted = _counted_gradient(loss_of, has_aux, out)
 
     def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
         return counted(scale, state, params, arrays)[1]
@@ -123,6 +125,11 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
       >>> state.report().overall().exponents
       {1: 3}
     """
+    return _counted_gradient(loss_fn, has_aux)
+
+
+def _counted_gradient(loss_fn: Callable[..., Any], has_aux: bool, known: Any = None) -> Callable[..., Any]:
+    """As `spectrum_value_and_grad`; `known` is the type of the loss, if somebody has traced it."""
 
     @functools.wraps(loss_fn)
     def counted(
@@ -136,7 +143,9 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
             )
         scale = as_loss_scale(scale_or_opt_state)
         # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
-        out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
+        out = known
+        if known is None:
+            out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
         cotangent = first_cotangent(getattr(out, "dtype", None), scale.loss_scale)
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
@@ -197,7 +206,7 @@ class SpectrumState:
         """
         fn = loss_fn or (lambda params: None)
         function = as_function(fn, (params, *args), kwargs, "SpectrumState.create")
-        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _tap_names(function))
+        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _traced_taps(function)[0])
 
     @classmethod
     def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
@@ -283,11 +292,12 @@ def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
 
-def _tap_names(function: Function) -> list[str]:
+def _traced_taps(function: Function, of: Callable[[Any], Any] = lambda out: out) -> tuple[list[str], Any]:
+    """The names of taps, and the type of what a function makes of the result."""
     taps = tapping.Taps(histogram.count)
     with tapping.watching_modules(taps):
-        jax.eval_shape(function.call, function.arrays)
-    return list(taps.met)
+        out = jax.eval_shape(lambda arrays: of(function.result(arrays)), function.arrays)
+    return list(taps.met), out
 
 
 def _trained_paths(function: Function) -> list[str]:
