@@ -270,6 +270,7 @@ def test_ragged_products_that_stay():
     assert "its groups are not those of rows" in why(over_rows, jnp.ones((M, N)), x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("cuda"), reason="XLA's GPU compiler is not installed")
 def test_ragged_products_reach_the_float8_cores():
     def loss(w, x, sizes):

@@ -75,7 +75,7 @@ def test_eight_bits_take_an_eighth_more_than_a_byte(name):
     assert bytes_of(tx.init(params)) / sum(p.size for p in params.values()) == before / 4 * (1 + 4 / 128)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_adafactor_passes_as_it_is():
     inner = optax.adafactor(1e-2)
     params = {"w": jnp.ones((256, 256))}
@@ -87,7 +87,7 @@ def test_adafactor_passes_as_it_is():
     assert same(state.inner_state, want_state)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_step_is_that_of_float32_on_the_rounded_moments():
     tx, inner = jmpp.half_moments(optax.adam(1e-2), stochastic_rounding=False), optax.adam(1e-2)
     updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -98,7 +98,7 @@ def test_a_step_is_that_of_float32_on_the_rounded_moments():
         assert same(getattr(state.inner_state[0], field), nearest)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_small_changes_of_the_second_moment_arrive_on_average():
     params = jnp.zeros(2000)
     inner = optax.scale_by_adam(b2=0.999)

@@ -143,7 +143,7 @@ def test_a_single_array_complex_and_no_numbers():
     assert set(measured(keeps.update(grads, keeps.init(mixed), mixed)[1])) == {"w"}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_scalars_are_float32_of_no_shape():
     state = update(tx(), gradients())
     values = {k: v for k, v in jmpp.metrics(state).items() if k.startswith("grad_")}
@@ -234,7 +234,7 @@ def test_in_jit_one_trace_does():
     assert values["grad_max/a"] == 2 * values["grad_max/b"]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_in_scan_and_vmap():
     transformation = tx()
 
