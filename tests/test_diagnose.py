@@ -134,6 +134,7 @@ class LogOfProbability(nn.Module):
         return Log(name="bce")(30 * nn.Dense(1, name="out")(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_the_rule_that_is_advised_was_tried_and_mends(report):
     model, x = LogOfProbability(), jax.random.normal(jax.random.key(0), (64, 8))
@@ -354,8 +355,7 @@ class NnxScan(nnx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan_remat"])
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(("kind", "remat"), [("linen", True), ("nnx", False)])
 def test_scanned_modules(kind, remat):
     loss, params = of_linen(LinenScan(remat)) if kind == "linen" else of_nnx(NnxScan(remat))
     found = diagnose(loss, params, X)

@@ -60,18 +60,21 @@ def test_digits_trains_in_all_precisions_and_saves_the_plot(
     # The run is short, so the scale starts where it overflows at once.
     scale = digits.jmpp.DynamicLossScale(2.0**38, growth_interval=20, max_loss_scale=2.0**60)
     monkeypatch.setitem(digits.RUNS, "float16", ("mixed_float16", scale))
+    if name == "nnx_digits":
+        monkeypatch.delitem(digits.RUNS, "bfloat16")
+    halves = [half for half in ("bfloat16", "float16") if half in digits.RUNS]
     rows, out = keep_rows(digits, monkeypatch), tmp_path / "new" / "plot.png"
 
     example = load(name)
     monkeypatch.setattr(example, "BATCH_SIZE", 64)
     assert digits.main(["--steps", "100", "--out", str(out), "--quiet"], train=example.train) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert list(rows) == ["float32", "bfloat16", "float16", "float16 unscaled"]
+    assert list(rows) == ["float32", *halves, "float16 unscaled"]
     printed = capsys.readouterr()
     assert all(name in printed.out for name in rows)
     assert printed.err == ""
 
-    for name in ("float32", "bfloat16", "float16"):
+    for name in ("float32", *halves):
         losses = rows[name].history["loss"]
         assert losses.shape == (100,)
         assert losses[-10:].mean() < 0.1 * losses[0]
@@ -85,8 +88,7 @@ def test_digits_trains_in_all_precisions_and_saves_the_plot(
     assert np.isfinite(history["loss"]).all()
 
     zeros = {name: row.history["zero_grads"][0] for name, row in rows.items()}
-    assert zeros["float32"] < 0.01
-    assert zeros["bfloat16"] < 0.01
+    assert all(zeros[name] < 0.01 for name in zeros if name not in ("float16", "float16 unscaled"))
     assert zeros["float16 unscaled"] > 0.5
 
 
@@ -102,10 +104,12 @@ def test_digits_accepts_up_to_one_point(digits, half):
 
 
 # A small context and a single layer: most of the time is XLA's, and the context is the length of the sample.
-def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatch, capsys):
+# Bfloat16 is tried in digits, haiku_lstm and autocast_inference.
+def test_transformer_trains_in_float16_and_writes(transformer, monkeypatch, capsys):
     scale = transformer.jmpp.DynamicLossScale(2.0**24, growth_interval=20, max_loss_scale=2.0**60)
     policy, _ = transformer.RUNS["float16"]
     monkeypatch.setitem(transformer.RUNS, "float16", (policy, scale))
+    monkeypatch.delitem(transformer.RUNS, "bfloat16")
     monkeypatch.setattr(transformer, "CONTEXT", 48)
     monkeypatch.setattr(transformer, "LAYERS", 1)
     monkeypatch.setattr(transformer, "FEATURES", 32)
@@ -114,7 +118,7 @@ def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatc
     rows = keep_rows(transformer, monkeypatch)
 
     assert transformer.main(["--steps", "80", "--quiet"]) == 0
-    assert list(rows) == ["float32", "bfloat16", "float16"]
+    assert list(rows) == ["float32", "float16"]
     printed = capsys.readouterr()
     assert all(name in printed.out for name in rows)
     assert printed.err == ""
@@ -242,16 +246,17 @@ def overflowing_at_once(jmpp):
     return jmpp.DynamicLossScale(2.0**40, growth_interval=20, max_loss_scale=2.0**60)
 
 
-def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monkeypatch, capsys):
+def test_equinox_digits_trains_in_float16_with_a_float32_head(load, monkeypatch, capsys):
     mixer = load("equinox_digits")
     monkeypatch.setitem(mixer.RUNS, "float16", overflowing_at_once(mixer.jmpp))
+    monkeypatch.delitem(mixer.RUNS, "bfloat16")
     monkeypatch.setattr(mixer, "MARGIN", 0.1)  # The first skips are a good part of so few steps.
     monkeypatch.setattr(mixer, "BLOCKS", 1)
     monkeypatch.setattr(mixer, "BATCH_SIZE", 64)
     rows = keep_rows(mixer, monkeypatch)
 
     assert mixer.main(["--steps", "100", "--quiet"]) == 0
-    assert list(rows) == ["float32", "bfloat16", "float16"]
+    assert list(rows) == ["float32", "float16"]
     for name, row in rows.items():
         losses = row.history["loss"]
         assert losses.shape == (100,)
@@ -260,7 +265,6 @@ def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monke
         assert row.accuracy > 0.8
         assert row.products == ({name: 6} if name == "float32" else {name: 4, "float32": 2})
     assert 5 <= rows["float16"].history["skipped_steps"][-1] < 30
-    assert rows["bfloat16"].history["skipped_steps"][-1] == 0
     printed = capsys.readouterr()
     assert "products of the float16 run: 2 in float32 and 4 in float16 (patches" in printed.out
     assert printed.err == ""

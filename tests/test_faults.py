@@ -136,8 +136,8 @@ def test_damaged_configs_and_patterns_are_refused_or_do_no_harm():
 
 def test_every_part_has_a_tiny_form():
     # That of "kills" is tests/test_restart.py's.
-    (row,) = faults.rows("overflows", "tiny")
-    assert (row["runs"], row["lost"], row["unexpected"]) == (1000, 0, [])
+    rows = faults.rows("patterns", "tiny")
+    assert all(row["runs"] > 0 and row["lost"] == 0 and row["unexpected"] == [] for row in rows)
     assert set(faults.TABLES[0].by["part"]) == set(faults.PARTS)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import equations
+from helpers import equations, paired
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -77,8 +77,7 @@ GROUPINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GROUPINGS)
-@pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**16])
+@pytest.mark.parametrize(("name", "scale"), paired(GROUPINGS, [1.0, 8.0, 2.0**16]))
 def test_groups_are_numpys(name, scale):
     monitor, groups = GROUPINGS[name]
     grads = gradients()

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import paired
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -353,8 +354,7 @@ TAPPED = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", TAPPED)
-@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+@pytest.mark.parametrize(("name", "scale"), paired(TAPPED, [1.0, 2.0**10]))
 def test_taps_count_forward_and_backward_through_transforms(name, scale):
     fn, size, forward, backward = TAPPED[name]
     found = jmpp.gradient_spectrum(lambda w: fn(w).sum(), W, scale=scale)
