@@ -19,14 +19,14 @@ import jax
 
 #: Module -> the tables that it declares, in the order in which they are measured.
 ON_CPU = {
-    "counts.encoder": ("loss_scaling_cost", "autocast_gpu_cost", "nnx_gpu_cost", "grad_dtype_gpu_cost"),
-    "counts.communication": ("communication", "grad_dtype_collectives"),
-    "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost", "stack_depth"),
+    "counts.encoder": ("loss_scaling_cost", "autocast_gpu_cost", "grad_dtype_gpu_cost"),
+    "counts.communication": ("grad_dtype_collectives",),
+    "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost"),
     "times.nnx": ("nnx_cost",),
     "times.autocast": ("autocast_cost",),
     "times.reports": ("report_cost", "first_call", "drift_cost"),
     "times.accumulation": ("accumulation_cost",),
-    "times.optimizers": ("rounding_cost", "checkpoint_pause"),
+    "times.optimizers": ("rounding_cost",),
     "reliability.faults": ("faults",),
     "reliability.mistakes": ("mistakes",),
     "reliability.long_run": ("long_run",),
@@ -35,7 +35,6 @@ ON_CPU = {
     "accuracy.tasks": ("accuracy",),
     "accuracy.statistic_scale": ("statistic_scale",),
     "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),
-    "accuracy.recommended_policy": ("recommended_policy",),
     "accuracy.report_checks": ("planted_faults", "healthy_models", "planted_parts"),
 }
 #: What the device of this machine runs.

@@ -39,7 +39,7 @@ def trace_time(
     Each repetition starts at another depth of the stack, evenly over a chunk of it. CPython keeps its frames
     in chunks, and a call across the end of one asks the system for memory, and the return gives it back.
     Where that falls depends on how many functions lie between here and what is called often, so at one depth
-    alone it makes the same trace a third slower or more, by chance (`python -m benchmarks stack_depth`).
+    alone it makes the same trace a third slower or more, by chance.
     With `time.process_time`, seconds are those of this process, which others disturb less.
     """
     forget()

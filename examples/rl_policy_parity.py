@@ -87,7 +87,7 @@ def advantages(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 def run(name: str, policy: Any, steps: int, seed: int, tick: Any) -> Row:
     """Trains with a sampler under a policy."""
     sampler, tx = jmpp.wrap(GPT(), policy), optax.adam(3e-4)
-    params = GPT().init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    params = jax.jit(GPT().init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
 
     @jax.jit
     def step(params: Any, state: Any, key: jax.Array) -> Any:
@@ -110,7 +110,7 @@ def run(name: str, policy: Any, steps: int, seed: int, tick: Any) -> Row:
 
 def recommended(seed: int) -> Any:
     """What must be in float32 for a sample's gradient to be that of float32."""
-    params = GPT().init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    params = jax.jit(GPT().init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
     tokens = sample(GPT(), params, jax.random.key(seed))
     old, (_, advantage) = log_probabilities(GPT(), params, tokens), advantages(tokens)
     return jmpp.recommend(surrogate, params, tokens, old, advantage, dtype="float16", budget=BUDGET, probes=2)

@@ -168,3 +168,12 @@ def cost(compiled):
 
 def dtypes(tree):
     return jax.tree.map(lambda x: np.dtype(x.dtype).name, tree)
+
+
+def paired(*parameters):
+    """Cases for `parametrize` in which each value of each parameter occurs, and not each with all others.
+
+    The values of each parameter follow one another, those of the shorter lists again and again.
+    """
+    lists = [list(values) for values in parameters]
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]

@@ -1,8 +1,9 @@
 """Trains on devices of several processes, in two ways, and writes down what each process knows at the end.
 
-test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT` once for each, and imports it for a
-training on the devices of one. With `CHECKPOINTS DIES_AFTER` behind, sharded training goes on from the newest
-checkpoint there, with one after each step; the last process kills itself after that step.
+test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT WHAT CHECKPOINTS DIES_AFTER` once for
+each, and imports it for a training on the devices of one. Sharded training goes on from the newest checkpoint
+there, with one after each step; the last process kills itself after the step DIES_AFTER. Where WHAT is
+"both", it trains both ways first.
 """
 
 import os
@@ -141,17 +142,16 @@ def own(array):
     return np.asarray(array.addressable_data(0))
 
 
-def main(address, processes, process, out, checkpoints=None, dies_after=-1):
+def main(address, processes, process, out, what, checkpoints, dies_after=-1):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     assert jax.process_count() == jax.device_count() == int(processes)
-    if checkpoints is not None:
-        found = go_on(checkpoints, int(dies_after))
-    else:
-        found = {name: value for way in WAYS for name, value in train(way).items()}
+    ways = WAYS if what == "both" else ()
+    found = {name: value for way in ways for name, value in train(way).items()}
+    found |= go_on(checkpoints, int(dies_after))
     np.savez(Path(out) / f"{process}.npz", **found)
     jax.distributed.shutdown()
 

@@ -146,7 +146,7 @@ def test_half_gradients_add_up_in_float32():
     assert float(value) == 1024.0
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_float64_complex_integers_and_empty_arrays():
     def loss_fn(params, x):
         z = params["z"] * x.sum()
@@ -642,7 +642,7 @@ def test_memory_is_that_of_one_microbatch():
     assert temporary(jmpp.accumulate_gradients(mlp, 16)) < whole / 4
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_optax_multi_steps_inside_loss_scaled():
     """The other way to accumulate: one micro-batch per call. Bad ones are dropped, good ones wait for k."""
     n, sgd = 4, optax.sgd(0.5)

@@ -86,6 +86,7 @@ def test_rules_are_those_of_the_most_urgent_changes():
     assert jmpp.report.Advice((first, second)).rules == {"a": "float32"}
 
 
+@pytest.mark.once
 def test_errors_and_spectra():
     state = trained([(1e-2, 1e-3)])
     found = jmpp.advise(state, {"loss": 3.0, "drift/gradient_error": np.float32(0.4)})
@@ -103,6 +104,7 @@ def test_errors_and_spectra():
         jmpp.advise(optax.sgd(0.1).init(PARAMS))
 
 
+@pytest.mark.once
 def test_a_spike_in_the_history_of_a_recipe_and_the_way_out_and_back():
     model = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(32)])
     x = jnp.ones((16, 32))

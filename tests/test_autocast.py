@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, products
+from helpers import equations, paired, products
 from jax import lax
 from jax.scipy.optimize import minimize
 from jax.sharding import AxisType, NamedSharding
@@ -121,8 +121,7 @@ def _name(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=_name)
+@pytest.mark.parametrize(("function", "half"), paired(FUNCTIONS, ["float16", "bfloat16"]), ids=_name)
 def test_values_dtypes_and_products(function, half):
     cast, x = autocast(function, half), jnp.concatenate([X, -X])  # So many that gradients gain from half.
     assert_close(cast(W, x), function(W, x), half, roundings=16)
@@ -648,6 +647,7 @@ def test_results_keep_their_weak_types():
         assert [x.weak_type for x in got[:3]] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_what_algorithms_of_jax_and_optax_multiply_is_float32():
     a = jnp.eye(12) + 0.1
     functions = [

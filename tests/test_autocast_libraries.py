@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PRODUCTS, dtypes, equations, images, products, vectors
+from helpers import PRODUCTS, dtypes, equations, images, paired, products, vectors
 
 import jmp_policy as jmpp
 
@@ -245,8 +245,9 @@ def test_modules_of_equinox_are_arguments_and_results():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("lift", ["filter_jit", "filter_checkpoint", "error_if", "scan"])
+@pytest.mark.parametrize(
+    ("lift", "half"), paired(["filter_jit", "filter_checkpoint", "error_if", "scan"], HALVES)
+)
 def test_transforms_of_equinox_inside_are_looked_into(lift, half):
     make = functools.partial(eqx.nn.MLP, 32, 32, 64, 1, jax.nn.gelu)
     layers = eqx.filter_vmap(lambda key: make(key=key))(jax.random.split(jax.random.key(0), 2))

@@ -28,7 +28,7 @@ from autocast_helpers import (
     roundings,
     widened,
 )
-from helpers import equations, is_of_one_term
+from helpers import equations, is_of_one_term, paired
 
 import jmp_policy as jmpp
 
@@ -284,8 +284,7 @@ def layer_norm(y):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("residual", "half"), paired([False, True], HALVES))
 @pytest.mark.parametrize(
     "norm",
     [

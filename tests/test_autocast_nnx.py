@@ -236,6 +236,7 @@ def test_three_line_step():
     assert net.head.kernel[...].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     net = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
 

@@ -15,6 +15,7 @@ import jmp as deepmind
 import numpy as np
 import optax
 import pytest
+from helpers import paired
 
 import jmp_policy as jmpp
 from jmp_policy.compat import jmp as jmp_names
@@ -204,9 +205,11 @@ def test_documented_training(name, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
-    "scale", [64, 64.0, jnp.float32(64), jnp.float16(64), jnp.bfloat16(64), np.float64(64)]
+    ("scale", "half"),
+    paired(
+        [64, 64.0, jnp.float32(64), jnp.float16(64), jnp.bfloat16(64), np.float64(64), 64.0], [False, True]
+    ),
 )
 def test_static_scaling_gives_jmps_values_and_types(scale, half):
     tree = {"f32": jnp.array([3.0, -0.5]), "f64": np.ones(2), "f16": jnp.ones(2, jnp.float16)}
@@ -248,8 +251,9 @@ SEQUENCES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("min_loss_scale", [1.0, 8.0])
-@pytest.mark.parametrize(("period", "factor"), [(1, 2), (3, 2), (4, 1.5), (3, 4)])
+@pytest.mark.parametrize(
+    ("period", "factor", "min_loss_scale"), [(1, 2, 1.0), (3, 2, 8.0), (4, 1.5, 1.0), (3, 4, 8.0)]
+)
 @pytest.mark.parametrize("sequence", SEQUENCES)
 def test_dynamic_states_are_jmps(sequence, period, factor, min_loss_scale):
     config = {"period": period, "factor": factor, "min_loss_scale": np.float32(min_loss_scale)}

@@ -65,8 +65,9 @@ DIMS = {
 }
 
 
-@pytest.mark.parametrize("result", [None, FLOAT32])
-@pytest.mark.parametrize("name", DIMS)
+@pytest.mark.parametrize(
+    ("name", "result"), [(name, None if i % 2 else FLOAT32) for i, name in enumerate(DIMS)]
+)
 def test_values_and_derivatives_of_any_order(name, result):
     left, right, dims = DIMS[name]
     a, b = operands(left, right)
@@ -85,15 +86,16 @@ def test_values_and_derivatives_of_any_order(name, result):
 
     weights = operands(want.shape, seed=1)[0].astype(jnp.float32)
     for derivative in (
-        jax.grad(ours, (0, 1)),
-        jax.jit(jax.grad(ours, (0, 1))),
         lambda a, b: jax.jvp(jax.grad(ours, (0, 1)), (a, b), (a, b))[1],
         lambda a, b: jax.grad(lambda a, b: jnp.sum(jax.grad(ours)(a, b).astype(jnp.float32)), 1)(a, b),
     ):
-        for found in jax.tree.leaves(derivative(a, b)):
+        for found in jax.tree.leaves(jax.eval_shape(derivative, a, b)):
             assert found.dtype == jnp.bfloat16
-    for found, expected in zip(jax.grad(ours, (0, 1))(a, b), jax.grad(theirs, (0, 1))(a, b), strict=True):
-        np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))
+    wanted = jax.grad(theirs, (0, 1))(a, b)
+    for gradient in (jax.grad(ours, (0, 1)), jax.jit(jax.grad(ours, (0, 1)))):
+        for found, expected in zip(gradient(a, b), wanted, strict=True):
+            assert found.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))
     tangents = operands(left, right, seed=2)
     wide = [x.astype(jnp.float32) for x in (a, b, *tangents)]
     found = jax.jvp(function, (a, b), tuple(tangents))[1]

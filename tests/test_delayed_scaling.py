@@ -134,7 +134,7 @@ def test_histories_go_on_however_often_a_layer_is_used(uses):
         np.testing.assert_allclose(after[f"{name}_scale"], kept, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_values_that_are_not_finite_show_and_do_not_stay():
     model = dense()
     variables = model.init(jax.random.key(0), X)
@@ -180,7 +180,7 @@ def test_the_largest_value_is_that_of_the_whole(mapped):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_train_state_keeps_the_state_on_skipped_steps_and_under_weight_decay():
     model = nn.Dense(48)
     variables = jmpp.wrap(model, DELAYED).init(jax.random.key(0), X)
@@ -209,7 +209,7 @@ def test_a_train_state_keeps_the_state_on_skipped_steps_and_under_weight_decay()
     jax.tree.map(np.testing.assert_array_equal, skipped.params, one.params)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_accumulation_takes_the_maximum_and_checkpoints_keep_the_state(tmp_path):
     model = dense()
     variables = model.init(jax.random.key(0), X)
@@ -231,7 +231,7 @@ def test_accumulation_takes_the_maximum_and_checkpoints_keep_the_state(tmp_path)
         jax.tree.map(np.testing.assert_array_equal, found, after)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_run_leaves_the_recipe_and_keeps_its_optimizer():
     """At step 2 to bfloat16, and back: the same step as one that was there from the start."""
     tx = optax.adamw(1e-2)
@@ -251,7 +251,7 @@ def test_a_run_leaves_the_recipe_and_keeps_its_optimizer():
     assert jax.tree.structure(tx.init(half.init(jax.random.key(0), X)["params"])) == jax.tree.structure(state)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_run_begins_the_recipe_and_keeps_all_else():
     """At step 2 from bfloat16: every bit is as it was, and the next step is Adam's as it goes on."""
     model, adam = nn.Dense(48, use_bias=False), optax.adam(1e-2)
@@ -306,7 +306,7 @@ def test_a_run_begins_the_recipe_and_keeps_all_else():
         jmpp.optim.check_restored(kept, {"params": before.params})
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_layers_that_stay_have_no_state_and_others_are_named():
     class Net(nn.Module):
         @nn.compact

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import paired
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -213,8 +214,7 @@ def check_state(state, finite):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "kind"), paired(PLACEMENTS, [AxisType.Auto, AxisType.Explicit]))
 def test_an_overflow_on_one_device_skips_the_step_on_all(name, kind):
     training = Training(name, kind)
     params = training.params
@@ -248,8 +248,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "kind"), paired(PLACEMENTS, [AxisType.Auto, AxisType.Explicit]))
 def test_one_element_of_one_shard_of_a_gradient_skips_the_step(name, kind):
     training = Training(name, kind)
     params = training.params
@@ -451,8 +450,7 @@ def on_all(step, axis_name, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_name", [None, "data"])
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize(("kind", "axis_name"), paired(NETS, [None, "data"]))
 def test_batch_statistics_are_those_of_the_whole_batch(kind, axis_name):
     net = NETS[kind](WIDE, axis_name)
     alone, state = batch_norm_step(NETS[kind](WIDE, None))

@@ -212,7 +212,7 @@ def test_errors_are_those_of_the_two_programs():
     add_up(found)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_float32_against_itself_is_exactly_zero():
     found = jmpp.drift(*mlp("float32"), X)
     assert (found.gradient_error, found.loss_error, found.error) == (0, 0, 0)
@@ -222,7 +222,7 @@ def test_float32_against_itself_is_exactly_zero():
     jmpp.assert_drift(*mlp("float32"), X, rtol=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_assert_drift_says_where():
     _, loss_fn, params = report_of_mlp()
     jmpp.assert_drift(loss_fn, params, X, rtol=2e-3)
@@ -365,7 +365,7 @@ def test_a_loss_that_is_nan_in_both_runs_is_told():
         jmpp.assert_drift(loss_fn, jnp.float32([-1.0]), rtol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_masks_that_are_infinite_in_both_runs_are_no_error():
     def loss_fn(w, x):
         scores = jnp.where(jnp.arange(4) < 3, (x @ w).astype(HALF), -jnp.inf)
@@ -696,7 +696,7 @@ def test_rows_inside_shard_map_are_of_all_devices(check_vma):
     assert {row.module for row in gradient.contributions} <= {"weights", "block", ""}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_loss_scale_saves_small_gradients():
     def loss_fn(w, x):
         return 2.0**-22 * jnp.square((x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).mean()

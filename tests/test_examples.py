@@ -102,10 +102,12 @@ def test_digits_accepts_up_to_one_point(digits, half):
 
 
 # A small context and a single layer: most of the time is XLA's, and the context is the length of the sample.
-def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatch, capsys):
+# Bfloat16 is tried in digits, haiku_lstm and autocast_inference.
+def test_transformer_trains_in_float16_and_writes(transformer, monkeypatch, capsys):
     scale = transformer.jmpp.DynamicLossScale(2.0**24, growth_interval=20, max_loss_scale=2.0**60)
     policy, _ = transformer.RUNS["float16"]
     monkeypatch.setitem(transformer.RUNS, "float16", (policy, scale))
+    monkeypatch.delitem(transformer.RUNS, "bfloat16")
     monkeypatch.setattr(transformer, "CONTEXT", 48)
     monkeypatch.setattr(transformer, "LAYERS", 1)
     monkeypatch.setattr(transformer, "FEATURES", 32)
@@ -114,7 +116,7 @@ def test_transformer_trains_in_all_precisions_and_writes(transformer, monkeypatc
     rows = keep_rows(transformer, monkeypatch)
 
     assert transformer.main(["--steps", "80", "--quiet"]) == 0
-    assert list(rows) == ["float32", "bfloat16", "float16"]
+    assert list(rows) == ["float32", "float16"]
     printed = capsys.readouterr()
     assert all(name in printed.out for name in rows)
     assert printed.err == ""
@@ -242,16 +244,17 @@ def overflowing_at_once(jmpp):
     return jmpp.DynamicLossScale(2.0**40, growth_interval=20, max_loss_scale=2.0**60)
 
 
-def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monkeypatch, capsys):
+def test_equinox_digits_trains_in_float16_with_a_float32_head(load, monkeypatch, capsys):
     mixer = load("equinox_digits")
     monkeypatch.setitem(mixer.RUNS, "float16", overflowing_at_once(mixer.jmpp))
+    monkeypatch.delitem(mixer.RUNS, "bfloat16")
     monkeypatch.setattr(mixer, "MARGIN", 0.1)  # The first skips are a good part of so few steps.
     monkeypatch.setattr(mixer, "BLOCKS", 1)
     monkeypatch.setattr(mixer, "BATCH_SIZE", 64)
     rows = keep_rows(mixer, monkeypatch)
 
     assert mixer.main(["--steps", "100", "--quiet"]) == 0
-    assert list(rows) == ["float32", "bfloat16", "float16"]
+    assert list(rows) == ["float32", "float16"]
     for name, row in rows.items():
         losses = row.history["loss"]
         assert losses.shape == (100,)
@@ -260,7 +263,6 @@ def test_equinox_digits_trains_in_all_precisions_with_a_float32_head(load, monke
         assert row.accuracy > 0.8
         assert row.products == ({name: 6} if name == "float32" else {name: 4, "float32": 2})
     assert 5 <= rows["float16"].history["skipped_steps"][-1] < 30
-    assert rows["bfloat16"].history["skipped_steps"][-1] == 0
     printed = capsys.readouterr()
     assert "products of the float16 run: 2 in float32 and 4 in float16 (patches" in printed.out
     assert printed.err == ""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import paired
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -48,8 +49,7 @@ def ragged_of(w, x, sizes=SIZES):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize(("recipe", "weight_first"), paired(RECIPES, [False, True]))
 def test_experts_have_scales_of_their_own(recipe, weight_first):
     sizes = jnp.float32([1, 1e-3, 1e-6, 30])[:, None, None]
     w = jnp.asarray(RNG.normal(size=(4, 32, 64)) / 6, jnp.float32) * sizes
@@ -101,8 +101,7 @@ def test_ragged_products_have_a_scale_for_each_expert(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [jnp.nan, 1e6, 1e30])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "value"), paired(RECIPES, [jnp.nan, 1e6, 1e30]))
 def test_rows_of_no_group_may_hold_anything(recipe, value):
     w, x = arrays()
     half = jmpp.autocast(lambda w, x: lax.ragged_dot(x * 1.0, w, SIZES).astype(jnp.bfloat16), lower=recipe)
@@ -270,6 +269,7 @@ def test_ragged_products_that_stay():
     assert "its groups are not those of rows" in why(over_rows, jnp.ones((M, N)), x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("cuda"), reason="XLA's GPU compiler is not installed")
 def test_ragged_products_reach_the_float8_cores():
     def loss(w, x, sizes):

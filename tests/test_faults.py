@@ -122,7 +122,7 @@ def test_a_fault_that_is_not_skipped_is_counted(monkeypatch):
 
 
 def test_damaged_states_are_refused_or_do_no_harm():
-    rows = damage.states(["dynamic", "several losses", "NNX"])
+    rows = damage.states(["several losses", "NNX"])
     as_expected(rows, identical=False)
     assert all(row.lost == 0 for row in rows)
     assert sum(row.refused for row in rows) > 500
@@ -135,8 +135,9 @@ def test_damaged_configs_and_patterns_are_refused_or_do_no_harm():
 
 
 def test_every_part_has_a_tiny_form():
-    (row,) = faults.rows("kills", "tiny")
-    assert (row["runs"], row["lost"], row["unexpected"]) == (1, 0, [])
+    # That of "kills" is tests/test_restart.py's.
+    rows = faults.rows("patterns", "tiny")
+    assert all(row["runs"] > 0 and row["lost"] == 0 and row["unexpected"] == [] for row in rows)
     assert set(faults.TABLES[0].by["part"]) == set(faults.PARTS)
 
 

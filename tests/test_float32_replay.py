@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import CASES, MLP, vectors
+from helpers import CASES, MLP, paired, vectors
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy
@@ -177,8 +177,9 @@ TWINS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("twin", TWINS, ids=lambda t: t.name)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("twin", "dtype"), paired(TWINS, ["float16", "bfloat16"]), ids=lambda of: getattr(of, "name", of)
+)
 def test_what_it_computes_is_the_float32_program(twin, dtype):
     x = matrix().astype(dtype)
     got = jax.jit(replay_in_float32(twin.make(dtype)))(x)

@@ -97,7 +97,7 @@ def test_where_all_micro_batches_are_dropped_it_stays():
     assert_state(grads, 0.5, [3, 2])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_loss_scaled_neither_tests_nor_measures_it():
     bad = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([jnp.inf, 3.0])}}}
     seen = []
@@ -145,7 +145,7 @@ def test_of_several_losses_it_is_the_maximum(mode):
     np.testing.assert_array_equal(seen[0]["params"]["w"], [3.0, 3.0])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_reports_of_gradients_leave_it_out():
     model = nn.Dense(4, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     x = jnp.ones((4, 4))

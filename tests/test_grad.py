@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import paired
 
 import jmp_policy as jmpp
 
@@ -20,8 +21,7 @@ X = jnp.array([0.5, 0.25])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,), -1, [0]])
-@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize(("argnums", "has_aux"), paired([0, 1, (0, 1), (1,), -1, [0], 0], [False, True]))
 def test_as_value_and_grad(argnums, has_aux):
     fun = (lambda *a, **k: (loss(*a, **k), {"n": 3})) if has_aux else loss
     want, want_grads = jax.value_and_grad(fun, argnums, has_aux)(PARAMS, X, power=3)

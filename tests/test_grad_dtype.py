@@ -314,7 +314,7 @@ def test_state_and_random_numbers_are_those_without():
     found = {}
     for policy in (HALF, WIDE):
         model = jmpp.wrap(Net(), policy)
-        variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+        variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
 
         @jax.jit
         def run(params, model=model, state=variables["batch_stats"]):
@@ -687,21 +687,19 @@ class Embedded(nn.Module):
 
 @pytest.mark.slow
 def test_a_table_whose_rows_are_normalised_is_gathered_in_half():
-    def gathered(policy):
-        model, tokens = jmpp.wrap(Embedded(), policy), jnp.arange(4096).reshape(64, 64) % 1024
-        params = model.init(jax.random.key(0), tokens)
-        place = NamedSharding(MESH, P("d"))
-        loss = jax.grad(lambda p, t: (model.apply(p, t) ** 2).mean())
-        step = jax.jit(loss, in_shardings=(place, place), out_shardings=place)
-        text = step.lower(params, tokens).compile().as_text()
-        tables = re.findall(r"= (\w+)\[1024,64\]\S* all-gather", text)
-        grads = jax.jit(loss)(params, tokens)
-        assert grads["params"]["Embed_0"]["embedding"].dtype == F32
-        return tables, grads
+    tokens, place = jnp.arange(4096).reshape(64, 64) % 1024, NamedSharding(MESH, P("d"))
+    params = jax.jit(Embedded().init)(jax.random.key(0), tokens)
 
-    tables, grads = gathered(WIDE)
-    assert (tables, gathered(HALF)[0]) == (["f16"], ["f16"])
-    expected = gathered("float32")[1]
+    def gradient(policy):
+        model = jmpp.wrap(Embedded(), policy)
+        return jax.grad(lambda p, t: (model.apply(p, t) ** 2).mean())
+
+    for policy in (WIDE, HALF):
+        step = jax.jit(gradient(policy), in_shardings=(place, place), out_shardings=place)
+        text = step.lower(params, tokens).compile().as_text()
+        assert re.findall(r"= (\w+)\[1024,64\]\S* all-gather", text) == ["f16"]
+    grads, expected = (jax.jit(gradient(policy))(params, tokens) for policy in (WIDE, "float32"))
+    assert grads["params"]["Embed_0"]["embedding"].dtype == F32
     error = optax.tree.norm(optax.tree.sub(grads, expected)) / optax.tree.norm(expected)
     assert error < 0.005
 
@@ -749,5 +747,5 @@ def test_vmap_over_an_ensemble():
     loss, params = linen_case("raw", WIDE)
     stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), params)
     both = values(jax.jit(jax.vmap(jax.grad(loss)))(stacked))
-    for path, grad in values(jax.grad(loss)(params)).items():
+    for path, grad in values(jax.jit(jax.grad(loss))(params)).items():
         np.testing.assert_allclose(both[path][0], grad, rtol=1e-3, atol=1e-3 * np.abs(grad).max())

@@ -75,7 +75,7 @@ def test_eight_bits_take_an_eighth_more_than_a_byte(name):
     assert bytes_of(tx.init(params)) / sum(p.size for p in params.values()) == before / 4 * (1 + 4 / 128)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_adafactor_passes_as_it_is():
     inner = optax.adafactor(1e-2)
     params = {"w": jnp.ones((256, 256))}
@@ -87,7 +87,7 @@ def test_adafactor_passes_as_it_is():
     assert same(state.inner_state, want_state)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_step_is_that_of_float32_on_the_rounded_moments():
     tx, inner = jmpp.half_moments(optax.adam(1e-2), stochastic_rounding=False), optax.adam(1e-2)
     updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -98,7 +98,7 @@ def test_a_step_is_that_of_float32_on_the_rounded_moments():
         assert same(getattr(state.inner_state[0], field), nearest)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_small_changes_of_the_second_moment_arrive_on_average():
     params = jnp.zeros(2000)
     inner = optax.scale_by_adam(b2=0.999)
@@ -120,8 +120,9 @@ def test_small_changes_of_the_second_moment_arrive_on_average():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["inside", "around"])
-@pytest.mark.parametrize("half", [jmpp.half_moments, eight_bits])
+@pytest.mark.parametrize(
+    ("half", "place"), [(jmpp.half_moments, "inside"), (eight_bits, "around"), (eight_bits, "inside")]
+)
 def test_a_skipped_step_keeps_every_bit(half, place):
     scale = jmpp.StaticLossScale(8.0)
     tx = (
@@ -145,6 +146,7 @@ def test_a_skipped_step_keeps_every_bit(half, place):
         assert same(state.inner_state, skipped.inner_state)
 
 
+@pytest.mark.once
 def test_eight_bits_keep_range_and_a_second_moment_that_is_not_zero():
     # Squares as far apart as those of one layer are: of a gradient 1 and one 1e-5.
     params = jnp.zeros(128)
@@ -161,6 +163,7 @@ def test_eight_bits_keep_range_and_a_second_moment_that_is_not_zero():
     assert float(jnp.abs(updates).max()) < 4
 
 
+@pytest.mark.once
 def test_eight_bits_of_a_moment_that_has_a_sign():
     # What SM3 calls `nu` is its momentum.
     params = jnp.ones((4, 8))
@@ -172,6 +175,7 @@ def test_eight_bits_of_a_moment_that_has_a_sign():
     assert np.allclose(updates, want, rtol=0.15)
 
 
+@pytest.mark.once
 def test_eight_bits_of_what_is_not_finite():
     tx = eight_bits(optax.trace(0.9))
     state = tx.update(jnp.ones(256).at[3].set(jnp.inf), tx.init(jnp.zeros(256)))[1]
@@ -221,8 +225,7 @@ def test_parameters_in_half_and_mu_dtype_of_optax():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["msgpack", "orbax"])
-@pytest.mark.parametrize("half", [jmpp.half_moments, eight_bits])
+@pytest.mark.parametrize(("half", "how"), [(jmpp.half_moments, "msgpack"), (eight_bits, "orbax")])
 def test_checkpoints_keep_the_halves(half, how, tmp_path):
     tx = half(optax.adamw(1e-2))
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)

@@ -130,9 +130,9 @@ def test_init_variants_agree(case):
     out, variables = jax.eval_shape(model.init_with_output, rngs(), x)
     want = dtypes(meta.unbox(variables))
     assert set(jax.tree.leaves(dtypes(out))) == {"float32"}
-    lazy = model.lazy_init(rngs(), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    assert dtypes(meta.unbox(lazy)) == want
     if case.name in IN_FULL:
+        lazy = model.lazy_init(rngs(), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        assert dtypes(meta.unbox(lazy)) == want
         assert dtypes(meta.unbox(jax.eval_shape(model.init, rngs(), x))) == want
         assert "params" in model.tabulate(rngs(), x)
 

@@ -176,7 +176,7 @@ def test_an_overflow_that_the_statistic_explains_does_not_stick():
     assert (float(scale.loss_scale), int(scale.widened)) == (2.0**3, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_beyond_float32_send_the_statistic_scale_to_its_floor():
     with jax.enable_x64(True):
         scale = jmpp.StatisticLossScale(2.0**10).adjust(True, grads=jnp.float64(1e300))

@@ -365,6 +365,7 @@ class NormedLayers(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
 def test_layers_with_batch_statistics_take_no_more_kernels():
     model, x = jmpp.wrap(NormedLayers(), "mixed_float16"), jnp.ones((64, 64))

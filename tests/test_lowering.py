@@ -262,6 +262,7 @@ def test_programs_with_custom_calls_of_any_name_are_exported():
 
 
 @live
+@pytest.mark.slow
 def test_a_b200_multiplies_blocks_with_scales_in_one_kernel():
     values = [jax.ShapeDtypeStruct((1, rows, 1024), jnp.float8_e4m3fn) for rows in (256, 512)]
     scales = [jax.ShapeDtypeStruct((1, rows, 32), jnp.float8_e8m0fnu) for rows in (256, 512)]
@@ -271,6 +272,7 @@ def test_a_b200_multiplies_blocks_with_scales_in_one_kernel():
 
 
 @live
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_products_with_scales_have_the_paths_of_their_layers(recipe):
     class Net(nn.Module):

@@ -202,7 +202,7 @@ def fit(tx, dtype, steps=100):
     return float(classifier_loss(params, x, labels))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_classifier_in_bfloat16_parameters_learns_again():
     tx = optax.adam(3e-4)
     reference, plain = fit(tx, jnp.float32), fit(tx, jnp.bfloat16)
@@ -420,7 +420,7 @@ def test_seeds_that_no_key_takes(seed):
             make(optax.sgd(1.0), seed=seed)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_random_bits_differ_between_steps_leaves_and_seeds():
     params = {"a": jnp.ones(256, jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**-10), params)
@@ -639,7 +639,7 @@ def test_stochastically_rounded_masters_take_either_neighbour_for_their_paramete
     assert after.masters[0] == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_compensation_of_half_the_distance_does_not_move_the_parameter_by_itself():
     tx = jmpp.kahan_summation(optax.sgd(1.0))
     params = jnp.float16(1 + 2.0**-10)  # Odd: half way, rounding to even leaves it.
@@ -652,7 +652,7 @@ def test_a_compensation_of_half_the_distance_does_not_move_the_parameter_by_itse
     assert after.compensation == (2.0**-20 - 2.0**-11) * 2.0**11
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_compensation_of_another_parameter_is_dropped():
     tx = jmpp.kahan_summation(optax.sgd(1.0))
     params, state = train(tx, jnp.full(2, 256.0, jnp.float16), jnp.full(2, 0.05), 1)

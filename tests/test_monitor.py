@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import equations
+from helpers import equations, paired
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -77,8 +77,7 @@ GROUPINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GROUPINGS)
-@pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**16])
+@pytest.mark.parametrize(("name", "scale"), paired(GROUPINGS, [1.0, 8.0, 2.0**16]))
 def test_groups_are_numpys(name, scale):
     monitor, groups = GROUPINGS[name]
     grads = gradients()
@@ -143,7 +142,7 @@ def test_a_single_array_complex_and_no_numbers():
     assert set(measured(keeps.update(grads, keeps.init(mixed), mixed)[1])) == {"w"}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_scalars_are_float32_of_no_shape():
     state = update(tx(), gradients())
     values = {k: v for k, v in jmpp.metrics(state).items() if k.startswith("grad_")}
@@ -234,7 +233,7 @@ def test_in_jit_one_trace_does():
     assert values["grad_max/a"] == 2 * values["grad_max/b"]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_in_scan_and_vmap():
     transformation = tx()
 

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import products
+from helpers import paired, products
 from jax import lax
 
 import jmp_policy as jmpp
@@ -130,8 +130,9 @@ PATHS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", PATHS)
-@pytest.mark.parametrize("rule", ["cls", "path", "**/last", "class of the head"])
+@pytest.mark.parametrize(
+    ("head", "rule"), paired(2 * [*PATHS], ["cls", "path", "**/last", "class of the head"])
+)
 def test_rules_govern_what_a_module_runs_by_apply(head, rule):
     last = PATHS[head].rpartition("/")[2]
     pattern = {"path": PATHS[head], "**/last": f"**/{last}", "class of the head": head}.get(rule, rule)
@@ -177,8 +178,9 @@ class Body(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", [Head, Deep, Functional])
-@pytest.mark.parametrize("rule", ["layers/cls", "path", Body])
+@pytest.mark.parametrize(
+    ("head", "rule"), [(Head, "layers/cls"), (Deep, "path"), (Functional, Body), (Functional, "path")]
+)
 def test_inside_a_scan(head, rule):
     pattern = f"layers/{PATHS[head]}" if rule == "path" else rule
     model = jmpp.wrap(InScan(head), jmpp.PolicyMap("mixed_float16", {pattern: F32}))

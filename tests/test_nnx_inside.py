@@ -208,8 +208,7 @@ def test_the_output_dtype_of_a_tied_module_does_not_depend_on_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["layers", nnx.Linear])
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(("pattern", "policy"), [("layers", "float32"), (nnx.Linear, "mixed_bfloat16")])
 def test_rules_for_layers_that_are_scanned(pattern, policy):
     class Layer(nnx.Module):
         def __init__(self, rngs):

@@ -288,8 +288,9 @@ def test_attention_masks_and_causality_as_in_flax():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("made", ["by the wrapped", "by the bare", "in float16"])
+@pytest.mark.parametrize(
+    ("made", "normalize"), [("by the wrapped", True), ("by the bare", False), ("in float16", True)]
+)
 def test_decode_cache(made, normalize):
     """One token at a time gives what the whole sequence gives, whoever made the cache, in any dtype."""
     attend = nnx.MultiHeadAttention(2, 16, normalize_qk=normalize, rngs=nnx.Rngs(0))

@@ -64,39 +64,59 @@ def check_decisions(found):
         assert np.isfinite(found[f"{way} loss"]).tolist() == taken
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What processes have found in four runs, by name: most of the time is starting them.
+
+    Two train both ways and to the end with checkpoints; two others, of which one dies; two that go on from
+    there, and four, which train both ways besides.
+    """
+
+    def folder(name):
+        return tmp_path_factory.mktemp(name)
+
+    two, checkpoints = folder("two"), folder("checkpoints")
+    runs = {"whole": run(2, two, "both", two / "whole")}
+    with pytest.raises(RuntimeError, match=r"process 1, -9\b"):
+        run(2, folder("dies"), "checkpoints", checkpoints / "two", script.BAD_STEP - 1)
+    shutil.copytree(checkpoints / "two", checkpoints / "four")
+    runs["again"] = run(2, folder("again"), "checkpoints", checkpoints / "two")
+    return runs | {"wider": run(4, folder("wider"), "both", checkpoints / "four")}
+
+
+def part(of_one, is_of_way):
+    """Of what one process has found, that of the trainings both ways, or that of the other one."""
+    return {name: x for name, x in of_one.items() if name.startswith(script.WAYS) == is_of_way}
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("processes", [2, 4])
-def test_one_process_overflows_and_all_skip(processes, tmp_path):
+@pytest.mark.parametrize("name", ["whole", "wider"])
+def test_one_process_overflows_and_all_skip(name, found):
     alone = {name: value for way in script.WAYS for name, value in script.train(way).items()}
-    found = run(processes, tmp_path)
-    for of_one in (alone, *found):
+    each = [part(of_one, True) for of_one in found[name]]
+    for of_one in (alone, *each):
         check_decisions(of_one)
-    for other in found[1:]:
+    for other in each[1:]:
         assert other.keys() == alone.keys()
-        assert all(other[name].tobytes() == value.tobytes() for name, value in found[0].items())
+        assert all(other[name].tobytes() == value.tobytes() for name, value in each[0].items())
     for name, value in alone.items():
         if value.dtype == np.float32:
             # Sharded matrices make devices sum parts of a product, which are float16.
             tolerance = 2.0**-9 if name.startswith("jit") else 1e-5
-            np.testing.assert_allclose(found[0][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(each[0][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
         else:
-            np.testing.assert_array_equal(found[0][name], value, err_msg=name)
+            np.testing.assert_array_equal(each[0][name], value, err_msg=name)
 
 
 @pytest.mark.once
-def test_a_process_dies_and_the_run_goes_on_in_as_many_or_more(tmp_path):
+def test_a_process_dies_and_the_run_goes_on_in_as_many_or_more(found):
     """The step after the checkpoint is the one that all skip."""
-    whole, *_ = run(2, tmp_path, tmp_path / "whole")
+    whole, again, wider = (part(found[name][0], False) for name in ("whole", "again", "wider"))
     assert whole.pop("began") == 0
-    with pytest.raises(RuntimeError, match=r"process 1, -9\b"):
-        run(2, tmp_path, tmp_path / "two", script.BAD_STEP - 1)
-    shutil.copytree(tmp_path / "two", tmp_path / "four")
-    again, *_ = run(2, tmp_path, tmp_path / "two")
     assert again.pop("began") == script.BAD_STEP
     assert {name: value.tobytes() for name, value in again.items()} == {
         name: value.tobytes() for name, value in whole.items()
     }
-    wider, *_ = run(4, tmp_path, tmp_path / "four")
     assert wider.pop("began") == script.BAD_STEP
     assert wider.keys() == whole.keys()
     for name, value in wider.items():
@@ -109,4 +129,4 @@ def test_what_a_process_says_is_shown_when_it_fails(tmp_path, monkeypatch):
     broken.write_text("import sys, time\nsys.argv[3] == '1' and sys.exit('out of memory')\ntime.sleep(600)")
     monkeypatch.setattr(script, "__file__", str(broken))
     with pytest.raises(RuntimeError, match="process 1, 1\nout of memory"):
-        run(2, tmp_path)
+        run(2, tmp_path, "both", tmp_path / "checkpoints")

@@ -121,7 +121,7 @@ def test_products_alone_in_half_are_rules_for_their_classes():
     assert (dense.pattern, dense.reason) == ("Dense", "1 of 4 modules fit the budget")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_model_is_taken_for_its_loss():
     model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)
@@ -189,7 +189,7 @@ def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
     assert math.isnan(compared(loss, half, None).speedup)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_memory_is_that_of_parameters_copies_gradients_and_activations():
     """As memory_report estimates it of the same gradient."""
     model, x = nn.Dense(64, use_bias=False), jax.random.normal(jax.random.key(0), (1024, 32))

@@ -18,6 +18,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers import paired
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -107,8 +108,7 @@ KEEPERS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring")
-@pytest.mark.parametrize("keeper", KEEPERS)
-@pytest.mark.parametrize("scale", runs.SCALES)
+@pytest.mark.parametrize(("scale", "keeper"), paired(runs.SCALES, KEEPERS))
 def test_training_goes_on_bit_for_bit(scale, keeper, tmp_path):
     undisturbed = runs.run(runs.init(scale), 6, scale)
     first = runs.run(runs.init(scale), 3, scale)
@@ -338,8 +338,7 @@ def comparable(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in INSIDE if n != "keys"])
-@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize(("name", "raw"), paired([n for n in INSIDE if n != "keys"], [True, False]))
 def test_the_plain_optimizers_state_goes_inside(name, raw, tmp_path):
     inner = INSIDE[name]()
     saved = state = inner.update(GRADS, inner.init(PARAMS), PARAMS)[1]
@@ -395,8 +394,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeper", ["orbax", "flax bytes", "flax msgpack"])
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("keeper", "plain"), [("orbax", False), ("flax bytes", True), ("flax msgpack", False)]
+)
 def test_train_state(plain, keeper, tmp_path):
     def create(tx):
         return TrainState.create(

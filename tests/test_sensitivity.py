@@ -106,7 +106,7 @@ class Kink(nn.Module):
         return nn.relu(nn.Dense(1, name="dense")(x))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_decisions_that_rounding_turns_are_seen():
     params = {"dense": {"kernel": jnp.ones((8, 1)), "bias": -jnp.ones(1)}}
     arguments = (
@@ -152,7 +152,7 @@ def test_decisions_are_found_in_the_gradient(function, decides):
     assert makes_decisions(jax.make_jaxpr(gradient)(X)) == decides
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_result_is_a_report():
     assert isinstance(found(), jmpp.report.Sensitivity)
     assert isinstance(found().rows[0], jmpp.report.SensitivityRow)
@@ -219,7 +219,7 @@ def test_overflow_is_found_and_ranks_first():
     assert found.loss_scale == 1
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_candidates_are_the_patterns_of_a_policy_map():
     by_class = jmpp.sensitivity(loss_fn, PARAMS, X, candidates=[nn.Dense, "*", "norm"], probes=1)
     rows = {row.path: row.predicted for row in by_class.rows}
@@ -299,7 +299,7 @@ def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
     from jmp_policy._src.report.sensitivity import rounding_errors
 
     x = jax.random.normal(jax.random.key(4), (5, 8))
-    params = Everything().init(jax.random.key(0), x, True)["params"]
+    params = jax.jit(Everything().init)(jax.random.key(0), x, True)["params"]
 
     def loss(params, x, flag):
         return jnp.sum(Everything().apply({"params": params}, x, flag) ** 2)
@@ -310,7 +310,7 @@ def test_programs_of_all_kinds_keep_their_gradient(monkeypatch):
         rounding_errors, "_effect", lambda seen, *a, **k: squares.append(seen.square) or effect(seen, *a, **k)
     )
     found = jmpp.sensitivity(loss, params, x, jnp.bool_(True), probes=1)
-    exact = sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(params, x, True)))
+    exact = sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params, x, True)))
     # Numbers in the program (0.7) are half ones.
     assert float(squares[0]) == pytest.approx(float(exact), rel=5e-3)
     assert {"", "kept", "cell", "cell/i", "cell/h", "rnn", "head"} == {row.path for row in found.rows}

@@ -581,7 +581,7 @@ class DenoiserNNX(nnx.Module):
         return self.lin(x / sigma[:, None]) + self.embed(jnp.log(sigma) / 4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_denoiser_in_nnx():
     bare, x = DenoiserNNX(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8))
     sigma = jnp.array([0.02, 0.3, 4.0, 50.0])

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import paired
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -353,8 +354,7 @@ TAPPED = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", TAPPED)
-@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+@pytest.mark.parametrize(("name", "scale"), paired(TAPPED, [1.0, 2.0**10]))
 def test_taps_count_forward_and_backward_through_transforms(name, scale):
     fn, size, forward, backward = TAPPED[name]
     found = jmpp.gradient_spectrum(lambda w: fn(w).sum(), W, scale=scale)
@@ -517,7 +517,7 @@ def test_every_so_many_calls_are_counted(every):
     assert len(traces) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_state_takes_an_optimizer_state_and_a_number():
     grads = {"w": jnp.full(3, 2.0**12)}
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(2.0**10))
@@ -533,7 +533,7 @@ def test_the_state_takes_an_optimizer_state_and_a_number():
         assert float(state.loss_scale) == 2.0**10
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_state_is_saved_and_restored():
     params, loss = params_and_loss()
     zero = jmpp.report.SpectrumState.create(params, loss, 1.0)
@@ -716,7 +716,7 @@ def test_the_recommended_scale_is_the_largest_that_does_not_overflow(most):
     assert report.largest.largest == most
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @settings(max_examples=40)
 @given(hnp.arrays(np.int32, 16, elements=st.integers(-60, 0)))
 def test_recovered_grows_with_the_scale(exponents):
@@ -888,14 +888,14 @@ def test_errors_say_what_to_do(call, error, match):
         call()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_rows_are_values():
     one, other = example_report(), example_report()
     assert one == other
     assert dataclasses.replace(one, margin=5).safe_scale == one.recommended_scale / 32
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_has_aux():
     def loss(w, x):
         return (w * x).sum(), {"n": x}

@@ -11,6 +11,7 @@ import nnx_helpers
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import paired
 
 import jmp_policy as jmpp
 from jmp_policy import PolicyMap, summary
@@ -322,9 +323,11 @@ WISHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("own", "keep", "note"), WISHES)
-@pytest.mark.parametrize("kind", ["linen", "linen_wrapped", "nnx", "nnx_wrapped"])
-def test_wishes_that_are_overruled_or_kept(kind, own, keep, note):
+@pytest.mark.parametrize(
+    ("wish", "kind"), paired([*WISHES] * 2, ["linen", "linen_wrapped", "nnx", "nnx_wrapped", "nnx"])
+)
+def test_wishes_that_are_overruled_or_kept(kind, wish):
+    own, keep, note = wish
     rules = PolicyMap("mixed_float16", keep_module_dtypes=keep)
     model = Three(inner=own) if "linen" in kind else NnxThree(inner=own)
     if kind == "nnx_wrapped":
@@ -390,8 +393,9 @@ def seen_by_patches(model, policy, x, monkeypatch):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
-@pytest.mark.parametrize("case", nnx_helpers.CASES, ids=repr)
+@pytest.mark.parametrize(
+    ("case", "policy"), paired(nnx_helpers.CASES, ["mixed_float16", "p=bf16,c=bf16,o=bf16"]), ids=str
+)
 def test_nnx_rows_are_what_a_run_does(case, policy, monkeypatch):
     model, x = case(), case.inputs()
     found = summary(model, policy, x)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import paired
 
 import jmp_policy as jmpp
 
@@ -146,8 +147,9 @@ def bits(run):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("framework", [Linen, TrainState, NNX])
+@pytest.mark.parametrize(
+    ("framework", "change"), paired([Linen, TrainState, NNX, TrainState, NNX, Linen], CHANGES)
+)
 def test_a_run_goes_on_under_another_policy(framework, change):
     policy, *dtypes = CHANGES[change]
     run, by_hand = framework(), framework()

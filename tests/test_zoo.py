@@ -163,6 +163,10 @@ def distances(tree, other):
     return np.array(jax.tree.leaves(jax.tree.map(one, tree, other)))
 
 
+def nothing_like(tree):
+    return jax.tree.map(np.zeros_like, tree)
+
+
 def test_names():
     assert tuple(zoo()) == NAMES
 
@@ -204,10 +208,8 @@ def test_models_of_today_are_as_exact_as_by_hand(name):
 
     hand, wrapped = steps().ByHand(model.module, jnp.dtype(half)), jmpp.wrap(model.module, f"mixed_{half}")
     exact = gradient(model.module)
-    ours, theirs = (
-        optax.tree.norm(optax.tree.sub(gradient(module), exact)) / optax.tree.norm(exact)
-        for module in (wrapped, hand)
-    )
+    size = np.linalg.norm(distances(exact, nothing_like(exact)))
+    ours, theirs = (np.linalg.norm(distances(gradient(module), exact)) / size for module in (wrapped, hand))
     # Attention keeps its weights in half, once: that is less memory, and in a small ViT 1.7 times the error.
     assert 1e-4 < ours < 2 * theirs
     assert ours < 0.02
@@ -237,15 +239,14 @@ def test_one_step_is_that_of_float32_up_to_rounding(name, policy):
     new, loss = step(state, batch)
     assert bool(jmpp.grads_finite(new.opt_state))
     # The step of SGD with learning rate 1 is the gradient.
-    grads = jax.tree.map(jnp.subtract, start.params, new.params)
+    grads = jax.tree.map(np.subtract, *map(jax.device_get, (start.params, new.params)))
     found = distances((loss, grads), exact)
-    nothing = jax.tree.map(jnp.zeros_like, exact)
     # What subtracting the gradient from the parameters rounds.
-    rounding = 2.0**-24 * distances(start.params, jax.tree.map(jnp.zeros_like, start.params)).max()
+    rounding = 2.0**-24 * distances(start.params, nothing_like(start.params)).max()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
     assert not [row for row in zip(paths, found, bound, strict=True) if row[1] > row[2] + rounding]
     if policy == "mixed_float16":  # The bound says something: a gradient that is twice too large is outside.
-        assert np.linalg.norm(bound[1:]) < np.linalg.norm(distances(exact, nothing)[1:])
+        assert np.linalg.norm(bound[1:]) < np.linalg.norm(distances(exact, nothing_like(exact))[1:])
 
 
 def operation_dtypes(function, *args):
@@ -316,11 +317,6 @@ def test_the_harness_compares_what_it_says(monkeypatch):
     assert len(rows) == 6
     assert rows["float16"]["over_unscaled"] > 0
     assert all(row["items_per_second"]["median"] > 0 for row in rows.values())
-    rows = cost.depth_rows("two layers", "tiny", stride=100)
-    assert [(row["frames"], row["variant"]) for row in rows] == [
-        (n, v) for n in (0, 100) for v in cost.COMPARISONS[0]
-    ]
-    assert all(row["seconds"] > 0 for row in rows)
 
 
 def test_a_gpu_that_is_taken_away_leaves_the_models_that_were_done(monkeypatch, tmp_path):

@@ -2,8 +2,7 @@
 
 `loss_scaling_cost`: loss scaling, which may add at most 3 % of kernels and 1.5 % of bytes.
 `autocast_gpu_cost`: the loss under `autocast`. It and `wrap` keep the softmax in float32, so both are
-compared with the model by hand that does. `nnx_gpu_cost`: the same encoder in NNX, by hand with `dtype=` in
-every layer around Flax's own attention. `grad_dtype_gpu_cost`: float32 weight gradients.
+compared with the model by hand that does. `grad_dtype_gpu_cost`: float32 weight gradients.
 """
 
 import functools
@@ -11,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import jmp_policy as jmpp
 from benchmarks import steps
 from benchmarks.gpu_target import TARGET, Report, compile_for_gpu, table_rows
-from benchmarks.models import small, small_nnx
+from benchmarks.models import small
 from benchmarks.table import Table
 
 WIDTHS = {"vocabulary": 30528, "hidden": 1024, "heads": 16, "mlp": 4096, "layers": 4}
@@ -68,30 +66,6 @@ def under_autocast() -> list[dict[str, Any]]:
     return table_rows(reports(variants), bases)
 
 
-def in_nnx() -> list[dict[str, Any]]:
-    found, bases = {}, {}
-    for dtype in DTYPES:
-        hand, wrapped, scaled = (f"{dtype} {how}" for how in ("by hand", "wrapped", "wrapped, loss_scaled"))
-        for name in (hand, wrapped, scaled):
-            found[name] = _nnx_report(dtype, is_wrapped=name != hand, is_scaled=name == scaled)
-        bases |= {wrapped: hand, scaled: wrapped}
-    return table_rows(found, bases)
-
-
-def _nnx_report(dtype: str, *, is_wrapped: bool, is_scaled: bool) -> Report:
-    tx = jmpp.loss_scaled(steps.ADAMW, jmpp.DynamicLossScale()) if is_scaled else steps.ADAMW
-
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        by_hand = None if is_wrapped else jnp.dtype(dtype)
-        model = small_nnx.Encoder(rngs=nnx.Rngs(0), length=LENGTH, dtype=by_hand, **WIDTHS)
-        model = jmpp.wrap(model, f"mixed_{dtype}") if is_wrapped else model
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    kind = steps.nnx_library_step if is_scaled else steps.nnx_step
-    step, state = steps.pure(kind, *nnx.eval_shape(make))
-    return compile_for_gpu(jax.jit(step, donate_argnums=0), (state, TOKENS))
-
-
 #: Without and with float32 weight gradients.
 GRADS = {"grad=None": "mixed_float16", "grad=float32": "p=f32,c=f16,o=f32,g=f32"}
 
@@ -105,6 +79,5 @@ ABOUT = {"target": TARGET, **WIDTHS}
 TABLES = (
     Table("loss_scaling_cost", loss_scaling, about=ABOUT),
     Table("autocast_gpu_cost", under_autocast, about=ABOUT),
-    Table("nnx_gpu_cost", in_nnx, about=ABOUT),
     Table("grad_dtype_gpu_cost", float32_gradients, about=ABOUT),
 )

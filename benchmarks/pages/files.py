@@ -98,10 +98,6 @@ def collectives() -> str:
     return section("collectives", map(megabytes, load("grad_dtype_collectives")["rows"]))
 
 
-def communication() -> str:
-    return section("communication", [row for row in load("communication")["rows"] if row["devices"] == 8])
-
-
 def planted_faults() -> str:
     """A row per fault; after the place and the operation what is wrong of it."""
     rows = load("planted_faults")["rows"]
@@ -286,13 +282,13 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     ),
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((zoo.performance,),),
-    "docs/reliability.md": ((agents,), ("checkpoints",)),
+    "docs/reliability.md": ((agents,),),
     "docs/reports.md": ((reports,), (planted_faults, healthy_models, planted_parts)),
     "docs/scaling_out.md": ((scaling_out,),),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
         (overhead, gpu),
-        (float32_gradients, collectives, communication, experts, "accumulation"),
+        (float32_gradients, collectives, experts, "accumulation"),
         ("rounding",),
         ("first call",),
         ("drift shares",),

@@ -444,7 +444,7 @@ PARTS: dict[str, tuple[Callable[[], list[Row]], Callable[[], list[Row]]]] = {
     "integers": (integers, integers),
     "empty": (nothing, nothing),
     "interruptions": (interrupted, lambda: interrupted(1, 1)),
-    "overflows": (lambda: [sequences()], lambda: [sequences(1000)]),
+    "overflows": (lambda: [sequences()], lambda: [sequences(2000)]),
     "states": (_later("damage", "states"), _later("damage", "states", ["dynamic"])),
     "configs": (_later("damage", "configs"), _later("damage", "configs", 20)),
     "patterns": (_later("damage", "patterns"), _later("damage", "patterns", 200)),

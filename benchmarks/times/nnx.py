@@ -1,9 +1,8 @@
 """What wrapping an NNX module costs: once for the wrap, per trace, per compiled step, per `nnx.jit` call.
 
 Every ratio is of two things measured in turn in this process. The models written by hand have `dtype=` in
-every layer; no loss scaling, except where it says so. `nnx_gpu_cost` counts the same on a GPU. Flax's
-attention does not compile for float16 on a CPU: there, and once more in bfloat16, the model by hand has a
-function of its own.
+every layer; no loss scaling, except where it says so. Flax's attention does not compile for float16 on a CPU:
+there, and once more in bfloat16, the model by hand has a function of its own.
 """
 
 import functools

@@ -2,9 +2,6 @@
 
 `overhead`: what the library costs on top of a step by hand, and loss scaling on top of none.
 `grad_dtype_cost`: float32 weight gradients from half products. `zoo_cost`: real models, smaller.
-`stack_depth`: how much the time of a trace depends on where on the stack it begins (see
-`measure.trace_time`), for the real models whose traces have the most small calls; only the mean over a chunk
-of CPython's stack compares two steps.
 """
 
 from typing import Any
@@ -75,33 +72,8 @@ def zoo_rows(name: str, size: str, repeats: int = ZOO_REPEATS) -> list[dict[str,
     return [compared(found, *pair, *USUAL) for pair in COMPARISONS]
 
 
-#: Traces at each depth, of which the quickest counts.
-TRACES = 2
-
-
-def depth_rows(name: str, size: str, stride: int = 8) -> list[dict[str, Any]]:
-    """One row per variant and depth; the first trace, when Python itself is cold, is not among them."""
-    model = MODELS[name](size)
-    batch, made = model.batch(), {}
-    for variant in COMPARISONS[0]:
-        step, state = steps.begun(variants(model)[variant], batch, model.loss)
-        made[variant] = step, (state, batch)
-        measure.trace_time(*made[variant])
-
-    def seconds(frames: int, variant: str) -> float:
-        return measure.deeper(frames, lambda: measure.trace_time(*made[variant]))[0]
-
-    return [
-        {"variant": v, "frames": n, "seconds": min(seconds(n, v) for _ in range(TRACES))}
-        for n in range(0, measure.CHUNK, stride)
-        for v in made
-    ]
-
-
-DEEP = {"model": ("Conv seq2seq", "DeepSpeech2")}
 TABLES = (
     Table("overhead", overhead, by={"model": small.TABLE}, about={"repeats": REPEATS}),
     Table("grad_dtype_cost", float32_gradients, by={"model": small.TABLE}, about={"repeats": REPEATS}),
     Table("zoo_cost", zoo_rows, by={"model": MODELS}, about={"repeats": ZOO_REPEATS}, size="small"),
-    Table("stack_depth", depth_rows, by=DEEP, about={"repeats": TRACES}, size="small"),
 )
