@@ -1128,6 +1128,15 @@ def test_products_of_few_terms_say_why_they_are_float32():
     assert "1 product in float32 of fewer than 8 terms, where half precision gains nothing" in found.verdict
 
 
+def test_gradients_of_products_of_few_terms_say_so():
+    model, x = jmpp.wrap(nn.Dense(32), "mixed_float16"), jnp.ones((32, 6))
+    params = model.init(jax.random.key(0), x)
+    found = jmpp.audit(lambda params: model.apply(params, x).sum(), params, grad=True)
+    assert [(p.lhs, p.backward) for p in found.products] == [("float32", False), ("float32", True)]
+    assert "; 1 product in float32 for gradients of such products: Dense" in found.verdict
+    assert "never half" not in found.verdict
+
+
 def test_a_scan_that_sums_from_its_first_half_element_is_listed():
     def function(w, x):
         h = x @ w

@@ -134,7 +134,6 @@ class LogOfProbability(nn.Module):
         return Log(name="bce")(30 * nn.Dense(1, name="out")(x))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_the_rule_that_is_advised_was_tried_and_mends(report):
     model, x = LogOfProbability(), jax.random.normal(jax.random.key(0), (64, 8))

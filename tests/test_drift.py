@@ -824,3 +824,27 @@ def test_random_programs(names):
     if np.isfinite(found.error):
         exact = run([name for name in names if name not in ("to half", "to bfloat16")], W, x)
         assert found.loss == pytest.approx(float(exact), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_rules_are_tried_until_one_mends_where_much_is_expected():
+    """Three modules bring a third of an error each: a rule for one of them does not mend, that for all does."""
+
+    class Phase(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="phase")(x) * 2000
+
+    class Branches(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            parts = [jnp.sin(Phase(name=name)(x)) for name in ("left", "right", "middle")]
+            return nn.Dense(1, name="out")(sum(parts))
+
+    model, x = jmpp.wrap(Branches(), "mixed_float16"), jax.random.normal(jax.random.key(0), (16, 8))
+    params = model.init(jax.random.key(1), x)
+    found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x)).mean(), params, x)
+    assert found.error > 0.1
+    assert found.error_after == found.tried[-1].error < 0.01
+    assert len(found.rule) == 3
+    assert "mends it" in found.verdict

@@ -18,7 +18,7 @@ from jmp_policy._src.jaxpr.data_flow import ancestors
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE, ScaleUse
 
 ERROR = "computed in this function without it.*scaled_value_and_grad"
-WARNING = "nobody has asked for a loss scale.*scaled_value_and_grad"
+WARNING = "no loss was multiplied by the scale.*scaled_value_and_grad"
 X = jnp.linspace(-1, 1, 24).reshape(8, 3)
 PARAMS = {"w": jnp.full((3, 2), 0.5), "b": jnp.zeros(2)}
 

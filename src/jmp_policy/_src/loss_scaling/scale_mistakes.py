@@ -328,11 +328,11 @@ def _without_scale(loss: str) -> str:
 
 
 def _not_asked_for(loss: str) -> str:
-    """Of gradients whose history is not known, where nobody has asked for a loss scale."""
+    """Of gradients whose history is not known, where no loss was multiplied by the scale."""
     return (
-        "loss_scaled divides gradients by the loss scale in its state, and nobody has asked for a loss scale "
-        "to multiply a loss by: if nothing else did, the parameters learn 65,536 times too slowly at a "
-        f"scale of 65,536. {_repair(loss)}"
+        "loss_scaled divides gradients by the loss scale in its state, and no loss was multiplied by the "
+        "scale: if nothing else did it, the parameters learn 65,536 times too slowly at a scale of 65,536. "
+        f"{_repair(loss)}"
     )
 
 

@@ -229,9 +229,11 @@ class Audit(Report):
         for p in self.wide_products:
             causes[p.place] = causes.get(p.place) or p.cause
         kinds = dict[tuple[str, str], list[str]]()
+        narrow = {p.place for p in self.wide_products if p.k < LEAST_TERMS and not p.backward}
         for p in self.wide_products:
-            few = p.k < LEAST_TERMS and not p.cause
-            kind = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing" if few else ""
+            few = not p.cause and (p.k < LEAST_TERMS or (p.backward and p.place in narrow))
+            terms = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
+            kind = "" if not few else terms if p.k < LEAST_TERMS else " for gradients of such products"
             why = "" if few else self._why_wide(causes[p.place], p)
             kinds.setdefault((f"in {_widest(p)}{kind}", why), []).append(p.place)
         return [

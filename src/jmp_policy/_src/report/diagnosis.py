@@ -136,7 +136,8 @@ class Diagnosis(Report, Placed):
     def _cause(self) -> str:
         """Describes what half precision has to do with it."""
         if self.constant is not None:
-            return f"an {self.kind}: {self.constant.text}"
+            kind = self.kind if self.kind == "not finite" else f"an {self.kind}"
+            return f"{kind}: {self.constant.text}"
         if self.kind == "overflow" and math.isnan(self.largest_in_float32):
             return f"an overflow: it is computed from a constant that is infinite in {self.dtype}"
         if self.kind == "overflow":

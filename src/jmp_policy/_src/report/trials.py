@@ -181,7 +181,9 @@ class Mending:
         named = list(filter(None, dict.fromkeys(map(self._module, paths))))
         around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
         rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
-        rules = rules[:_MOST] + [dict.fromkeys(named, "float32")] * (len(named) > 1)
+        # A rule is for what is below too.
+        tops = [path for path in named if not any(path.startswith(f"{other}/") for other in named)]
+        rules = rules[:_MOST] + [dict.fromkeys(tops, "float32")] * (len(tops) > 1)
         for rule in rules:
             yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
         if is_half(default.compute_dtype):

@@ -86,8 +86,10 @@ def drift(
         if not found.is_worth_a_rule:
             return found
         mending = Mending(function, float(as_loss_scale(scale).loss_scale), has_aux)
-        named = [row.module for row in found.contributions if row.share >= NAMED][:3]
-        mended = mending.best(named, limit=max(NORMAL * found.expected, 1e-3))
+        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= NAMED))
+        # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
+        limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)
+        mended = mending.best(named, limit=limit)
         found = dataclasses.replace(found, tried=tuple(mending.tried))
         if mended is None or not mended.error < found.error / 2:
             return found
