@@ -828,7 +828,7 @@ def test_random_programs(names):
 
 @pytest.mark.slow
 def test_rules_are_tried_until_one_mends_where_much_is_expected():
-    """Three modules bring a third of an error each: a rule for one of them does not mend, that for all does."""
+    """Three modules bring a third of an error each: one rule does not mend, rules for all do."""
 
     class Phase(nn.Module):
         @nn.compact
