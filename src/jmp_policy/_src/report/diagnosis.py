@@ -190,10 +190,14 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
         return f"{_limit(found)} {rule}{_mask(found)}{_logarithm(found.zero)}"
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)
+        smallest = " (the smallest number of float16 is 6e-8)" if found.zero.dtype == "float16" else ""
+        if found.tried:
+            mending = "No change of the policy that was tried mends it: enlarge the epsilon that guards it to"
+            return f"{_became_zero(found.zero)}{smallest}. {mending} 1e-4 or more.{_logarithm(found.zero)}"
         return (
-            f"{_became_zero(found.zero)} (the smallest number of float16 is 6e-8): compute {part} in "
-            "float32, by a rule of a PolicyMap or with full_precision around it, and return float32 from it; "
-            f"or enlarge the epsilon that guards it to 1e-4 or more.{_logarithm(found.zero)}"
+            f"{_became_zero(found.zero)}{smallest}: compute {part} in float32, by a rule of a PolicyMap or "
+            "with full_precision around it, and return float32 from it; or enlarge the epsilon that guards it "
+            f"to 1e-4 or more.{_logarithm(found.zero)}"
         )
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
         if found.constant is None:

@@ -154,7 +154,7 @@ def make_row(
     return ModuleRow(
         path=path,
         type=module.__name__,
-        rule="float32 island" if precision.island else rule,
+        rule=_ISLAND if precision.island else rule,
         param_dtype=", ".join(sorted(stored)) or policy.param_dtype.name,
         compute_dtype="float32" if precision.island else policy.compute_dtype.name,
         output_dtype=policy.output_dtype.name,
@@ -200,6 +200,7 @@ class _Staying(Visitor):
         return dataclasses.replace(row, note=", ".join(words))
 
 
+_ISLAND = "float32 island"
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
@@ -208,7 +209,9 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _policy_text(row: ModuleRow) -> str:
-    text = "/".join(_SHORT.get(n, n) for n in (row.param_dtype, row.compute_dtype, row.output_dtype))
+    # An island gives what it was given, whatever the policy's output.
+    out = row.returns[0] if row.rule == _ISLAND and len(row.returns) == 1 else row.output_dtype
+    text = "/".join(_SHORT.get(name, name) for name in (row.param_dtype, row.compute_dtype, out))
     return text if row.grad_dtype is None else f"{text} g={_SHORT.get(row.grad_dtype, row.grad_dtype)}"
 
 
