@@ -196,8 +196,8 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
             return f"{_became_zero(found.zero)}{smallest}. {mending} 1e-4 or more.{_logarithm(found.zero)}"
         return (
             f"{_became_zero(found.zero)}{smallest}: compute {part} in float32, by a rule of a PolicyMap or "
-            "with full_precision around it, and return float32 from it; or enlarge the epsilon that guards it "
-            f"to 1e-4 or more.{_logarithm(found.zero)}"
+            "with full_precision around it, and return float32 from it; or enlarge the epsilon that guards "
+            f"it to 1e-4 or more.{_logarithm(found.zero)}"
         )
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
         if found.constant is None:
