@@ -848,3 +848,25 @@ def test_rules_are_tried_until_one_mends_where_much_is_expected():
     assert found.error_after == found.tried[-1].error < 0.01
     assert len(found.rule) == 3
     assert "mends it" in found.verdict
+
+
+def test_the_cotangent_of_a_result_that_is_cast_counts_for_its_module():
+    """The cast of the model's result to float32 has a transpose, which rounds: a float32 head has none."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="head")(jnp.tanh(nn.Dense(8, name="stem")(x)))[:, 0]
+
+    model, x = jmpp.wrap(Net(), "mixed_float16"), jax.random.normal(jax.random.key(0), (4, 8))
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params):
+        return jnp.square(model.apply(params, x)).mean() * 1000
+
+    rows = jmpp.drift(loss, params, detail="operation").rows
+    (cast,) = (
+        row for row in rows if row.operation == "convert_element_type" and "gradients" in row.direction
+    )
+    assert cast.module == "Net/head"
+    assert cast.share > 0.01

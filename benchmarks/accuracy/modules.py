@@ -199,7 +199,7 @@ def worst(name: str) -> list[dict[str, Any]]:
     return [
         {
             "module": module,
-            "share": round(shares[module], 3),
+            "share": round(float(shares[module]), 3),
             "error": digits(np.sqrt(before.mean())),
             "without": digits(np.sqrt(after.mean())),
             "without / error": digits(np.sqrt(after.sum() / before.sum())),

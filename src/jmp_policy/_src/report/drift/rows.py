@@ -1,5 +1,7 @@
 """Makes rows of a report from what was measured at the nodes of a program."""
 
+import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -155,6 +157,9 @@ _PASSES_ON = frozenset(["neg", "carry", "cond"]).union(
 )
 
 
+_MOVES = HAVING[Trait.MOVES] | HAVING[Trait.VIEW]
+
+
 class Rows:
     """Rows of a report.
 
@@ -184,6 +189,7 @@ class Rows:
         for number, node in enumerate(self._nodes):
             for source in node.sources:
                 self._consumers[source].append(number)
+        self._nodes = [self._where_it_is_for(number) for number in range(len(self._nodes))]
         self._is_gradient: dict[int | None, bool] = dict.fromkeys(gradients, True)
         for number in reversed(range(len(self._nodes))):
             self._is_gradient.setdefault(number, self._leads_to_gradients(number))
@@ -218,6 +224,30 @@ class Rows:
                 unit_roundoff = float(jnp.finfo(dtype).eps) / 2
                 found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / at.introduced
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
+
+    def _where_it_is_for(self, number: int) -> Node:
+        """A node; a cast of a cotangent counts for the one module below whose cotangent it is.
+
+        It is where the module's result was cast to float32, and gone if the module computes in float32.
+        """
+        node = self._nodes[number]
+        if node.operation != "convert_element_type" or not (node.site.backward and is_half(node.dtype)):
+            return node
+        above, waiting, paths = f"{node.site.path}/", [number], list[list[str]]()
+        while waiting:
+            for consumer in self._consumers[waiting.pop()]:
+                reader = self._nodes[consumer]
+                if reader.site.path == node.site.path and reader.operation in _MOVES:
+                    waiting.append(consumer)
+                elif not reader.site.path.startswith(above):
+                    return node
+                else:
+                    paths.append(reader.site.path.split("/"))
+        alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+        path = "/".join(names[0] for names in alike)
+        if len(path) < len(above):
+            return node
+        return dataclasses.replace(node, site=dataclasses.replace(node.site, path=path))
 
     def _leads_to_gradients(self, number: int) -> bool:
         """Whether a value of the backward pass is a parameter's gradient on its way out."""
