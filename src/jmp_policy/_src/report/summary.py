@@ -259,7 +259,13 @@ def _of_function(
     fn: Callable[..., Any], policy: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Summary:
     """Summarises a function by its named scopes, in the precision that autocast gives them."""
-    rules, name = autocast_policy(policy), getattr(fn, "__name__", "function")
+    name = getattr(fn, "__name__", "function")
+    if policy is None:
+        raise TypeError(
+            f"summary shows a function under autocast, and needs a policy for it: summary({name}, "
+            "'mixed_float16', inputs), or --policy mixed_float16 on the command line."
+        )
+    rules = autocast_policy(policy)
     paths: dict[str, list[Any]] = {}
     for operation in explain(fn, policy)(*inputs, **kwargs).operations:
         paths.setdefault(operation.path, []).append(operation)
