@@ -143,22 +143,6 @@ def subfunctions(eqn: Any) -> Sequence[Callable[..., Sequence[Any]]]:
     return [f.call_wrapped for f in eqn.primitive.get_bind_params(eqn.params)["subfuns"]]
 
 
-def without_name_stack() -> Any:
-    """The current source line, for equations that are evaluated where they stand.
-
-    Private: `source_info_util`. JAX has no public way to say which line an equation comes from.
-    """
-    return source_info_util.current().replace(name_stack=source_info_util.new_name_stack())
-
-
-def changed_equation(eqn: Any, primitive: Any, source: Any = None, **params: Any) -> Any:
-    """An equation of another primitive, source line or other parameters, with the same operands.
-
-    Private: the field `source_info` of equations. JAX has no public way to change an equation.
-    """
-    return eqn.replace(primitive=primitive, source_info=source or eqn.source_info, params=eqn.params | params)
-
-
 def set_checkpoint_rule(primitive: Any, rule: Callable[..., Any]) -> None:
     """Says what `jax.checkpoint` does with a primitive that is not JAX's.
 

@@ -64,20 +64,6 @@ def _used(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return [x for x, var in zip(operands, jaxpr.invars, strict=True) if id(var) in used]
 
 
-def before_cast(x: Any) -> Any:
-    """What an array was cast from, where the running trace shows a cast; else the array itself."""
-    traced = compat.traced_by(x)
-    # A tracer of a derivative or of vmap is more than the value inside that was cast.
-    if traced is None or traced[0] is not x or traced[1] is None:
-        return x
-    _, eqn, operands = traced
-    if eqn.primitive.name != "convert_element_type":
-        return x
-    # A cast that is the derivative of another one has a sharding; one without axes says nothing.
-    spec = getattr(eqn.params.get("sharding"), "spec", ())
-    return x if any(part is not None for part in spec) else operands[0]
-
-
 def transposes(eqn: Any) -> bool:
     """Whether an equation is of a backward pass, or has one inside."""
     inside = (inner for jaxpr in calls.inner_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_half, promote_dtype
+from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.data_flow import before_cast
 from jmp_policy._src.jaxpr.device_dispatch import by_devices, has_known_sizes
 from jmp_policy._src.loss_scaling import one_gpu
 
@@ -165,14 +164,9 @@ _flag = by_devices(
 
 def divide(numbers: Sequence[Any], divisor: jax.Array) -> list[jax.Array]:
     """Divides floating and complex arrays by a scalar, in float32 those that have fewer bits, and floats."""
-    arrays = [_as_made(jnp.asarray(x, jnp.float32 if isinstance(x, float) else None)) for x in numbers]
+    arrays = [jnp.asarray(x, jnp.float32 if isinstance(x, float) else None) for x in numbers]
+    arrays = [one_gpu.as_made(x) if x.ndim == one_gpu.AXES and not is_small(x) else x for x in arrays]
     return _divide(jnp.asarray(divisor), *arrays) if arrays else []
-
-
-def _as_made(x: jax.Array) -> jax.Array:
-    """The half array that a large one with three axes was cast from; any other itself."""
-    source = before_cast(x) if x.ndim == one_gpu.AXES and not is_small(x) else x
-    return source if is_half(source.dtype) and x.dtype == promote_dtype(source.dtype) else x
 
 
 def _quotients(divisor: jax.Array, *arrays: jax.Array) -> list[jax.Array]:

@@ -7,12 +7,14 @@ function out where it is given to `by_devices`, and run the command.
 
 import collections
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.dtypes import is_half, promote_dtype
+from jmp_policy._src.jaxpr import compat
 
 #: Arrays of at most this many elements are small: starting a kernel takes longer than their arithmetic.
 SMALL = 2**13
@@ -62,13 +64,34 @@ def jointly(
 def transposed_once(x: jax.Array) -> jax.Array:
     """Puts a barrier before the half gradient of a kernel with three axes, which is made as a matrix.
 
-    For some widths XLA makes it transposed, transposes it in the kernel of each reader, and then cannot write
-    the optimizer's results in place: it copies them. Without this BERT-Large moves 3.4 % more bytes and
-    DiT-B/4 3.0 %, as they do by hand. Where XLA makes it as it is read, the barrier costs a kernel for each
-    and up to 0.7 % of bytes (ViT-B/16): nothing known while tracing tells the widths apart.
+    With the attention of Flax's own layers XLA makes it transposed, transposes it in the kernel of each
+    reader, and then cannot write the optimizer's results in place: it copies them. Without this BERT-Large
+    moves 3.4 % more bytes and DiT-B/4 3.0 %, as they do by hand; so do encoders of 512 to 4096 features with
+    heads of 64 or 128. With `jax.nn.dot_product_attention` (Llama) XLA makes it as it is read: there the
+    barrier costs a kernel for each, and nothing known while tracing tells the two apart.
     `python -m benchmarks zoo_gpu BERT-Large DiT-B/4 ViT-B/16 Llama`. Remove when XLA writes in place.
     """
     return lax.optimization_barrier(x) if x.ndim == AXES and is_half(x.dtype) else x
+
+
+def as_made(x: jax.Array) -> jax.Array:
+    """The half array that one was cast from, so that the barrier above is put before the cast; or itself."""
+    source = _before_cast(x)
+    return source if is_half(source.dtype) and x.dtype == promote_dtype(source.dtype) else x
+
+
+def _before_cast(x: Any) -> Any:
+    """What an array was cast from, where the running trace shows a cast; else the array itself."""
+    traced = compat.traced_by(x)
+    # A tracer of a derivative or of vmap is more than the value inside that was cast.
+    if traced is None or traced[0] is not x or traced[1] is None:
+        return x
+    _, eqn, operands = traced
+    if eqn.primitive.name != "convert_element_type":
+        return x
+    # A cast that is the derivative of another one has a sharding; one without axes says nothing.
+    spec = getattr(eqn.params.get("sharding"), "spec", ())
+    return x if any(part is not None for part in spec) else operands[0]
 
 
 def rows(plain_rows: Callable[[jax.Array], jax.Array], finite: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core import dtypes
@@ -186,7 +187,8 @@ def _product_field(
     is_default = isinstance(module, _HAS_PRODUCTS) and now is None
     if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
         return {}
-    ours = stand_in(function, precision.compute_dtype)
+    # Only for bfloat16 is there another one.
+    ours = stand_in(function, jnp.bfloat16) if precision.compute_dtype == jnp.bfloat16 else function
     recipe = precision.recipe_at(path, getattr(module, "features", None), last)
     if recipe and function is lax.dot_general and is_jaxs_own(function):
         from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.
