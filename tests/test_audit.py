@@ -1137,6 +1137,37 @@ def test_gradients_of_products_of_few_terms_say_so():
     assert "never half" not in found.verdict
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_what_remat_computes_again_has_the_path_of_its_module(kind):
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(nn.Dense(16, name="inner")(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="out")(nn.remat(Part)(name="part")(x))
+
+    class NnxNet(nnx.Module):
+        def __init__(self, rngs):
+            self.part, self.out = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(nnx.remat(lambda part, x: jnp.tanh(part(x)))(self.part, x))
+
+    x = jnp.ones((8, 16))
+    if kind == "linen":
+        model = jmpp.wrap(Net(), "mixed_float16")
+        params = model.init(jax.random.key(0), x)
+        found = jmpp.audit(lambda params: jnp.square(model.apply(params, x)).sum(), params, grad=True)
+        assert {p.path for p in found.products} == {"Net/part/inner", "Net/out"}
+    else:
+        model = jmpp.wrap(NnxNet(nnx.Rngs(0)), "mixed_float16")
+        found = jmpp.audit(lambda model: jnp.square(model(x)).sum(), model, grad=True)
+        assert {p.path for p in found.products} == {"NnxNet/part", "NnxNet/out"}
+
+
 def test_a_scan_that_sums_from_its_first_half_element_is_listed():
     def function(w, x):
         h = x @ w

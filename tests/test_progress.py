@@ -82,6 +82,29 @@ def test_an_interrupt_keeps_the_backward_passes_so_far(monkeypatch):
         jmpp.sensitivity(loss, W, X, probes=4, measure=False)
 
 
+def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
+    def loss(w, x):
+        with jax.named_scope("first"):
+            h = x @ w
+        with jax.named_scope("second"):
+            return jnp.square(h @ w).mean()
+
+    measured = rounding_errors.AppliedRounding.of_modules
+    whole, calls = jmpp.sensitivity(loss, W, X, measure=True), []
+
+    def interrupted(self, groups):
+        calls.append(groups)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return measured(self, groups)
+
+    monkeypatch.setattr(rounding_errors.AppliedRounding, "of_modules", interrupted)
+    assert len(whole.rows) > 1
+    assert len(jmpp.sensitivity(loss, W, X, measure=True).rows) == 1
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        jmpp.sensitivity(loss, W, X, measure=True)
+
+
 def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch):
     import flax.linen as nn
 

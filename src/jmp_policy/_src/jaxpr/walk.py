@@ -177,6 +177,9 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
 def site_of(eqn: Any, outer: Site) -> Site:
     """Where an equation is, in a program that is called at another site."""
     names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
+    half = len(names) // 2
+    if calls.kind_of(eqn) is Kind.CHECKPOINT and names[:half] == names[half:]:
+        names = names[half:]  # Transposed, it has the names around it twice.
     path = "/".join(filter(None, (outer.path, *names)))
     backward = outer.backward or compat.is_transposed(eqn)
     return dataclasses.replace(

@@ -182,7 +182,14 @@ def _sensitivity(
     else:
         tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
     applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
-    rows = [_row(found, name, paths, applied) for name, paths in progress.steps("modules", tops)]
+    rows = list[SensitivityRow]()
+    for name, paths in progress.steps("modules", tops):
+        try:
+            rows.append(_row(found, name, paths, applied))
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            break  # What is known of some modules is a report too.
     if candidates is None:
         rows = [_with_inside(row, rows) for row in rows]
     rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
