@@ -517,7 +517,6 @@ def test_live_a_step_with_a_float32_head_on_the_a100():
 
 @live
 @pytest.mark.slow
-@pytest.mark.once
 def test_live_a_float8_product_with_its_scales_is_of_cublaslt(monkeypatch):
     monkeypatch.setattr(type(GPUS["H100"]), "options", {})
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0")
