@@ -1137,6 +1137,14 @@ def test_gradients_of_products_of_few_terms_say_so():
     assert "never half" not in found.verdict
 
 
+def test_equal_names_around_remat_are_two_scopes():
+    def function(w):
+        with jax.named_scope("block"), jax.named_scope("block"):
+            return jnp.sum(jax.checkpoint(lambda w: jnp.tanh(w @ w))(w))
+
+    assert [p.path for p in jmpp.audit(function, W).products] == ["block/block"]
+
+
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_what_remat_computes_again_has_the_path_of_its_module(kind):
     class Part(nn.Module):

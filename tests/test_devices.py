@@ -535,10 +535,20 @@ def test_a_users_scale_learns_of_gradients_and_of_the_axis():
             asked.append(None)
             return self
 
+    class WithoutSignature:
+        __signature__ = "of a function that is not written in Python"
+
+        def __call__(self, grads_finite):
+            asked.append(None)
+            return NotPython()
+
+    class NotPython(jmpp.NoOpLossScale):
+        adjust = WithoutSignature()
+
     asked = []
-    for cls in (Largest, Anything, Plain):
+    for cls in (Largest, Anything, Plain, NotPython):
         jax.tree_util.register_pytree_node(cls, lambda _: ((), None), lambda _, __, cls=cls: cls())
         tx = jmpp.loss_scaled(optax.sgd(1.0), cls(), axis_name="data")
         state = tx.init(jnp.ones(2))
         jax.vmap(lambda g, tx=tx, state=state: tx.update(g, state, g)[0], axis_name="data")(jnp.ones((3, 2)))
-    assert asked == [(jax.tree.structure(0), "data")] * 2 + [None]
+    assert asked == [(jax.tree.structure(0), "data")] * 2 + [None] * 2

@@ -177,11 +177,11 @@ def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:
 def site_of(eqn: Any, outer: Site) -> Site:
     """Where an equation is, in a program that is called at another site."""
     names = [name for name in compat.scopes(eqn) if not is_marker(name) and name not in _REMAT]
-    half = len(names) // 2
-    if calls.kind_of(eqn) is Kind.CHECKPOINT and names[:half] == names[half:]:
-        names = names[half:]  # Transposed, it has the names around it twice.
+    is_transposed, half = compat.is_transposed(eqn), len(names) // 2
+    if is_transposed and calls.kind_of(eqn) is Kind.CHECKPOINT and names[:half] == names[half:]:
+        names = names[half:]  # It has the names around it twice.
     path = "/".join(filter(None, (outer.path, *names)))
-    backward = outer.backward or compat.is_transposed(eqn)
+    backward = outer.backward or is_transposed
     return dataclasses.replace(
         outer, path=path, backward=backward, line=source_lines.source_line(eqn) or outer.line
     )

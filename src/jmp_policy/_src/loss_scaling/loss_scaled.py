@@ -172,7 +172,10 @@ def _adjust(
     """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
     if overflowed is not None:
         finite = finite & loss_scales.none_overflowed(overflowed, axis_name)
-    parameters = inspect.signature(loss_scale.adjust).parameters
+    try:
+        parameters = inspect.signature(loss_scale.adjust).parameters
+    except (TypeError, ValueError):  # Not written in Python.
+        return loss_scale.adjust(finite)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     offered = {"grads": grads, "axis_name": axis_name}
     return loss_scale.adjust(finite, **{n: v for n, v in offered.items() if takes_all or n in parameters})
