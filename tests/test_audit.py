@@ -574,7 +574,7 @@ LOST = {
     "product mask": (lambda x: x + (1 - (x > 0).astype(x.dtype)) * -1e9, "* -1000000000.0", "-inf"),
     "mask array": (lambda x: x + jnp.where(BOOLS, 0, -1e9).astype(x.dtype), "-1e+09", "-inf"),
     "of a library": (lambda x: jax.nn.standardize(x, epsilon=1e-8), "1e-08", "0"),
-    "another name": (WithEpsilon(1e-8), "", "0"),
+    "another name": (WithEpsilon(1e-8), "+ 1e-08", "0"),
 }  # fmt: skip
 
 KEPT = {
@@ -626,9 +626,42 @@ def test_a_decay_that_becomes_one_is_listed(dtype):
     assert not jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=F32)).constants
 
 
+BETA = 0.9999
+
+
+class Average(nn.Module):
+    decay: float = 0.5
+
+    @nn.compact
+    def __call__(self, x):
+        eps = 1e-9
+        x = self.decay * x
+        return BETA * x / jnp.sqrt(jnp.square(x).mean() + eps)
+
+
+class NnxAverage(nnx.Module):
+    def __init__(self):
+        self.decay, self.w = 0.9999, nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        return self.decay * x * self.w[...]
+
+
+def test_a_number_with_any_name_is_found_by_a_trace_in_float32():
+    model, x = jmpp.wrap(Average(0.9999), "mixed_float16"), array(2, 8, dtype=F32)
+    found = jmpp.audit(lambda x: model.apply({}, x.astype(F16)), x).constants
+    assert [(c.written, c.becomes) for c in found] == [("0.9999", "1"), ("0.9999", "1"), ("+ 1e-09", "0")]
+    model = jmpp.wrap(NnxAverage(), "mixed_float16")
+    assert [c.written for c in jmpp.audit(lambda model, x: model(x), model, x).constants] == ["0.9999"]
+    params = jnp.ones(8, F16)
+    moved = jmpp.drift(lambda new, old: optax.incremental_update(new, old, 1e-4), params, params)
+    assert [c.written for c in moved.constants] == ["0.9999"]
+
+
 def test_a_zero_in_bfloat16_was_written_as_zero():
     # Adam's eps_root: no epsilon is so small that bfloat16 makes it zero.
-    tx, w = optax.adam(1e-3), array(8, 8, dtype=BF16)
+    # Of 0.999, its default, bfloat16 makes 1.
+    tx, w = optax.adam(1e-3, b2=0.99), array(8, 8, dtype=BF16)
     assert not jmpp.audit(lambda g, s: tx.update(g, s), w, jax.eval_shape(tx.init, w)).constants
 
 

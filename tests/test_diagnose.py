@@ -109,16 +109,12 @@ def test_overflow_in_layer_k_is_found_there(kind, jitted, bad):
     kernel = f"params/{path}/kernel" if kind == "linen" else f"model/{path}/kernel"
     assert [o.name for o in found.operands] == ["x" if bad == 0 else "", kernel]
     assert [o.largest for o in found.operands] == [100.0, 100.0]
-    if kind == "linen":
-        # What follows has 80000 to hold as well, so that float32 for this layer alone is not enough.
-        assert found.tried[0].rule == {path: "float32"}
-        assert np.isfinite(found.tried[0].error) == (bad == 3)
-        mends = "The rule {'layer_3': 'float32'}" if bad == 3 else "compute=bfloat16,output=float32'"
-        assert f"{mends} mends it" in found.advice
-        assert found.error_after < 0.01
-    else:
-        assert f"Compute 'NnxDeep/{path}' in float32" in found.advice
-        assert (found.tried, found.rule) == ((), {})
+    # What follows has 80000 to hold as well, so that float32 for this layer alone is not enough.
+    assert found.tried[0].rule == {path: "float32"}
+    assert np.isfinite(found.tried[0].error) == (bad == 3)
+    mends = f"The rule {{{path!r}: 'float32'}}" if bad == 3 else "compute=bfloat16,output=float32'"
+    assert f"{mends} mends it" in found.advice
+    assert found.error_after < 0.01
     assert {"the loss", "the scaled loss"} <= set(found.bad_results)
 
 
@@ -157,6 +153,92 @@ def test_the_rule_that_is_advised_was_tried_and_mends(report):
     assert error < 0.01
     json.dumps(found.to_dict())
     assert not report(mended, params).tried
+
+
+class NnxLog(nnx.Module):
+    def __call__(self, z):
+        return -jnp.log(1 - jax.nn.sigmoid(z) + 1e-7)
+
+
+class NnxLogOfProbability(nnx.Module):
+    def __init__(self):
+        self.out, self.bce = nnx.Linear(8, 1, rngs=nnx.Rngs(0)), NnxLog()
+
+    def __call__(self, x):
+        with jax.named_scope("inside"):
+            return self.bce(30 * self.out(x))
+
+
+def scoped_log_of_probability(w, x):
+    with jax.named_scope("inside"):
+        z = 30 * (x @ w)
+        with jax.named_scope("bce"):
+            return -jnp.log(1 - jax.nn.sigmoid(z.astype(jnp.float16)) + 1e-7)
+
+
+#: Name -> gives, for a policy, a loss and its parameters.
+OTHER_KINDS = {
+    "a wrapped NNX model": lambda policy: (
+        lambda model, x: model(x).astype(F32).mean(),
+        jmpp.wrap(NnxLogOfProbability(), policy),
+    ),
+    "autocast of an NNX model": lambda policy: (
+        jmpp.nnx.autocast(lambda model, x: model(x).mean(), policy, full=["add"], lower=["logistic"]),
+        NnxLogOfProbability(),
+    ),
+    "autocast of a Linen model": lambda policy: (
+        jmpp.autocast(
+            lambda params, x: LogOfProbability().apply(params, x).mean(), policy, lower=["logistic", "sub"]
+        ),
+        LogOfProbability().init(jax.random.key(1), jnp.ones((2, 8))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_rules_are_tried_in_other_kinds_of_models(kind):
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    found = diagnose(*OTHER_KINDS[kind]("mixed_float16"), x)
+    assert dict(found.rule) == {"bce": "float32"}, (found.advice, found.tried)
+    mended, params = OTHER_KINDS[kind](jmpp.PolicyMap("mixed_float16", found.rule))
+    assert diagnose(mended, params, x).finite
+    assert found.error_after < 0.01
+
+
+def test_rules_are_tried_for_named_scopes_of_a_function():
+    def loss(w, x):
+        with jax.named_scope("big"):
+            h = 50 * ((100 * (x @ w["a"])) @ w["b"])
+            h = h @ w["b"].T
+        return jnp.square(h / 1e6).mean()
+
+    w = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))}
+    found = diagnose(jmpp.autocast(loss, "float16"), w, jnp.ones((4, 8)))
+    assert dict(found.rule) == {"big": "float32"}
+    mended = jmpp.autocast(loss, jmpp.PolicyMap("float16", found.rule))
+    assert diagnose(mended, w, jnp.ones((4, 8))).finite
+
+
+def test_an_argument_that_overflows_is_named_and_no_mask():
+    model = jmpp.wrap(nn.Dense(8), "mixed_float16")
+    x = jnp.ones((2, 8)).at[0, 0].set(2e5)
+    params = model.init(jax.random.key(0), x)
+    found = diagnose(lambda params, batch: model.apply(params, batch["obs"]).mean(), params, {"obs": x})
+    assert "The argument 'batch/obs' exceeds 65504 where it is cast to float16." in found.advice
+    assert "mask" not in found.advice
+    masked = diagnose(lambda params, batch: model.apply(params, batch["obs"]).mean(), params, {"obs": -x})
+    assert "If it is a mask" in masked.advice
+
+
+def test_the_operation_that_made_most_zeros_is_named():
+    def loss(w, x):
+        h = x.astype(jnp.float16) * w.astype(jnp.float16)
+        h = h - h.mean(-1, keepdims=True)
+        return jnp.mean(h / jnp.sqrt(jnp.square(h).sum(-1, keepdims=True))).astype(F32)
+
+    # One difference is zero in half precision, all squares are.
+    x = jnp.array([[1.0, 2, 3, 4, 5, 3.0001]]) * 5e-5
+    assert diagnose(loss, jnp.ones(6), x).zero.operation == "square"
 
 
 def test_a_rule_that_matched_nothing_is_still_an_error_beside_a_trial():

@@ -293,7 +293,8 @@ def test_an_average_that_stands_still_fails():
 @pytest.mark.parametrize(("dtype", "rate", "is_lost"), [("bfloat16", 1e-5, True), ("bfloat16", 0.1, False),
                                                        ("float32", 1e-5, False)])  # fmt: skip
 def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
-    tx, params = optax.adamw(rate), {"w": W.astype(dtype)}
+    # Of 0.999, its default, bfloat16 makes 1.
+    tx, params = optax.adamw(rate, b2=0.99), {"w": W.astype(dtype)}
 
     @jax.jit
     def step(params, state, grads):
@@ -309,6 +310,15 @@ def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
             jmpp.assert_drift(step, *args, rtol=0.1)
     else:
         jmpp.assert_drift(step, *args, rtol=0.1)
+
+
+def test_an_argument_whose_cast_rounds_is_named():
+    model, x = jmpp.wrap(nn.Dense(8), "mixed_float16"), 1e-8 * X
+    params = model.init(jax.random.key(0), x)
+    found = jmpp.drift(lambda params, batch: jnp.square(1e6 * model.apply(params, batch["obs"])).mean(),
+                       params, {"obs": x})  # fmt: skip
+    assert found.contributions[0].argument == "batch/obs"
+    assert "a cast of the argument 'batch/obs' to float16" in found.verdict
 
 
 @pytest.mark.parametrize("lines", [1, 4])

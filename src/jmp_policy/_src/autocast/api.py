@@ -1,6 +1,7 @@
 """Op-level mixed precision for any JAX function: trace it, plan it, run the plan."""
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from jmp_policy._src.autocast.planner import Plan, Planner, Rule, results, trace
 from jmp_policy._src.autocast.values import LEAVES_MARKED
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir
@@ -23,6 +25,7 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import check_has_no_state, is_recipe
 from jmp_policy._src.policy.regions import as_rules, rules_of
 from jmp_policy._src.policy.rules import PolicyLike, PolicyMap, any_wants_fp32_weight_grads, as_policy_map
+from jmp_policy._src.policy.scope import in_trial
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads import transform
 
@@ -40,7 +43,12 @@ _ASKED = "as the caller asked"
 
 
 class Settings:
-    """What `autocast` and `explain` were told, checked when they are called."""
+    """What `autocast` and `explain` were told, checked when they are called.
+
+    Args:
+      policy, rules, ops, lower, full, follow: as for `autocast`.
+      marked_by: rules by which the modules of the function mark their operations already.
+    """
 
     def __init__(
         self,
@@ -50,13 +58,12 @@ class Settings:
         lower: Iterable[str] = (),
         full: Iterable[str] = (),
         follow: Iterable[str] = (),
+        marked_by: PolicyMap | None = None,
     ):
         recipe, lower = taken_recipe(lower)
-        self.policy_map = autocast_policy(policy, recipe)
-        default = self.policy_map.default
-        self.half, self.recipe = compute_dtype(default.compute_dtype, policy), default.recipe
         self.rules = as_rules(rules) if rules else []
-        self.map_rules = rules_of(self.policy_map) if self.policy_map.overrides else []
+        self._marked_by = marked_by
+        self._follow(autocast_policy(policy, recipe), policy)
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
         for name in (self._names & _CALLS.keys()) - {"custom_vjp_call"}:
@@ -65,6 +72,22 @@ class Settings:
                 "mark the code with `region`."
             )
         self._warned: set[str] = set()
+
+    def _follow(self, policy_map: PolicyMap, given: Any) -> None:
+        self.policy_map, default = policy_map, policy_map.default
+        self.half, self.recipe = compute_dtype(default.compute_dtype, given), default.recipe
+        self.map_rules = rules_of(policy_map) if policy_map.overrides else []
+
+    def in_trial(self) -> "Settings":
+        """What to follow where a report tries other rules; these settings where none does."""
+        own = self.policy_map if self._marked_by is None else self._marked_by
+        tried = in_trial(own)
+        if tried is own:
+            return self
+        other = copy.copy(self)
+        other.rules = self.rules if tried.overrides or is_half(tried.default.compute_dtype) else []
+        other._follow(tried if self._marked_by is None else PolicyMap(tried.default), tried)
+        return other
 
     def trace(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Plan, Flat]:
         """Traces a function for arguments like these, and plans it.
@@ -217,12 +240,17 @@ def autocast(
       True
     """
     check_function(fn, "autocast")
-    settings = Settings(policy, rules, ops, lower, full, follow)
+    return lowered(fn, Settings(policy, rules, ops, lower, full, follow))
+
+
+def lowered(fn: F, settings: Settings) -> F:
+    """What `autocast` returns, for settings."""
 
     @functools.wraps(fn)
     def in_half(*args: Any, **kwargs: Any) -> Any:
-        plan, flat = settings.trace(fn, args, kwargs)
-        is_marked = any_wants_fp32_weight_grads(settings.policy_map)
+        current = settings.in_trial()
+        plan, flat = current.trace(fn, args, kwargs)
+        is_marked = any_wants_fp32_weight_grads(current.policy_map)
         with LEAVES_MARKED(is_marked):
             run_whole = transform.with_float32_gradients(whole) if is_marked else whole
             return flat.rebuild(run_whole(plan, flat.arrays))

@@ -1,6 +1,7 @@
 """Audits the jaxpr of a function: precision of products, silent upcasts, repeated casts, sums in half."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,8 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.function import as_function, replaced
-from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import LostConstants, Numbers, without_overflow_warnings
+from jmp_policy._src.report.trials import numbers_in_float32
 
 
 def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:
@@ -50,7 +52,8 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
         function = _with_gradients(function)
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
-    visitor = AuditVisitor([argument.path for argument in function.arguments])
+    in_float32 = functools.partial(numbers_in_float32, function.call, function.arrays)
+    visitor = AuditVisitor([argument.path for argument in function.arguments], in_float32)
     walk(jaxpr, visitor)
     return visitor.audit(function.name)
 
@@ -82,7 +85,7 @@ class AuditVisitor(Visitor):
     and the first cast that was written: a product that reads the value is in float32 because of them.
     """
 
-    def __init__(self, arguments: Sequence[str]):
+    def __init__(self, arguments: Sequence[str], in_float32: Callable[[], Numbers] = Numbers):
         self._arguments = list(arguments)
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
@@ -93,7 +96,7 @@ class AuditVisitor(Visitor):
         self._half: list[HalfOperation] = []
         self._opaque = Counter[str]()
         self._uncounted = False
-        self._constants = LostConstants()
+        self._constants = LostConstants(in_float32)
         self._sums = HalfSums()
         self._rounded = RoundedIntegers(arguments)
         self._upcast_ids: dict[int, int] = {}

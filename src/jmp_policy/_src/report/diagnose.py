@@ -1,6 +1,7 @@
 """Finds the first non-finite value of a loss and its gradients, or of any function, and says what to do."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from jmp_policy._src.report.function import (
 )
 from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, lost_in, without_overflow_warnings
 from jmp_policy._src.report.pieces import Pieces
-from jmp_policy._src.report.trials import Mending
+from jmp_policy._src.report.trials import Mending, numbers_in_float32
 
 
 def diagnose(
@@ -108,7 +109,8 @@ def _diagnosed(
     jaxpr = jax.make_jaxpr(program)(function.arrays)
     results, replay = _run(jaxpr, function.arrays)
     loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
-    found = Diagnosis(function.name, True, loss, loss_scale, constants=lost_in(jaxpr).found())
+    lost = lost_in(jaxpr, functools.partial(numbers_in_float32, program, function.arrays))
+    found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
         return found
     pairs = zip(names, replay.results, strict=True)
@@ -138,7 +140,7 @@ def _diagnosed(
                 "checkpoint."
             )
         dtype = replay.values[place].dtype
-        if is_half(dtype) and not replay.ranges[place].nan:
+        if is_half(dtype) and _is_mask(replay.values[place]):
             advised += f" If it was finite before its cast to {dtype} (a mask of -1e9): {OF_MASK}"
     return dataclasses.replace(found, kind="argument", path=path, advice=advised, **_array(replay, place))
 
@@ -239,7 +241,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         found = dataclasses.replace(found, tried=tuple(mending.tried))
     if mended is not None:
         found = dataclasses.replace(found, rule=mended.rule, error_after=mended.error)
-    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, mended))
+    is_mask = _is_mask(replay.values[place])
+    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, is_mask, mended))
 
 
 def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostConstant | None:
@@ -274,6 +277,12 @@ def _array(replay: EagerReplay, place: int) -> dict[str, Any]:
     value = replay.values[place]
     shape = tuple(value.shape)[1 if replay.is_stacked else 0 :]
     return {"dtype": str(value.dtype), "shape": shape, "is_nan": replay.ranges[place].nan}
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether what is not finite in an array is -inf, as in a mask."""
+    array = np.asarray(value)
+    return bool((array[~np.isfinite(array)] == -np.inf).all())
 
 
 def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]) -> None:
@@ -354,15 +363,17 @@ def _lost(replay: EagerReplay, place: int) -> np.ndarray:
 
 
 def _first_lost(replay: EagerReplay, place: int, lost: np.ndarray) -> ReplayedEqn | None:
-    """The operation that made zeros of operands that were not lost; None for an argument's zeros."""
+    """The operation that made most zeros of operands that were not lost; None for an argument's zeros."""
     made = None
     while place in replay.makers:
         made = replay.makers[place]
         for read in made.reads:
             before = _lost(replay, read)
-            # The same elements, where the operation goes element by element.
-            before = before & lost if before.shape == lost.shape else before
-            if before.any():
+            least = 1.0
+            if before.shape == lost.shape:
+                # The same elements, where the operation goes element by element.
+                before, least = before & lost, lost.sum() / 2
+            if before.sum() >= least:
                 place, lost = read, before
                 break
         else:

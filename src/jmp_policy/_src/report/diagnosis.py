@@ -173,21 +173,26 @@ class Diagnosis(Report, Placed):
         return [*lines, *filter(None, [trials.tried_text(self.tried)]), self.advice]
 
 
-def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tried | None = None) -> str:
+def advice(
+    found: Diagnosis, scaled: bool, in_optimizer: bool, is_mask: bool, mended: trials.Tried | None = None
+) -> str:
     """What to do.
 
     Args:
       found: what happened, with what was tried.
       scaled: whether the value has the loss scale in it.
       in_optimizer: whether an optimizer computed it.
+      is_mask: whether it may be a mask: -inf, and nothing else that is not finite.
       mended: what was tried and helps.
     """
+    is_cast = found.kind == "overflow" and found.operation == "convert_element_type"
+    mask = f" If it is a mask: {lost_constants.OF_MASK}" if is_cast and is_mask else ""
     if in_optimizer and found.kind in ("underflow", "overflow"):
         return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
     if mended is not None:
         whole = mended.text[0].upper() + mended.text[1:]
         rule = f"{whole} mends it: the gradient is finite, and off by {trials.error_text(mended.error)}."
-        return f"{_limit(found)} {rule}{_mask(found)}{_logarithm(found.zero)}"
+        return f"{_limit(found)} {rule}{mask}{_logarithm(found.zero)}"
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)
         smallest = " (the smallest number of float16 is 6e-8)" if found.zero.dtype == "float16" else ""
@@ -206,7 +211,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
     part = _part(found.path, found.line)
     if found.kind == "overflow" and found.tried:
         mending = f"No change of the policy that was tried mends it. {_upstream(found)}"
-        return f"{_limit(found)} {mending}{_mask(found)}"
+        return f"{_limit(found)} {mending}{mask}"
     if found.kind == "overflow" and scaled:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
@@ -216,7 +221,7 @@ def advice(found: Diagnosis, scaled: bool, in_optimizer: bool, mended: trials.Tr
     if found.kind == "overflow":
         return (
             f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or with full_precision "
-            f"around it. Or make what it is given smaller: normalise before it.{_mask(found)}"
+            f"around it. Or make what it is given smaller: normalise before it.{mask}"
         )
     known = NOT_FINITE.get(
         found.operation, "In float32 it is not finite either: look for what feeds this operation."
@@ -243,6 +248,8 @@ def _limit(found: Diagnosis) -> str:
     limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
     if found.backward:
         return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}."
+    if found.operation == "convert_element_type" and found.operands[0].name:
+        return f"The argument {found.operands[0].name!r} exceeds {limit} where it is cast to {found.dtype}."
     return f"The activation exceeds {limit}; no loss scale can help."
 
 
@@ -262,11 +269,6 @@ def _upstream(found: Diagnosis) -> str:
 
 #: A value that is smaller in float32 is far inside the range of float16.
 _FAR_INSIDE = 65504 / 16
-
-
-def _mask(found: Diagnosis) -> str:
-    is_cast = found.kind == "overflow" and found.operation == "convert_element_type"
-    return f" If it is a mask: {lost_constants.OF_MASK}" if is_cast and not found.backward else ""
 
 
 def _part(path: str, line: str) -> str:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
-from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.source_lines import written_constants
+from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
+from jmp_policy._src.jaxpr.source_lines import caller, written_constants
 from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor, walk
 
 
@@ -52,9 +53,33 @@ def without_overflow_warnings() -> Iterator[None]:
         yield
 
 
-def lost_in(jaxpr: Any) -> "LostConstants":
-    """What is lost in a closed jaxpr."""
-    found = LostConstants()
+class Numbers(Visitor):
+    """The numbers that operations of a program read, by operation and the line that calls JAX for it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Any, dict[float, str]] = {}
+
+    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+        """Takes note of an operation, as `Visitor.see`."""
+        for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True)):
+            value = info.constant
+            if value is None or ir.is_traced(value) or np.ndim(value) or not is_floating(ir.dtype_of(atom)):
+                continue
+            sign = PYTHON_OPERATORS.get(eqn.primitive.name, "") if place else ""
+            self._texts.setdefault(_key(eqn), {})[float(value)] = f"{sign} {float(value):.7g}".strip()
+
+    def read_by(self, eqn: Any) -> list[tuple[float, str]]:
+        """Those that such an operation reads, each with its text, as of `written_constants`."""
+        return list(self._texts.get(_key(eqn), {}).items())
+
+
+def _key(eqn: Any) -> Any:
+    return eqn.primitive.name, *caller(eqn)
+
+
+def lost_in(jaxpr: Any, in_float32: Callable[[], Numbers]) -> "LostConstants":
+    """What is lost in a closed jaxpr; `in_float32` as of `LostConstants`."""
+    found = LostConstants(in_float32)
     walk(jaxpr, found)
     return found
 
@@ -129,14 +154,18 @@ class LostConstants(Visitor):
     A cast of a wider constant shows what was lost. A constant that is half in the jaxpr already may have been
     meant: -inf fills masks, and sums begin with 0. Of these only such count as no program means (a product
     with infinity, a division by zero, a float16 zero added to what is then divided by), and those whose
-    number stands in the source.
+    number stands in the source, or in the same program in float32.
+
+    Args:
+      in_float32: gives the numbers of the program in float32; called at most once, where it is needed.
 
     Attributes:
-      numbers: of constants that are half in the program and whose number stands in the source, that number;
-        by the identity of the equation that reads it, and its place among the operands.
+      numbers: of constants that are half in the program and whose number is known, that number; by the
+        identity of the equation that reads it, and its place among the operands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_float32: Callable[[], Numbers]) -> None:
+        self._in_float32 = functools.cache(in_float32)
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
         self._known: dict[int, _Known] = {}
@@ -191,6 +220,8 @@ class LostConstants(Visitor):
         found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
         if not written:
             numbers = written_constants(eqn)
+            if not any(_is_lost(n, becomes, dtype) for n, _ in numbers):
+                numbers += self._in_float32().read_by(eqn)
             lost = [(n, text) for n, text in numbers if _is_lost(n, becomes, dtype)]
             if lost:
                 self.numbers[id(eqn), place] = lost[0][0]

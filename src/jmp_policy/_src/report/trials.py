@@ -2,12 +2,13 @@
 
 What is tried, in this order, is float32 for the modules that a report names, then for what is around them;
 then half precision in layers that are products alone; then bfloat16 in place of float16. The first that
-mends is advised. Rules can be replaced where modules are wrapped, or run in a block under `intercept`, and
-hold no parameters themselves: in Linen.
+mends is advised. Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`,
+in NNX models that were wrapped themselves (no parts and no copies of them), and in what `autocast` made.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.jaxpr.walk import walk
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
@@ -22,7 +24,7 @@ from jmp_policy._src.policy.rules import PolicyMap, get_policy
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, value_and_gradients
-from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.lost_constants import Numbers, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
 
@@ -79,6 +81,22 @@ class Tried:
     def is_mended(self) -> bool:
         """Whether the error is so small that training is worth a try."""
         return self.error <= _TOLERABLE
+
+
+def numbers_in_float32(program: Callable[..., Any], arrays: Sequence[Any]) -> Numbers:
+    """The numbers that a program reads where its modules and its half arguments are float32.
+
+    A trace in half precision shows what became of a number; this one the number, whatever it was called.
+    """
+    numbers = Numbers()
+    # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
+    with contextlib.suppress(Exception), TRIAL(Trial(PolicyMap("float32"))):
+        walk(jax.make_jaxpr(program)(list(map(_in_float32, arrays))), numbers)
+    return numbers
+
+
+def _in_float32(array: Any) -> Any:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32 if is_half(array.dtype) else array.dtype)
 
 
 def tried_text(tried: Sequence[Tried]) -> str:
@@ -170,23 +188,28 @@ class Mending:
 
     def _module(self, path: str) -> str:
         """The innermost module that a report's path leads to, as a rule writes it; "" for the model."""
-        while path and path not in self._paths:
-            path = path.rpartition("/")[0]
-        return path.partition("/")[2]
+        if not self._paths:
+            return path  # Of a function whose scopes are named by hand.
+        # Named scopes are no part of a module's path, and a shared module has the scopes of two places.
+        names = path.split("/")
+        around = (known for known in self._paths if _is_part(known.split("/"), names))
+        return max(around, key=lambda known: known.count("/"), default="").partition("/")[2]
 
     def _candidates(
         self, own: PolicyMap, paths: Sequence[str]
     ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
         default = own.default
         named = list(filter(None, dict.fromkeys(map(self._module, paths))))
+        modules = {path.partition("/")[2] for path in self._paths} or {*named}
         around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
+        around = [path for path in around if path in modules]  # Lists of modules are none.
         rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
         # A rule is for what is below too.
         tops = [path for path in named if not any(path.startswith(f"{other}/") for other in named)]
         rules = rules[:_MOST] + [dict.fromkeys(tops, "float32")] * (len(tops) > 1)
         for rule in rules:
             yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
-        if is_half(default.compute_dtype):
+        if is_half(default.compute_dtype) and self._products:
             yield {}, products_alone(own, self._products)
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
@@ -203,6 +226,12 @@ class Mending:
             error = sum(np.square(found - exact).sum() for found, exact in pairs)
         whole = sum(np.square(exact).sum() for _, exact in pairs)
         return float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+
+
+def _is_part(some: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether names are among others, in this order."""
+    rest = iter(names)
+    return all(name in rest for name in some)
 
 
 def _in_bfloat16(policy: Policy) -> Policy:

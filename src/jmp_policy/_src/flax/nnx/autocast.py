@@ -11,6 +11,7 @@ from jmp_policy._src.autocast import api, explanation
 from jmp_policy._src.flax.nnx.graph_nodes import is_node
 from jmp_policy._src.flax.nnx.states import Pure, named, transformed
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
+from jmp_policy._src.policy.scope import in_trial
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,8 +44,9 @@ def autocast(fn: F, policy: "PolicyMapLike | None" = None, **options: Any) -> F:
       >>> loss.dtype, grads.layers[0].kernel.dtype
       (dtype('float32'), dtype('float32'))
     """
-    named_fn, default = _checked(fn, policy, options, "autocast")
-    return transformed(named_fn, lambda pure: api.autocast(pure, default, **options))  # type: ignore[return-value]
+    named_fn, rules = _checked(fn, policy, options, "autocast")
+    settings = api.Settings(PolicyMap(rules.default), marked_by=rules, **options)
+    return transformed(named_fn, lambda pure: api.lowered(pure, settings))  # type: ignore[return-value]
 
 
 def explain(
@@ -69,9 +71,9 @@ def explain(
       >>> found.of("dot_general")[0].operands
       'float16'
     """
-    named_fn, default = _checked(fn, policy, options, "explain")
+    named_fn, rules = _checked(fn, policy, options, "explain")
     pure = Pure(named_fn)
-    explained = explanation.explain(pure, default, **options)
+    explained = explanation.explain(pure, PolicyMap(rules.default), **options)
 
     @functools.wraps(fn)
     def of_arguments(*args: Any, **kwargs: Any) -> explanation.Explanation:
@@ -82,9 +84,9 @@ def explain(
 
 
 def _checked(fn: F, policy: Any, options: dict[str, Any], name: str) -> tuple[F, PolicyMap]:
-    """The function with modules that name scopes and mark their policy, and the default policy.
+    """The function with modules that name scopes and mark their policy, and the rules.
 
-    It has the recipe that was given as `lower`, which is taken from there.
+    Those have the recipe that was given as `lower`, which is taken from there.
     """
     recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
     if isinstance(fn, nnx.Module) or not callable(fn):
@@ -97,7 +99,7 @@ def _checked(fn: F, policy: Any, options: dict[str, Any], name: str) -> tuple[F,
     @functools.wraps(fn)
     def named_fn(*args: Any, **kwargs: Any) -> Any:
         nodes = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_node) if is_node(leaf)]
-        with named(nodes, rules):
+        with named(nodes, in_trial(rules)):
             return fn(*args, **kwargs)
 
-    return named_fn, PolicyMap(rules.default)  # type: ignore[return-value]
+    return named_fn, rules  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 And `Framework`, by which the rooms below Flax, and Linen, ask for it.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -11,11 +12,12 @@ from flax import nnx
 
 from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan, stored_arrays
-from jmp_policy._src.flax.nnx.wrap_module import carried_out, wrap
+from jmp_policy._src.flax.nnx.wrap_module import carried_out, rules_of, wrap
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
+from jmp_policy._src.policy.scope import in_trial
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -90,6 +92,14 @@ def policy_of(module: Any) -> Policy | None:
     return None if spec is None else spec.precision.policy
 
 
+def _under_trial(rules: PolicyMap | None, model: Any) -> Any:
+    """A model that was wrapped with rules, or in a trial of others one that follows those."""
+    if rules is None or (tried := in_trial(rules)) is rules:
+        return model
+    spec = graph_nodes.own_specification(model)
+    return carried_out(precision_plan.make(model, tried, spec.methods if spec else ()))
+
+
 class NNXFramework(Framework):
     """NNX's answers to what the rooms below Flax ask of a framework; its modules hold their arrays."""
 
@@ -112,7 +122,7 @@ class NNXFramework(Framework):
             return None
         from jmp_policy._src.flax.nnx.states import Split
 
-        return Split(args, kwargs)
+        return Split(args, kwargs, lambda node: functools.partial(_under_trial, rules_of(node)))
 
 
 FRAMEWORK = NNXFramework()

@@ -123,21 +123,24 @@ class Split:
 
     Args:
       args, kwargs: what the function of modules takes.
+      in_trial: gives for a node what makes of its copies those that follow other rules in a trial.
 
     Attributes:
       state: a pytree of the arrays of all nodes; each Variable's once, however often it is shared.
       others: the other arguments, with gaps for the nodes; structured as `structure` says.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], in_trial: Callable[[Any], Any]):
         self.structure, self.others, nodes = _taken_apart((tuple(args), kwargs))
         self._graph, self.state = nnx.split(nodes)
+        self._in_trial = list(map(in_trial, nodes))
 
     def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
         """The function's result with new nodes of a state, and the values of their Variables afterwards."""
         nodes = nnx.merge(self._graph, state)
-        args, kwargs = _filled(self.structure, others, nodes)
-        with named(nodes, PolicyMap("float32")):
+        called = [under_trial(node) for under_trial, node in zip(self._in_trial, nodes, strict=True)]
+        args, kwargs = _filled(self.structure, others, called)
+        with named(called, PolicyMap("float32")):
             out = fn(*args, **kwargs)
         out = jax.tree.map(_values, out, is_leaf=is_node)
         return out, [stored_arrays.read(variable) for variable in _variables(nodes)]

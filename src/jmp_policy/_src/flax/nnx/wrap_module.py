@@ -6,6 +6,7 @@ written by hand, and so do its programs.
 """
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision
 from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
-from jmp_policy._src.policy.rules import PolicyMapLike, wants_fp32_weight_grads
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, wants_fp32_weight_grads
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -59,9 +60,25 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
         if _is_never_cast(planned.module, plan.methods):
             warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
     new = carried_out(plan)
+    _remember_rules(new, plan.rules)
     if any(graph_nodes.own_specification(part) for _, part in nnx.iter_modules(module)):
         plan_errors.check_nothing_is_lost(module, plan)
     return new
+
+
+#: Identity of a wrapped model -> (reference to it, its rules). Not an attribute: see `layers._OVERRULED`.
+_RULES: dict[int, tuple[Any, PolicyMap]] = {}
+
+
+def _remember_rules(model: nnx.Module, rules: PolicyMap) -> None:
+    key = id(model)
+    _RULES[key] = weakref.ref(model, lambda _: _RULES.pop(key, None)), rules
+
+
+def rules_of(node: Any) -> PolicyMap | None:
+    """The rules that this very model was wrapped with; None for others, parts of it and copies."""
+    reference, rules = _RULES.get(id(node), (lambda: None, None))
+    return rules if reference() is node else None
 
 
 def _checked(methods: Any) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
 from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, Stack, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
-from jmp_policy._src.report.lost_constants import lost_in
+from jmp_policy._src.report.lost_constants import Numbers, lost_in
 
 
 class TwinEvaluation(Interpreter):
@@ -49,10 +49,17 @@ class TwinEvaluation(Interpreter):
       recorder: takes note of the values that differ.
       every_operation: whether every operation is measured for itself, and there are no regions.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
+      cast: of casts of arguments to half, the argument, as of `_Arguments`.
     """
 
-    def __init__(self, recorder: Recorder, every_operation: bool, written: Mapping[tuple[int, int], float]):
-        self.recorder = recorder
+    def __init__(
+        self,
+        recorder: Recorder,
+        every_operation: bool,
+        written: Mapping[tuple[int, int], float],
+        cast: Mapping[int, int],
+    ):
+        self.recorder, self._cast = recorder, cast
         self._every_operation = every_operation
         self._written = written
 
@@ -179,18 +186,18 @@ class TwinEvaluation(Interpreter):
             sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
         before = [nodes[number] for number, inside in operands if inside]
         var = eqn.outvars[i]
-        name, dtype = eqn.primitive.name, _computed_in(eqn, var)
+        name, dtype, argument = eqn.primitive.name, _computed_in(eqn, var), self._cast.get(id(eqn))
         is_sum = name in _REDUCES and is_half(dtype)
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if is_sum else 1
         # A region is called by what rounds most in it.
         named = max(before, key=_weight, default=None)
         if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
-            name, dtype, terms = named.operation, named.dtype, named.terms
+            name, dtype, terms, argument = named.operation, named.dtype, named.terms, named.argument
         rounds = rounds or any(node.rounds for node in before)
         note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
         joins = operands if before and len(sources) > 1 else ()
         adds = eqn.primitive.name in _ADDS
-        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins)
+        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins, argument)
         return made._replace(node=self.recorder.add(node, made.half, made.wide, made.exact, made.lost))
 
 
@@ -281,14 +288,18 @@ class Compared(NamedTuple):
         return (self.exact + self.half - self.error) / (2 * (self.exact * self.half) ** 0.5)
 
 
-class _Updates(Visitor):
-    """Finds half values that are an argument with something added: new parameters, moving averages.
+class _Arguments(Visitor):
+    """Finds casts of arguments to half, and half values that are an argument with something added to it.
+
+    The latter are new parameters, and moving averages.
 
     Attributes:
+      cast: by the identity of the equation of such a cast, the index of the argument.
       of: by the key of such a value, the indices of arguments that this may be said of.
     """
 
     def __init__(self) -> None:
+        self.cast: dict[int, int] = {}
         self.of: dict[int, list[int]] = {}
         self._arguments: dict[int, int] = {}
 
@@ -297,6 +308,8 @@ class _Updates(Visitor):
         name = eqn.primitive.name
         origins = [self._arguments.get(info.key, info.origin) for info in operands]
         known = [origin for origin in origins if origin is not None]
+        if name == "convert_element_type" and known and is_half(ir.dtype_of(eqn.outvars[0])):
+            self.cast[id(eqn)] = known[0]
         if name in _VIEWS and operands[0].key in self.of:
             self.of[results[0].key] = self.of[operands[0].key]
         elif known and is_half(ir.dtype_of(eqn.outvars[0])):
@@ -314,6 +327,7 @@ class Comparison:
       jaxpr: closed.
       detail: "operation" to measure everything at each operation, "module" where values leave modules,
         "result" for nothing but the results.
+      numbers: gives those of the program in float32, as of `LostConstants`.
       quick: whether to measure in less time. Then `is_reliable` says whether it has to be done again without.
 
     Attributes:
@@ -322,13 +336,16 @@ class Comparison:
       constants: those that half precision makes infinite, zero or one.
     """
 
-    def __init__(self, jaxpr: Any, detail: str, *, quick: bool = False):
+    def __init__(
+        self, jaxpr: Any, detail: str, numbers: Callable[[], Numbers] = Numbers, *, quick: bool = False
+    ):
         self._jaxpr, self._every = jaxpr, detail == "operation"
-        lost = lost_in(jaxpr)
+        lost = lost_in(jaxpr, numbers)
         self.constants, self._written = lost.found(), lost.numbers
-        updates = _Updates()
-        made = walk.walk(jaxpr, updates)
-        self._updated = {i: updates.of[info.key] for i, info in enumerate(made) if info.key in updates.of}
+        arguments = _Arguments()
+        made, of = walk.walk(jaxpr, arguments), arguments.of
+        self._updated = {i: of[info.key] for i, info in enumerate(made) if info.key in of}
+        self._cast = arguments.cast
         self._errors = Errors(quick)
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
@@ -375,7 +392,7 @@ class Comparison:
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, Set[str]]) -> tuple[list[Twin], Any]:
         recorder = Recorder(wanted, self._errors)
-        evaluation = TwinEvaluation(recorder, self._every, self._written)
+        evaluation = TwinEvaluation(recorder, self._every, self._written, self._cast)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         return outs, recorder.measured

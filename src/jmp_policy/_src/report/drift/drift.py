@@ -1,6 +1,7 @@
 """Compares a half-precision function with its float32 replay, and says where the difference is introduced."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +31,9 @@ from jmp_policy._src.report.function import (
     returns_scalar,
     value_and_gradients,
 )
-from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.lost_constants import Numbers, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.trials import Mending
+from jmp_policy._src.report.trials import Mending, numbers_in_float32
 
 
 def drift(
@@ -115,8 +116,8 @@ def _measured(
     loss_scale = float(as_loss_scale(scale).loss_scale)
     progress.step("tracing")
     with without_overflow_warnings():
-        jaxpr, names, is_loss = _traced(function, grad, loss_scale, has_aux)
-    comparison, (compared, measured, first, changes) = _run(jaxpr, detail, function.arrays)
+        jaxpr, numbers, names, is_loss = _traced(function, grad, loss_scale, has_aux)
+    comparison, (compared, measured, first, changes) = _run(jaxpr, numbers, detail, function.arrays)
     compared = [Compared(*map(_on_host, result)) for result in compared]
     scales = [1.0] * len(names)
     if is_loss:
@@ -131,7 +132,8 @@ def _measured(
         gradient, squares = ResultDrift("", *[math.nan] * 4), [result.error**2 for result in results]
         error = math.sqrt(sum(squares) / max(sum(c.exact > 0 for c in compared), 1))
     of_loss = [float(is_loss and i == 0) for i in range(len(names))]
-    rows = Rows(comparison, measured, comparison.results[2:] if is_loss else [], squares, of_loss)
+    paths = [argument.path for argument in function.arguments]
+    rows = Rows(comparison, measured, comparison.results[2:] if is_loss else [], squares, of_loss, paths)
     found = Drift(
         function=function.name,
         rows=rows.rows(by_operation=detail == "operation"),
@@ -149,10 +151,12 @@ def _measured(
     return found, function
 
 
-def _run(jaxpr: Any, detail: str, arrays: Sequence[Any]) -> tuple[Comparison, Any]:
+def _run(
+    jaxpr: Any, numbers: Callable[[], Numbers], detail: str, arrays: Sequence[Any]
+) -> tuple[Comparison, Any]:
     """A comparison, and what it gave on the host."""
     for quick in (True, False):
-        comparison = Comparison(jaxpr, detail, quick=quick)
+        comparison = Comparison(jaxpr, detail, numbers, quick=quick)
         progress.step("compiling and running both precisions")
         found = jax.device_get(compiled_quickly(comparison)(arrays))
         if quick and comparison.is_reliable(*found[:2]):
@@ -226,8 +230,8 @@ def drift_metrics(
       True
     """
     function = as_function(fn, args, kwargs, "drift_metrics")
-    jaxpr, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
-    compared, *_ = Comparison(jaxpr, "result")(function.arrays)
+    jaxpr, numbers, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
+    compared, *_ = Comparison(jaxpr, "result", numbers)(function.arrays)
     if not is_loss:
         errors = [_relative(c.error, c.exact) for c in compared]
         return {f"{prefix}error": jnp.max(jnp.stack([jnp.float32(0), *errors]))}
@@ -244,8 +248,10 @@ def _relative(error: Any, exact: Any) -> jax.Array:
     return jnp.where(error == 0, 0, jnp.sqrt(error / exact)).astype(jnp.float32)
 
 
-def _traced(function: Function, grad: bool, loss_scale: Any, has_aux: bool) -> tuple[Any, list[str], bool]:
-    """The jaxpr of what is compared, names of its results, and whether those are of a loss."""
+def _traced(
+    function: Function, grad: bool, loss_scale: Any, has_aux: bool
+) -> tuple[Any, Callable[[], Numbers], list[str], bool]:
+    """The jaxpr of what is compared, its numbers, names of its results, whether those are of a loss."""
     # TF32 would be an error of its own.
     with jax.default_matmul_precision("highest"):
         is_loss = grad and (has_aux or returns_scalar(function))
@@ -253,7 +259,8 @@ def _traced(function: Function, grad: bool, loss_scale: Any, has_aux: bool) -> t
             program, names = value_and_gradients(function, "drift", loss_scale, has_aux)
         else:
             program, names = named_results(function)
-        return jax.make_jaxpr(program)(function.arrays), names, is_loss
+        numbers = functools.partial(numbers_in_float32, program, function.arrays)
+        return jax.make_jaxpr(program)(function.arrays), numbers, names, is_loss
 
 
 def _on_host(number: Any) -> float:

@@ -58,6 +58,7 @@ class DriftRow(Placed):
       trips: of a row inside `lax.scan`, `total` in each trip.
       note: what else there is to know: that the two runs take different branches, or that a loop has more
         trips in one of them.
+      argument: path of the argument that a cast rounds; "" for casts of other values.
       flushed: of float8 products, which share of the elements of the left and of the right operand becomes
         zero in 8 bits; in the backward pass the left one is the cotangent.
       saturated: the same of elements beyond the range that their scale gives, as a sudden increase makes them
@@ -78,6 +79,7 @@ class DriftRow(Placed):
     terms: int = 1
     trips: tuple[float, ...] = ()
     note: str = ""
+    argument: str = ""
     flushed: tuple[float, float] = (0.0, 0.0)
     saturated: tuple[float, float] = (0.0, 0.0)
 
@@ -91,6 +93,8 @@ class DriftRow(Placed):
         """Describes the operation: "a sum of 50,257 float16 terms"."""
         if self.terms > 1:
             return f"a sum of {self.terms:,} {self.dtype} terms"
+        if self.argument:
+            return f"a cast of the argument {self.argument!r} to {self.dtype}"
         if self.operation in ("cond", "while") and self.note:
             return f"a {self.operation}: {self.note}"
         return f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}"

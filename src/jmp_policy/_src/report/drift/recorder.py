@@ -98,6 +98,7 @@ class Node:
       note: what to say of it where it introduces an error.
       operands: of an operation that goes on with a region that has several sources, its operands that differ,
         each with whether it is in that region; else none.
+      argument: of a cast of an argument of the program, its index.
     """
 
     site: Site
@@ -109,6 +110,7 @@ class Node:
     adds: bool
     note: str = ""
     operands: tuple[tuple[int, bool], ...] = ()
+    argument: int | None = None
 
 
 class Measured(NamedTuple):

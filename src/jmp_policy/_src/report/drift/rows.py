@@ -169,6 +169,7 @@ class Rows:
       gradients: nodes of the gradients of the parameters.
       squares: of each result, its part in the squared error that the report is about.
       of_loss: the same of the error of the loss.
+      names: of the arguments of the program.
     """
 
     def __init__(
@@ -178,7 +179,9 @@ class Rows:
         gradients: Sequence[int | None],
         squares: Sequence[float],
         of_loss: Sequence[float],
+        names: Sequence[str],
     ):
+        self._names = names
         self._nodes, self._raw = comparison.nodes, on_host(measured, comparison.unit_of)
         self._measured = over_all_trips(self._raw)
         self._budget = ErrorBudget(self._nodes, self._measured)
@@ -322,6 +325,7 @@ class Rows:
             terms=node.terms,
             trips=self._trips(shown),
             note=next(filter(None, notes), ""),
+            argument="" if node.argument is None else self._names[node.argument],
             flushed=self._lost(counted, 1),
             saturated=self._lost(counted, 2),
         )
