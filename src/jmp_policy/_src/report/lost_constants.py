@@ -14,7 +14,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
-from jmp_policy._src.jaxpr.source_lines import caller, written_constants
+from jmp_policy._src.jaxpr.source_lines import caller, is_called_by, written_constants
 from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor, walk
 
 
@@ -220,7 +220,9 @@ class LostConstants(Visitor):
         found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
         if not written:
             numbers = written_constants(eqn)
-            if not any(_is_lost(n, becomes, dtype) for n, _ in numbers):
+            # What an optimizer loses shows in what it returns.
+            is_known = any(_is_lost(n, becomes, dtype) for n, _ in numbers)
+            if not (is_known or is_called_by(eqn, "optax")):
                 numbers += self._in_float32().read_by(eqn)
             lost = [(n, text) for n, text in numbers if _is_lost(n, becomes, dtype)]
             if lost:
