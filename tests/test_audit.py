@@ -626,6 +626,20 @@ def test_a_decay_that_becomes_one_is_listed(dtype):
     assert not jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=F32)).constants
 
 
+def test_what_a_layer_does_in_a_loop_has_the_line_that_calls_the_layer():
+    class Recurrent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.RNN(nn.GRUCell(8))(x)
+
+    x = array(2, 4, 8, dtype=F32)
+    params = jax.eval_shape(Recurrent().init, jax.random.key(0), x)
+    model = jmpp.wrap(Recurrent(), "mixed_float16")
+    found = jmpp.audit(lambda params, x: model.apply(params, x).mean(), params, x, grad=True)
+    assert all("Recurrent.__call__" in p.line for p in found.products if not p.backward)
+    assert not any("recurrent.py" in p.line for p in found.products)
+
+
 BETA = 0.9999
 
 

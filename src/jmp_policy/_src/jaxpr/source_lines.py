@@ -15,14 +15,17 @@ from jmp_policy._src.jaxpr.jax_sources import directory_of, files_of
 from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: Any, around: str = "") -> str:
     """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
 
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
-    line where no other is known.
+    line where no other is known. `around` is the line of the loop that the operation is in: there JAX keeps no
+    frames of what is around it.
     """
     if (frame := _users_frame(eqn)) is not None:
         return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
+    if around:
+        return around
     text = compat.source_summary(eqn)
     return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
 

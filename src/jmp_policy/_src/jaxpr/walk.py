@@ -183,7 +183,7 @@ def site_of(eqn: Any, outer: Site) -> Site:
     path = "/".join(filter(None, (outer.path, *names)))
     backward = outer.backward or is_transposed
     return dataclasses.replace(
-        outer, path=path, backward=backward, line=source_lines.source_line(eqn) or outer.line
+        outer, path=path, backward=backward, line=source_lines.source_line(eqn, outer.line)
     )
 
 
