@@ -19,8 +19,8 @@ def source_line(eqn: Any, around: str = "") -> str:
     """Where the user wrote the operation: "file.py:12 (function)"; "" if unknown.
 
     Within models made of layers of Flax and others that is where the model calls the layer; the layer's own
-    line where no other is known. `around` is the line of the loop that the operation is in: there JAX keeps no
-    frames of what is around it.
+    line where no other is known. `around` is the line of the loop that the operation is in: of what is around
+    that JAX keeps no frames there.
     """
     if (frame := _users_frame(eqn)) is not None:
         return f"{_short(frame.file_name)}:{frame.line_num} ({_plain(frame.function_name)})"
