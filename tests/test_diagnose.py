@@ -241,6 +241,23 @@ def test_the_operation_that_made_most_zeros_is_named():
     assert diagnose(loss, jnp.ones(6), x).zero.operation == "square"
 
 
+def test_what_lost_its_digits_long_before_is_traced_to_where():
+    """Of a large stream the norms see differences that float16 has rounded away; what adds it up is named."""
+
+    class Stream(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(32, name="stem")(x) + 3000 * self.param("bias", nn.initializers.ones, (32,))
+            for i in range(2):
+                h = h + nn.Dense(32, name=f"block{i}")(nn.tanh(nn.LayerNorm(name=f"norm{i}")(h)))
+            return nn.Dense(8, name="head")(h - 3000)
+
+    found = diagnose(*of_linen(Stream(), x=jax.random.normal(jax.random.key(1), (64, 16))),
+                     jax.random.normal(jax.random.key(0), (64, 16)))  # fmt: skip
+    assert (found.lost_digits.path, found.lost_digits.operation) == ("Stream", "add")
+    assert "Its digits were lost before, when the result of add in Stream (test_diag" in found.advice
+
+
 def test_a_rule_that_matched_nothing_is_still_an_error_beside_a_trial():
     model, x = (
         jmpp.wrap(nn.Dense(8), jmpp.PolicyMap("mixed_float16", {"nowhere": "float32"})),

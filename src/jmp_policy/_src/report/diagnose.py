@@ -14,6 +14,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, control_flow
 from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr.float32_replay import replay_equation
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
 from jmp_policy._src.loss_scaling.state import find_loss_scale
@@ -205,10 +206,10 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
     zero = underflow_before(replay, step, in_float32.is_finite)
     infinite = infinite_constant(replay, step)
-    made_zero = None
-    if zero is not None:
-        name, dtype, site = zero.eqn.primitive.name, replay.values[zero.writes[0]].dtype, zero.site
-        made_zero = Zero(name, site.path, site.line, site.backward, str(dtype))
+    lost, wrong = None, zero or step
+    is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
+    if is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype):
+        lost = _where_digits_are_lost(replay, wrong)
     kind = "underflow" if zero is not None else "overflow" if in_float32.is_finite else "not finite"
     constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None)
     is_product = step.eqn.primitive.name in ("mul", "div")
@@ -227,7 +228,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         largest_before_place=where,
         largest_in_float32=in_float32.largest if in_float32.is_finite else math.nan,
         trip=fault.trip,
-        zero=made_zero,
+        zero=_as_zero(replay, zero),
+        lost_digits=_as_zero(replay, lost),
         constant=constant,
         has_infinite_constant=infinite is not None,
         **_array(replay, place),
@@ -237,12 +239,56 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     is_for_policy = kind != "not finite" and not in_optimizer and not (scaled and found.loss_scale > 1)
     mended = None
     if mending is not None and is_for_policy:
-        mended = mending.best([found.path if found.zero is None else found.zero.path])
+        places = [place.path for place in (found.zero, found.lost_digits) if place is not None]
+        mended = mending.best(places if found.zero is not None else [*places, found.path])
         found = dataclasses.replace(found, tried=tuple(mending.tried))
     if mended is not None:
         found = dataclasses.replace(found, rule=mended.rule, error_after=mended.error)
     is_mask = _is_mask(replay.values[place])
     return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, is_mask, mended))
+
+
+def _as_zero(replay: EagerReplay, step: ReplayedEqn | None) -> Zero | None:
+    """What is said of the operation that lost a value."""
+    if step is None:
+        return None
+    dtype, site = replay.values[step.writes[0]].dtype, step.site
+    return Zero(step.eqn.primitive.name, site.path, site.line, site.backward, str(dtype))
+
+
+def _where_digits_are_lost(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | None:
+    """The operation whose rounding made an operand of a step another number; None where an argument is it.
+
+    From operand to operand, along the largest error: an absolute one where operands are added up, else a
+    relative one.
+    """
+    while True:
+        adds = step.eqn.primitive.name in _ADDS
+        errors = {place: _error(replay, place, relative=not adds) for place in step.reads}
+        place = max(errors, key=errors.__getitem__, default=-1)
+        if place not in replay.makers or not errors[place]:
+            return None
+        step = replay.makers[place]
+        wide = replay_equation(step.eqn, [replay.values[read] for read in step.reads])
+        introduced = _distance(replay.values[place], wide[step.writes.index(place)])
+        if introduced > _error(replay, place, relative=False) / 2:
+            return step
+
+
+def _error(replay: EagerReplay, place: int, *, relative: bool) -> float:
+    """The L2 error of a value against float32."""
+    exact = replay.in_float32(place)
+    error = _distance(replay.values[place], exact)
+    return error / (_distance(exact, np.zeros(())) or 1.0) if relative else error
+
+
+def _distance(one: Any, other: Any) -> float:
+    """The L2 norm of a difference; 0 for what is no numbers."""
+    if not jax.numpy.issubdtype(one.dtype, jax.numpy.floating):
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
+    return float(np.sqrt(np.square(np.nan_to_num(difference)).sum()))
 
 
 def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostConstant | None:
@@ -403,3 +449,9 @@ _DIVISIONS = frozenset({"div", "rem"})
 
 #: Operations that may stand between an epsilon and what it guards.
 _KEEPS_ZERO = VIEWS | {"sqrt"}
+
+#: Operations that add up their operands' errors as they are.
+_ADDS = HAVING[Trait.ADDS]
+
+#: A value that is smaller in float32 is far inside the range of float16.
+_FAR_INSIDE = 65504 / 16

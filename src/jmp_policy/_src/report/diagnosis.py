@@ -29,7 +29,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Zero(Placed):
-    """Operation whose result became zero in half precision, at which another one failed.
+    """Operation whose result became zero in half precision, or lost its digits, at which another one failed.
 
     Args:
       operation: name of the primitive.
@@ -71,6 +71,8 @@ class Diagnosis(Report, Placed):
       largest_in_float32: largest finite magnitude of the same value in float32; nan where it is not finite.
       advice: what to do.
       zero: of an underflow, the operation whose result became zero; else None.
+      lost_digits: where float32 has a value far inside the range, or no zero, and no operation near made it
+        so: the earlier one whose rounding did; else None.
       constant: the constant that half precision made infinite or zero, if it is the cause; else None.
       has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
         been written so.
@@ -107,6 +109,7 @@ class Diagnosis(Report, Placed):
     largest_in_float32: float = math.nan
     advice: str = ""
     zero: Zero | None = None
+    lost_digits: Zero | None = None
     constant: lost_constants.LostConstant | None = None
     has_infinite_constant: bool = False
     constants: tuple[lost_constants.LostConstant, ...] = ()
@@ -197,8 +200,10 @@ def advice(
         part = _part(found.zero.path, found.zero.line)
         smallest = " (the smallest number of float16 is 6e-8)" if found.zero.dtype == "float16" else ""
         if found.tried:
-            mending = "No change of the policy that was tried mends it: enlarge the epsilon that guards it to"
-            return f"{_became_zero(found.zero)}{smallest}. {mending} 1e-4 or more.{_logarithm(found.zero)}"
+            if found.lost_digits is not None:
+                return f"{_became_zero(found.zero)}. {_UNMENDED}. {_upstream(found)}"
+            mending = f"{_UNMENDED}: enlarge the epsilon that guards it to 1e-4 or more."
+            return f"{_became_zero(found.zero)}{smallest}. {mending}{_logarithm(found.zero)}"
         return (
             f"{_became_zero(found.zero)}{smallest}: compute {part} in float32, by a rule of a PolicyMap or "
             "with full_precision around it, and return float32 from it; or enlarge the epsilon that guards "
@@ -210,8 +215,7 @@ def advice(
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
     if found.kind == "overflow" and found.tried:
-        mending = f"No change of the policy that was tried mends it. {_upstream(found)}"
-        return f"{_limit(found)} {mending}{mask}"
+        return f"{_limit(found)} {_UNMENDED}. {_upstream(found)}{mask}"
     if found.kind == "overflow" and scaled:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
@@ -259,16 +263,13 @@ def _became_zero(zero: Zero) -> str:
 
 def _upstream(found: Diagnosis) -> str:
     """What to do about a value that no rule keeps in range."""
-    if found.largest_in_float32 < _FAR_INSIDE:
-        return (
-            f"In float32 it is at most {found.largest_in_float32:.4g}: what it is computed from has lost its "
-            "digits before, as small differences of large numbers do. Subtract or normalise those in float32."
-        )
-    return "Make what it is given smaller: normalise before it."
-
-
-#: A value that is smaller in float32 is far inside the range of float16.
-_FAR_INSIDE = 65504 / 16
+    if found.lost_digits is None:
+        return "Make what it is given smaller: normalise before it."
+    lost = found.lost_digits
+    return (
+        f"Its digits were lost before, when the result of {lost.operation} in {lost.place} was rounded to "
+        f"{lost.dtype}. Compute that and what reads it in float32, or do without the large part of it."
+    )
 
 
 def _part(path: str, line: str) -> str:
@@ -279,6 +280,8 @@ def _logarithm(zero: Zero | None) -> str:
     is_of_softmax = zero is not None and zero.operation in ("exp", "div")
     return " Of a softmax take log_softmax in its place." * is_of_softmax
 
+
+_UNMENDED = "No change of the policy that was tried mends it"
 
 _OF_OPTIMIZER = (
     "The optimizer computes in {dtype}, the dtype of its parameters or gradients, which its epsilon and its "
