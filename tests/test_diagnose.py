@@ -241,6 +241,35 @@ def test_the_operation_that_made_most_zeros_is_named():
     assert diagnose(loss, jnp.ones(6), x).zero.operation == "square"
 
 
+class Decay(nn.Module):
+    decay: float
+
+    @nn.compact
+    def __call__(self, x):
+        return self.decay * x
+
+
+class Decaying(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="out")(Decay(0.9999, name="decay")(nn.Dense(8, name="in")(x)))
+
+
+@pytest.mark.parametrize("report", [diagnose, jmpp.drift])
+def test_a_rule_that_keeps_constants_is_advised(report):
+    loss, params = of_linen(Decaying())
+    found = report(loss, params, X)
+    assert [c.written for c in found.constants] == ["0.9999"]
+    assert dict(found.rule) == {"decay": "float32"}
+    assert "The rule {'decay': 'float32'} keeps these constants as they are written." in str(found).replace(
+        "\n", " "
+    )
+    mended, _ = of_linen(Decaying(), jmpp.PolicyMap("mixed_float16", found.rule))
+    assert not report(mended, params, X).constants
+    # Of a whole step no rules are tried.
+    assert not report(lambda params: [loss(params, X)], params).rule
+
+
 def test_what_lost_its_digits_long_before_is_traced_to_where():
     """Of a large stream the norms see differences that float16 has rounded away; what adds it up is named."""
 

@@ -113,11 +113,11 @@ def _diagnosed(
     lost = lost_in(jaxpr, functools.partial(numbers_in_float32, program, function.arrays))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
-        return found
+        return _with_constants_kept(found, mending)
     pairs = zip(names, replay.results, strict=True)
     bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]
     if not bad:
-        return found
+        return _with_constants_kept(found, mending)
     found = dataclasses.replace(found, finite=False, bad_results=tuple(name for name, _ in bad))
     first = replay.first_nonfinite_step()
     if first is not None and first >= 0:
@@ -144,6 +144,15 @@ def _diagnosed(
         if is_half(dtype) and _is_mask(replay.values[place]):
             advised += f" If it was finite before its cast to {dtype} (a mask of -1e9): {OF_MASK}"
     return dataclasses.replace(found, kind="argument", path=path, advice=advised, **_array(replay, place))
+
+
+def _with_constants_kept(found: Diagnosis, mending: Mending | None) -> Diagnosis:
+    """Adds the rule that keeps what half precision makes of constants, if there is one."""
+    kept = None if mending is None else mending.keeping(found.constants)
+    if kept is None:
+        return found
+    text = f"{kept.text[0].upper()}{kept.text[1:]} keeps these constants as they are written."
+    return dataclasses.replace(found, rule=kept.rule, advice=text)
 
 
 def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | None]:

@@ -166,7 +166,7 @@ class Diagnosis(Report, Placed):
 
     def _lines(self) -> Sequence[str]:
         if self.finite:
-            return [self.verdict, *filter(None, [lost_constants.repair(self.constants)])]
+            return [self.verdict, *filter(None, [lost_constants.repair(self.constants), self.advice])]
         lines = [self.verdict]
         if self.largest_before_place:
             lines.append(

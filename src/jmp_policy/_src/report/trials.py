@@ -8,6 +8,7 @@ in NNX models that were wrapped themselves (no parts and no copies of them), and
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jmp_policy._src.policy.rules import PolicyMap, get_policy
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, value_and_gradients
-from jmp_policy._src.report.lost_constants import Numbers, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import LostConstant, Numbers, lost_in, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
 
@@ -61,7 +62,7 @@ class Tried:
       rule: overrides to put before those of the `PolicyMap`; empty where the whole policy is another one.
       policy: the whole policy with them.
       error: relative L2 error of the gradient under it, against the model in float32; infinite where that is
-        not finite.
+        not finite, nan where it was not measured.
     """
 
     rule: Mapping[Pattern, str]
@@ -162,6 +163,19 @@ class Mending:
         best = min(self.tried, key=lambda tried: tried.error, default=None)
         return best if best is not None and best.is_mended else None
 
+    def keeping(self, constants: Sequence[LostConstant]) -> Tried | None:
+        """The rule under which a trace shows no lost constants; None without one."""
+        with without_overflow_warnings():
+            own = self._rules() if constants else None
+            rule = _together(self._named(constant.path for constant in constants)) if own is not None else {}
+            if own is None or not rule:
+                return None
+            policy = _with_rule(own, rule)
+            with TRIAL(Trial(policy)):
+                jaxpr = jax.make_jaxpr(self._program)(self._arrays)
+            numbers = functools.partial(numbers_in_float32, self._program, self._arrays)
+            return None if lost_in(jaxpr, numbers).found() else Tried(rule, policy, np.nan)
+
     def _try(self, paths: Sequence[str], limit: float) -> None:
         own = self._rules()
         if own is None:
@@ -198,22 +212,23 @@ class Mending:
     def _candidates(
         self, own: PolicyMap, paths: Sequence[str]
     ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
-        default = own.default
-        named = list(filter(None, dict.fromkeys(map(self._module, paths))))
+        default, named = own.default, self._named(paths)
         modules = {path.partition("/")[2] for path in self._paths} or {*named}
         around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
         around = [path for path in around if path in modules]  # Lists of modules are none.
         rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
-        # A rule is for what is below too.
-        tops = [path for path in named if not any(path.startswith(f"{other}/") for other in named)]
-        rules = rules[:_MOST] + [dict.fromkeys(tops, "float32")] * (len(tops) > 1)
-        for rule in rules:
-            yield rule, dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
+        together = _together(named)
+        for rule in rules[:_MOST] + [together] * (len(together) > 1):
+            yield rule, _with_rule(own, rule)
         if is_half(default.compute_dtype) and self._products:
             yield {}, products_alone(own, self._products)
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
             yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)
+
+    def _named(self, paths: Iterable[str]) -> list[str]:
+        """The modules that a report's paths lead to, the model aside."""
+        return list(filter(None, dict.fromkeys(map(self._module, paths))))
 
     def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
         with TRIAL(Trial(rules)):
@@ -226,6 +241,16 @@ class Mending:
             error = sum(np.square(found - exact).sum() for found, exact in pairs)
         whole = sum(np.square(exact).sum() for _, exact in pairs)
         return float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+
+
+def _together(named: Sequence[str]) -> dict[Pattern, str]:
+    """One rule for all modules; it is for what is below them too."""
+    tops = [path for path in named if not any(path.startswith(f"{other}/") for other in named)]
+    return dict.fromkeys(tops, "float32")
+
+
+def _with_rule(own: PolicyMap, rule: Mapping[Pattern, str]) -> PolicyMap:
+    return dataclasses.replace(own, overrides=[*rule.items(), *own.overrides])
 
 
 def _is_part(some: Sequence[str], names: Sequence[str]) -> bool:

@@ -84,9 +84,12 @@ def drift(
     """
     with progress.showing("drift"):
         found, function = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
-        if not found.is_worth_a_rule:
+        if not found.is_loss:
             return found
         mending = Mending(function, float(as_loss_scale(scale).loss_scale), has_aux)
+        if not found.is_worth_a_rule:
+            kept = mending.keeping(found.constants)
+            return found if kept is None else dataclasses.replace(found, rule=kept.rule, advice=kept.text)
         named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= NAMED))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)

@@ -151,11 +151,11 @@ class Drift(Report):
       loss_scale: what the loss was multiplied by.
       constants: constants that half precision makes infinite, zero or one; float32 computes with those that
         stand in the source.
-      rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error; empty
-        without such.
+      rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error, or keep
+        all constants; empty without such.
       advice: the rule or policy to write, in words; "" if none was found.
       tried: every change of the policy that was tried, with the error of the gradient under it.
-      error_after: that error under what is advised; nan without.
+      error_after: that error under what is advised; nan without, and for a rule that keeps constants.
 
     Example:
       >>> import jax.numpy as jnp
@@ -235,6 +235,8 @@ class Drift(Report):
         if not self.advice:
             return ""
         whole = self.advice[0].upper() + self.advice[1:]
+        if math.isnan(self.error_after):
+            return f"{whole} keeps these constants as they are written"
         before, after = trials.error_text(self.error), trials.error_text(self.error_after)
         return f"{whole} mends it: the gradient is off by {after} instead of {before}"
 
