@@ -1,4 +1,4 @@
-"""Where memory goes: exact where the arguments decide, closed against XLA's totals, and the estimate."""
+"""Where memory goes: exact where the arguments decide, adding up to XLA's totals, and the estimate."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from helpers import MLP, vectors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy
-from jmp_policy._src.report.lowering import buffers, memory
+from jmp_policy._src.report.lowering import memory
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import is_installed
 from jmp_policy._src.report.lowering.memory import memory_report
@@ -126,7 +126,6 @@ def reports():
 @pytest.mark.parametrize("name", CASES)
 def test_categories_add_up_to_what_xla_allots(reports, name):
     report = reports(name)
-    assert report.has_buffers
     assert sum(row.float32 for row in report.rows) == report.float32
     assert sum(row.policy for row in report.rows) == report.policy
     assert all(value >= 0 for row in report.rows for value in dataclasses.astuple(row)[1:])
@@ -159,10 +158,8 @@ def test_estimate_of_a_network_of_known_size(reports):
     # One value per layer, example and feature.
     assert report.row("activations").expected_float32 == 4 * LAYERS * BATCH * WIDTH
     assert report.row("activations").expected_policy == 2 * LAYERS * BATCH * WIDTH
-    # XLA keeps at least the inputs of the second and third product, and at most, of each layer, its product
-    # and what relu makes of it.
-    layer = 4 * BATCH * WIDTH
-    assert (LAYERS - 1) * layer <= report.row("activations").float32 <= 2 * LAYERS * layer
+    # XLA keeps at least the inputs of the second and third product.
+    assert report.row("temporaries").float32 >= (LAYERS - 1) * 4 * BATCH * WIDTH
     assert 0.4 < report.accounted[0] < 1.1
 
 
@@ -173,7 +170,7 @@ def test_estimate_of_a_scan(reports):
     layer = LAYERS * BATCH * WIDTH
     assert 2 * layer <= report.row("activations").expected_policy <= 2 * 4 * layer
     assert report.row("activations").expected_float32 == 2 * report.row("activations").expected_policy
-    assert report.row("activations").float32 >= 4 * layer
+    assert report.row("temporaries").float32 >= 4 * layer
 
 
 def test_donated_arguments_count_once(reports):
@@ -194,7 +191,7 @@ def test_training_steps_of_flax(reports, name):
     assert 0 <= report.row("optimizer state").policy - 8 * count < 64
     assert report.row("inputs").policy - 4 * 256 * 32 <= 8
     assert report.row("half copies").expected_policy == 2 * count
-    assert report.row("activations").float32 > 0
+    assert report.row("activations").expected_float32 > 0
 
 
 def test_states_and_parameters_go_by_any_name(reports):
@@ -215,12 +212,13 @@ def test_without_half_precision_both_columns_are_the_same():
 
 def test_a_loss_and_its_gradients():
     report = memory_report(jax.value_and_grad(network), weights(), jnp.ones((BATCH, WIDTH)), jnp.float16)
-    # The gradients are results; they are counted as gradients.
-    assert report.row("gradients").policy == report.row("gradients").expected_policy
+    # The gradients are results, and in the estimate no other ones.
+    gradients = report.row("gradients").expected_policy
+    assert gradients == report.row("parameters").policy
+    assert gradients + 4 <= report.row("results").policy <= gradients + 64
     assert report.row("results").expected_policy == 4
     loss = memory_report(network, weights(), jnp.ones((BATCH, WIDTH)), jnp.float16)
     assert loss.row("gradients").expected_policy == loss.row("activations").expected_policy == 0
-    assert loss.row("activations").policy == 0
 
 
 def test_types_will_do_and_nothing_runs():
@@ -264,7 +262,7 @@ def test_the_estimate_is_of_one_device():
         assert parallel.row(category).expected_policy == alone.row(category).expected_policy
     fsdp = memory_report(half_step, *types(8 * 128, place, place))
     assert fsdp.row("parameters").expected_policy == alone.row("parameters").policy // 8
-    assert fsdp.row("gradients").expected_policy == alone.row("gradients").policy // 8
+    assert fsdp.row("gradients").expected_policy == alone.row("gradients").expected_policy // 8
 
     def mapped(params, x):
         specs = {"in_specs": (spec(), spec("data")), "out_specs": spec(), "check_vma": False}
@@ -294,31 +292,11 @@ def test_what_it_says(reports):
     assert ("a CPU computes half products in float32" in report.verdict) == costs_more
     assert "estimate from the jaxpr" in text
     assert "recipe" not in text
-    assert "float32's memory: activations " in report.verdict
+    assert "float32's memory" in report.verdict
+    assert report.verdict.endswith("Estimated: activations -50 %, half copies +2 bytes per parameter.")
     assert "Processors have no half products" in text
     assert report.to_dict()["rows"][0]["category"] == "parameters"
-
-
-def test_backends_that_say_only_how_much(monkeypatch):
-    monkeypatch.setattr(buffers, "allocations", lambda compiled: [])
-    report = memory_report(step, weights(), jnp.ones((BATCH, WIDTH)))
-    assert not report.has_buffers
-    assert sum(row.policy for row in report.rows) == report.policy
-    assert report.row("parameters").policy == 4 * LAYERS * WIDTH * WIDTH
-    assert "only its size is known" in " ".join(str(report).split())
-
-
-def test_live_arrays_fit_their_allocation():
-    compiled = jax.jit(scanned).lower(jnp.stack(weights()), jnp.ones((BATCH, WIDTH))).compile()
-    held, stats = buffers.allocations(compiled), compiled.memory_analysis()
-    temporary = [a for a in held if a.parameter is None and not a.is_result]
-    assert sum(a.size for a in temporary) == stats.temp_size_in_bytes
-    assert sum(a.size for a in held if a.parameter is not None) == stats.argument_size_in_bytes
-    for allocation in temporary:
-        live = sum(buffer.size for buffer in allocation.buffers)
-        # Alignment and fragmentation take little. Of a loop's body jaxlib 0.12 leaves much out.
-        assert 0.5 * allocation.size < live <= allocation.size
-        assert any("jvp(" in buffer.op_name for buffer in allocation.buffers)
+    assert "only its size is known" in " ".join(text.split())
 
 
 def test_plot(reports):
@@ -382,8 +360,7 @@ def test_a_target_is_compiled_for_without_a_device(target_compiler):
     assert (report.policy, report.float32) == (5500, 9500)
     assert report.row("temporaries").policy == 5500 - (3000 + 1000 - 500)
     assert report.row("parameters").policy == 16 * 16 * 4
-    assert not report.has_buffers
-    assert report.verdict == "bfloat16 takes 57.9 % of float32's memory."
+    assert report.verdict.startswith("bfloat16 takes 57.9 % of float32's memory. Estimated: activations ")
     assert "only its size is known" in str(report)
     assert "float32 copies of their operands" not in str(report)
 

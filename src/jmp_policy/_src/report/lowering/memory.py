@@ -1,8 +1,8 @@
 """Reports where the memory of a training step goes, in float32 and under a policy, beside an estimate.
 
-What is measured is XLA's own buffer assignment of the compiled program. The estimate from the jaxpr is the
-accounting of the guides to mixed precision: a half copy of each parameter on top, two bytes less for each
-activation.
+XLA says the sizes of arguments, results and temporary memory of the compiled program, and not what lies in
+the last. The estimate from the jaxpr divides it, as the guides to mixed precision do: a half copy of each
+parameter on top, two bytes less for each activation.
 """
 
 import dataclasses
@@ -24,10 +24,9 @@ from jmp_policy._src.jaxpr.ir import is_array
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
-from jmp_policy._src.report.lowering import buffers
 from jmp_policy._src.report.lowering.compile_process import Compiled
 from jmp_policy._src.report.lowering.compiler import compile_here, compiled, exported
-from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model, axes
+from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +36,10 @@ class MemoryRow:
     Args:
       category: "parameters", "half copies", "optimizer state", "gradients", "activations", "inputs",
         "results" or "temporaries".
-      float32: what XLA allots to it in the program computed in float32.
+      float32: what XLA allots to it in the program computed in float32; 0 for half copies, gradients and
+        activations, which lie in temporaries and results.
       policy: what XLA allots to it in the program as it is.
-      expected_float32, expected_policy: the estimate from the jaxpr alone, before XLA.
+      expected_float32, expected_policy: the estimate from the jaxpr alone, before XLA; it has no temporaries.
     """
 
     category: str
@@ -60,7 +60,6 @@ class MemoryReport(Report):
       rows: one per kind of memory.
       float32, policy: XLA's totals: arguments, results that overwrite none of them, and temporary memory.
       parameters: number of parameters.
-      has_buffers: whether XLA said which array lies where; else its temporary memory is all "temporaries".
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,7 +75,6 @@ class MemoryReport(Report):
     float32: int
     policy: int
     parameters: int
-    has_buffers: bool
 
     _rows = "rows"
 
@@ -107,17 +105,16 @@ class MemoryReport(Report):
         """What half precision does to the memory, in one sentence."""
         if self.precision == "float32":
             return f"{self.function} computes nothing in half precision: it takes {bytes_text(self.policy)}."
-        activations, copies = self.row("activations"), self.row("half copies").policy
+        activations, copies = self.row("activations"), self.row("half copies").expected_policy
         changes = []
-        if activations.float32:
-            changes.append(f"activations {_change(activations.policy, activations.float32)}")
+        if before := activations.expected_float32:
+            changes.append(f"activations {_change(activations.expected_policy, before)}")
         if self.parameters and copies:
             changes.append(f"half copies +{copies / self.parameters:.2g} bytes per parameter")
         found = f"{self.precision} takes {percent(self.policy / max(self.float32, 1))} of float32's memory"
-        found += f": {', '.join(changes)}" * bool(changes)
         if self.backend == "cpu" and self.policy > self.float32:
             found += "; for a CPU computes half products in float32. Name a target: 'H100', 'v5e'"
-        return f"{found}."
+        return f"{found}. Estimated: {', '.join(changes)}." if changes else f"{found}."
 
     def _tables(self) -> Sequence[Table]:
         names = ("memory", "float32 ", f"{self.precision} ", "change ", "estimate, float32 ", "estimate ")
@@ -128,12 +125,9 @@ class MemoryReport(Report):
     def _lines(self) -> Sequence[str]:
         float32, half = (percent(share) for share in self.accounted)
         lines = [
-            f"The estimate from the jaxpr is {float32} of what XLA allots in float32, {half} of it as it is."
+            f"The estimate from the jaxpr is {float32} of what XLA allots in float32, {half} of it as it is.",
+            "The compiler does not say what lies in its temporary memory: only its size is known.",
         ]
-        if not self.has_buffers:
-            lines.append(
-                "The compiler does not say what lies in its temporary memory: only its size is known."
-            )
         if self.backend == "cpu" and self.precision != "float32":
             lines.append(
                 "Processors have no half products: XLA keeps float32 copies of their operands, which a GPU "
@@ -194,10 +188,10 @@ def memory_report(
 ) -> MemoryReport:
     """Reports what takes how much memory in a training step, as it is and computed in float32.
 
-    Both programs are compiled for the default backend, and nothing runs. XLA's buffer assignment says what is
-    in memory when most of it is in use; beside it stands an estimate from the jaxpr. A CPU keeps float32
-    copies of half operands: on a machine without a GPU or TPU name a `target`, whose compiler needs no
-    device. It tells only the size of its temporary memory.
+    Both programs are compiled for the default backend, and nothing runs. XLA says the sizes of arguments,
+    results and temporary memory; beside them stands an estimate from the jaxpr, of half copies, gradients and
+    activations too. A CPU keeps float32 copies of half operands: on a machine without a GPU or TPU name a
+    `target`, whose compiler needs no device.
     Arguments and results that share memory (`donate_argnums` of a jitted `fn`) are counted once.
 
     Optimizer state is what an argument, field or key called `opt_state` or a state of optax holds. Parameters
@@ -236,12 +230,12 @@ def memory_report(
     if halves := sorted(_half_types(programs[0].jaxpr)):
         types = [t.update(dtype=promote_dtype(t.dtype)) if is_half(t.dtype) else t for t in types]
         programs.append(_Traced(replay_in_float32(function.call), types))
-    stats = _compiled_here(programs) if card is None else _compiled_elsewhere(programs, card, function.name)
-    found = [_by_category(program, *made, roles) for program, made in zip(programs, stats, strict=True)]
+    stats = _compiled(programs, card, function.name)
+    found = [_by_category(program, made, roles) for program, made in zip(programs, stats, strict=True)]
     # By kind: found, then expected; in float32, then under the policy.
     columns = [program[kind] for kind in (0, 1) for program in (found[-1], found[0])]
     rows = [MemoryRow(name, *(column[name] for column in columns)) for name in _CATEGORIES]
-    totals = [s.argument_bytes + s.output_bytes + s.temp_bytes - s.alias_bytes for s, _ in stats]
+    totals = [s.argument_bytes + s.output_bytes + s.temp_bytes - s.alias_bytes for s in stats]
     return MemoryReport(
         function=function.name,
         precision=", ".join(halves) or "float32",
@@ -250,7 +244,6 @@ def memory_report(
         float32=totals[-1],
         policy=totals[0],
         parameters=sum(math.prod(t.shape) for t, r in zip(types, roles, strict=True) if r == "parameters"),
-        has_buffers=all(held for _, held in stats),
     )
 
 
@@ -277,71 +270,29 @@ class _Traced:
 
 
 def _by_category(
-    program: _Traced, stats: Compiled, held: Sequence[buffers.Allocation], roles: Sequence[str]
+    program: _Traced, stats: Compiled, roles: Sequence[str]
 ) -> tuple[Counter[str], Counter[str]]:
-    """The memory of a program, as compiled and as expected, where XLA may have said what it holds."""
+    """The memory of a program, as compiled and as expected."""
     types = program.types
     of_device = [t.shape if t.sharding is None else t.sharding.shard_shape(t.shape) for t in types]
     parts = [math.prod(t.shape) // max(math.prod(s), 1) or 1 for t, s in zip(types, of_device, strict=True)]
-    expected = analytic_memory_model(program.jaxpr, roles, program.donated, parts)
-    arguments = list(zip(types, of_device, roles, strict=True))
-    if held:
-        shapes = {axes(shape) for t, s, role in arguments if role == "parameters" for shape in (t.shape, s)}
-        return _found(held, roles, shapes, expected["gradients"] > 0), expected
     found = Counter[str]()
-    for array, shape, role in arguments:
+    for array, shape, role in zip(types, of_device, roles, strict=True):
         found[role] += math.prod(shape) * array.dtype.itemsize
+    # Constants that a function closes over may be arguments too.
     found["inputs"] += stats.argument_bytes - found.total()
     found.update({"results": stats.output_bytes - stats.alias_bytes, "temporaries": stats.temp_bytes})
-    return found, expected
+    return found, analytic_memory_model(program.jaxpr, roles, program.donated, parts)
 
 
-def _found(
-    held: Sequence[buffers.Allocation], roles: Sequence[str], shapes: set[Any], differentiated: bool
-) -> Counter[str]:
-    # Constants that a function closes over may be passed as its first arguments.
-    extra = len({a.parameter for a in held if a.parameter is not None}) - len(roles)
-    found: Counter[str] = Counter()
-    for allocation in held:
-        if allocation.parameter is not None:
-            i = allocation.parameter - extra
-            found[roles[i] if i >= 0 else "inputs"] += allocation.size
-            continue
-        rest = allocation.size
-        for buffer in allocation.buffers:
-            kind = _kind(buffer, shapes, differentiated)
-            if allocation.is_result and kind != "gradients":
-                kind = "results"
-            size = min(buffer.size, rest)
-            found[kind] += size
-            rest -= size
-        found["results" if allocation.is_result else "temporaries"] += rest
-    return found
-
-
-def _kind(buffer: buffers.Buffer, shapes: set[Any], differentiated: bool) -> str:
-    of_parameter = bool(buffer.shape) and axes(buffer.shape) in shapes
-    if "transpose(" in buffer.op_name:
-        return "gradients" if of_parameter else "temporaries"
-    if of_parameter and buffer.op_name.endswith("convert_element_type"):
-        return "half copies"
-    return "activations" if differentiated and "jvp(" in buffer.op_name else "temporaries"
-
-
-def _compiled_here(programs: Sequence[_Traced]) -> list[tuple[Compiled, list[buffers.Allocation]]]:
-    """Compiles programs for the default backend; returns their sizes, and what lies where if it says so."""
-    found = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        for program in programs:
-            options = {"donate_argnums": program.donated, "keep_unused": True}
-            executable, made = compile_here(program.call, program.types, **options)
-            found.append((made, buffers.allocations(executable)))
-    return found
-
-
-def _compiled_elsewhere(programs: Sequence[_Traced], card: Target, name: str) -> list[tuple[Compiled, Any]]:
-    """Compiles programs for a target; returns their sizes, temporary memory being what the peak leaves."""
+def _compiled(programs: Sequence[_Traced], card: Target | None, name: str) -> list[Compiled]:
+    """The sizes of programs for the default backend or a target."""
+    if card is None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return [
+                compile_here(p.call, p.types, donate_argnums=p.donated, keep_unused=True)[1] for p in programs
+            ]
     with progress.showing("memory_report"):
         progress.step(f"compiling {len(programs)} programs")
         answers = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
@@ -349,8 +300,9 @@ def _compiled_elsewhere(programs: Sequence[_Traced], card: Target, name: str) ->
     for made, which in zip(answers, ("", " in float32"), strict=False):
         if made.error:
             raise RuntimeError(f"{name}{which} does not compile for {card.name}:\n{made.error}")
+        # Temporary memory is what the peak leaves: a TPU's compiler says none.
         kept = made.argument_bytes + made.output_bytes - made.alias_bytes
-        found.append((made._replace(temp_bytes=max(made.temp_bytes, made.peak_bytes - kept)), []))
+        found.append(made._replace(temp_bytes=max(made.temp_bytes, made.peak_bytes - kept)))
     return found
 
 
