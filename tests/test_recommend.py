@@ -14,7 +14,6 @@ import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.sensitivity.chosen_modules import (
     Choice,
-    only_products,
     overflowing,
     rows_of,
     rules_of,
@@ -22,7 +21,7 @@ from jmp_policy._src.report.sensitivity.chosen_modules import (
 )
 from jmp_policy._src.report.sensitivity.recommend import compared
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
-from jmp_policy._src.report.trials import product_layers
+from jmp_policy._src.report.trials import product_layers, products_alone
 
 
 @pytest.mark.once
@@ -107,18 +106,37 @@ X = jax.random.normal(jax.random.key(1), (8, 8))
 
 def test_products_alone_in_half_are_rules_for_their_classes():
     modules = {("Net",): None, ("Net", "mix"): None, ("Net", "a"): nn.Dense(2), ("Net", "b"): nn.Dense(2)}
-    own = {"": Effect(1e-8), "mix": Effect(4e-2), "a": Effect(1e-8), "b": Effect(1e-8, overflow=3)}
+    own = {"": Effect(1e-8), "mix": Effect(4e-2), "a": Effect(1e-8), "b": Effect(1e-8)}
     seen = effects(own)._replace(modules=modules)
-    choice = within(overflowing(seen), 0.01)
-    half = "params=float32,compute=float16,output=float32"
-    alone, with_names = only_products(choice, product_layers(modules.values()))
-    assert alone == jmpp.PolicyMap("float32", {nn.Dense: half})
-    assert with_names == jmpp.PolicyMap("float32", {"b": "float32", nn.Dense: half})
-    first, named, dense = rows_of(choice, with_names)
+    alone = products_alone(jmpp.PolicyMap("mixed_float16"), product_layers(modules.values()))
+    first, dense = rows_of(within(overflowing(seen), 0.01), alone)
     assert (first.pattern, first.predicted) == ("", pytest.approx(0.2, rel=1e-3))
     assert first.reason == "brings > 99.9 % of the square of the gradient's error (in mix)"
-    assert (named.pattern, named.reason) == ("b", "3 values exceed the range of float16")
-    assert (dense.pattern, dense.reason) == ("Dense", "1 of 4 modules fit the budget")
+    assert (dense.pattern, dense.reason) == ("Dense", "2 of 4 modules fit the budget")
+
+
+class LargeConstant(nn.Module):
+    """The model's own operations divide by what float16 does not have."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="first")(x)
+        return nn.Dense(2, name="last")(1e5 * x / 70000)
+
+
+@pytest.mark.once
+def test_products_alone_are_in_half_where_no_module_mends():
+    params = LargeConstant().init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params):
+        return jnp.square(LargeConstant().apply({"params": params}, X)).mean()
+
+    found = jmpp.recommend(loss_fn, params, dtype="float16", probes=1)
+    assert (found.fits, found.half_share) == (True, 1)
+    half = "params=float32,compute=float16,output=float32"
+    assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: half})
+    assert [row.pattern for row in found.rows] == ["", "Dense"]
+    assert math.isnan(found.predicted)
 
 
 @pytest.mark.once
@@ -185,8 +203,8 @@ def test_speed_is_that_of_the_slower_of_arithmetic_and_memory():
     loss = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2).products
     half = jmpp.audit(lambda a, b: a @ b, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 2).products
     cost = compared(loss, half, card)
-    assert cost == (1.0, 0.0, pytest.approx(312 / 19.5))
-    assert math.isnan(compared(loss, half, None).speedup)
+    assert cost == {"half_share": 1.0, "float8_share": 0.0, "speedup": pytest.approx(312 / 19.5)}
+    assert math.isnan(compared(loss, half, None)["speedup"])
 
 
 @pytest.mark.once

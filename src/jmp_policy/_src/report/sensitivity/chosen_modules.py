@@ -14,18 +14,17 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
-from jmp_policy._src.policy.patterns import Pattern, path_text, show_pattern
+from jmp_policy._src.policy.patterns import path_text, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of, target_of, without_target, worthwhile
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.sensitivity.rounding_errors import Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, module_of
-from jmp_policy._src.report.trials import products_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,8 @@ def rules_of(choice: Choice) -> PolicyMap:
 
 def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     """The default and every rule, with the reason."""
-    own, modules = choice.found.own, _by_path(choice)
+    own = choice.found.own
+    modules = {path_text(names[1:]): module for names, module in choice.found.modules.items()}
 
     def governing(path: str) -> int | None:
         """The rule that governs a module: the first that matches it, or else what is around it."""
@@ -137,32 +137,9 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
         error = sum((own[path] for path in paths), Effect()).error
         return RecommendationRow(pattern, str(policy), reason, error)
 
-    named = [row(_text(pattern), policy, i) for i, (pattern, policy) in enumerate(rules.overrides)]
+    texts = [pattern if isinstance(pattern, str) else show_pattern(pattern) for pattern, _ in rules.overrides]
+    named = [row(text, rules.overrides[i][1], i) for i, text in enumerate(texts)]
     return [row("", rules.default, None), *named]
-
-
-def _by_path(choice: Choice) -> dict[str, Any]:
-    """The modules by their paths below the model."""
-    return {path_text(names[1:]): module for names, module in choice.found.modules.items()}
-
-
-def only_products(choice: Choice, kinds: Sequence[type]) -> Iterator[PolicyMap]:
-    """Rules with float32 for all but the layers that are one product; then also for those that need it."""
-    alone = products_alone(PolicyMap(f"mixed_{choice.found.dtype}"), kinds)
-    yield alone
-    modules = _by_path(choice)
-    needing = [path for path in choice.reasons if isinstance(modules.get(path), tuple(kinds))]
-    if needing:
-        overrides = [*((path, "float32") for path in needing), *alone.overrides]
-        yield dataclasses.replace(alone, overrides=overrides)
-
-
-def _text(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else show_pattern(pattern)
-
-
-#: How often modules go back to half because the measured error is above the budget.
-_ROUNDS = 4
 
 
 class Float8(NamedTuple):
@@ -186,11 +163,6 @@ class Float8(NamedTuple):
     def total(self) -> float:
         """What the chosen modules add to the square of the error."""
         return sum(self.added[path] for path in self.chosen)
-
-    def without_worst(self) -> "Float8":
-        """A choice without the module that adds most for its FLOPs."""
-        worst = max(self.chosen, key=lambda path: self.added[path] / self.flops[path])
-        return self._replace(chosen=self.chosen - {worst})
 
     def rules(self) -> PolicyMap:
         """The choice as rules: the recipe in the default, or in rules, whichever are fewer."""
@@ -221,7 +193,7 @@ class Float8(NamedTuple):
         default = before[""]
         rows = [dataclasses.replace(default, policy=str(rules.default), reason=f"{default.reason}; {count}")]
         for pattern, policy in rules.overrides:
-            text = _text(pattern)
+            text = str(pattern)
             if text in before:
                 rows.append(dataclasses.replace(before[text], policy=str(policy)))
                 continue
@@ -287,18 +259,12 @@ def in_float8(
     alone = {path: error(choice._replace(chosen=frozenset([path])).rules()) for path in flops}
     # What rounding cancels by chance counts as nothing, and what is infinite as more than all others.
     added = {path: min(max(found**2 - before**2, 0.0), 1e30) for path, found in alone.items()}
-    choice, allowed = choice._replace(added=added), budget**2 - before**2
-    for _ in range(_ROUNDS):
-        choice = choice.without_worst()
-        while choice.chosen and choice.total > allowed:
-            choice = choice.without_worst()
-        if not choice.chosen:
-            break
-        measured = error(choice.rules())
-        if measured <= budget:
+    choice = choice._replace(added=added)
+    ranked = sorted(flops, key=lambda path: added[path] / flops[path])
+    for count in range(len(ranked) - 1, 0, -1):
+        choice = choice._replace(chosen=frozenset(ranked[:count]))
+        if choice.total <= budget**2 - before**2 and (measured := error(choice.rules())) <= budget:
             return choice, measured
-        # Together they add more than by themselves: half of it, before the next run.
-        allowed = choice.total / 2
     return choice._replace(chosen=frozenset()), before
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
-from jmp_policy._src.report.trials import product_layers
+from jmp_policy._src.report.trials import product_layers, products_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, to first order; nan where it was not predicted: a recipe that fits
+      predicted: that of the policy, to first order; nan where it was not predicted, for a recipe that fits
         everywhere, and a policy of products alone.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
       half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
@@ -136,9 +136,6 @@ _MOSTLY = 0.9
 #: How often modules are added because the measured error is above the budget.
 _ROUNDS = 4
 
-#: A rule that saves less than this share of the products' time is left out.
-_WORTH = 0.01
-
 
 def recommend(
     loss_fn: Any,
@@ -170,8 +167,7 @@ def recommend(
       args, kwargs: the rest of its arguments.
       budget: relative error of the gradient that is allowed, |half - float32| / |float32|. Left out, a tenth
         of the relative distance between the gradients of the batches, or 0.01 where there is one batch.
-      target: name of a card ("H100"): rules that put a part back into half and save less than 1 % of the
-        products' time there are left out, and the result has the predicted speed and memory.
+      target: name of a card ("H100"), for the predicted speed and memory there.
       dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
       batches: further values of `args`, of the same shapes.
       probes: as for `sensitivity`.
@@ -273,20 +269,15 @@ def _in(
         # What is measured may be more than first order says: half of the prediction, before the next run.
         choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
 
-    def share(rules: PolicyMap) -> float:
-        return compared(loss.products, loss.under(rules).products, None).half_share
-
-    rules = _worth_it(loss, rules, card)
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted
-    kinds = product_layers(traced.modules.values()) if choice.reasons else []
-    if kinds and (measured > budget or not share(rules) >= _MOSTLY):
-        for alone in chosen.only_products(choice, kinds):
-            error = _error(loss, alone, scale, exact)
-            if error <= budget:
-                if measured > budget or share(alone) > share(rules):
-                    rules, measured, predicted = alone, error, math.nan
-                    rows = chosen.rows_of(choice, rules)
-                break
+    share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
+    if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):
+        # Errors that no rounding makes, as of a constant that overflows, are not found module by module.
+        alone = products_alone(PolicyMap(f"mixed_{dtype}"), kinds)
+        error, more = _error(loss, alone, scale, exact), _gains(loss, alone, None)["half_share"]
+        if error <= budget and (measured > budget or more > share):
+            rules, measured, predicted = alone, error, math.nan
+            rows = chosen.rows_of(choice, rules)
     return Recommendation(
         function=seen.name,
         dtype=dtype,
@@ -305,30 +296,12 @@ def _gains(loss: Loss, rules: PolicyMap, card: Target | None) -> dict[str, Any]:
     """What rules make of products and memory, as fields of a `Recommendation`."""
     under = loss.under(rules)
     memory = math.nan if card is None else memory_of(under) / memory_of(loss)
-    return {**compared(loss.products, under.products, card)._asdict(), "memory": memory}
+    return {**compared(loss.products, under.products, card), "memory": memory}
 
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
     """The relative error of the gradient under rules, as one run on this machine gives it."""
     return _distance(_gradient(loss.under(rules), scale), exact)
-
-
-def _worth_it(loss: Loss, rules: PolicyMap, card: Target | None) -> PolicyMap:
-    """Leaves out rules that put a part back into half and buy nothing."""
-    if card is None:
-        return rules
-
-    def cost(rules: PolicyMap) -> Any:
-        return compared(loss.products, loss.under(rules).products, card)
-
-    now = cost(rules)
-    for rule in rules.overrides:
-        if str(rule[0]).endswith("*"):
-            without = PolicyMap(rules.default, [other for other in rules.overrides if other != rule])
-            then = cost(without)
-            if then.speedup > now.speedup * (1 - _WORTH):
-                rules, now = without, then
-    return rules
 
 
 @without_overflow_warnings()
@@ -375,30 +348,16 @@ def _of_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
     return half_mean_square
 
 
-class Cost(NamedTuple):
-    """Products under a policy.
-
-    Args:
-      half_share: share of the FLOPs whose operands have 16 bits or fewer; nan without products.
-      float8_share: share of those whose operands have 8.
-      speedup: time in float32 over that under the policy; nan without a card.
-    """
-
-    half_share: float
-    float8_share: float
-    speedup: float
-
-
-def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> Cost:
-    """Compares the products of float32 with those under a policy."""
+def compared(plain: Sequence[Product], under: Sequence[Product], card: Target | None) -> dict[str, float]:
+    """Compares the products of float32 with those under a policy, as fields of a `Recommendation`."""
     flops = sum(product.flops for product in under)
-    half, float8 = (
-        sum(p.flops for p in under if is_counted(p)) / flops if flops else math.nan
-        for is_counted in (lambda p: p.is_half, lambda p: p.scales)
-    )
-    if card is None or not flops:
-        return Cost(half, float8, math.nan)
-    return Cost(half, float8, _seconds(plain, card) / _seconds(under, card))
+    if not flops:
+        return dict.fromkeys(("half_share", "float8_share", "speedup"), math.nan)
+    return {
+        "half_share": sum(p.flops for p in under if p.is_half) / flops,
+        "float8_share": sum(p.flops for p in under if p.scales) / flops,
+        "speedup": math.nan if card is None else _seconds(plain, card) / _seconds(under, card),
+    }
 
 
 def _seconds(products: Sequence[Product], card: Target) -> float:
