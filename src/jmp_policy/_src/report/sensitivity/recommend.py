@@ -28,7 +28,7 @@ from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
-from jmp_policy._src.report.sensitivity.traced_loss import Loss, traced_loss
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
 from jmp_policy._src.report.trials import product_layers, products_alone
 
 
@@ -89,29 +89,23 @@ class Recommendation(Report):
     @property
     def verdict(self) -> str:
         """Whether the policy fits the budget, and what it computes in half."""
-        share = (
-            "" if math.isnan(self.half_share) else f" {percent(self.half_share)} of the FLOPs are in half."
-        )
-        if self.recipe and share:
-            share = f"{share[:-1]}, {percent(self.float8_share)} in float8 by {self.recipe}."
-        speed = (
-            "" if math.isnan(self.speedup) else f" {self.target}: products {self.speedup:.2g} times as fast."
-        )
-        memory = "" if math.isnan(self.memory) else f" Memory: {percent(self.memory)} of float32's."
         word = "within" if self.fits else "MORE THAN"
         predicted = "" if math.isnan(self.predicted) else f" (predicted {percent(self.predicted)})"
         errors = f"{percent(self.measured)}{predicted}"
-        fits = f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."
-        return f"{fits}{share}{speed}{memory}"
+        parts = [f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."]
+        if not math.isnan(self.half_share):
+            float8 = f", {percent(self.float8_share)} in float8 by {self.recipe}" if self.recipe else ""
+            parts.append(f"{percent(self.half_share)} of the FLOPs are in half{float8}.")
+        if not math.isnan(self.speedup):
+            parts.append(f"{self.target}: products {self.speedup:.2g} times as fast.")
+        if not math.isnan(self.memory):
+            parts.append(f"Memory: {percent(self.memory)} of float32's.")
+        return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the verdict, as plain data; `policy` as `PolicyMap.from_dict` reads it."""
-        fields = {
-            **vars(self),
-            "policy": self.policy.to_dict(),
-            "loss_scale": float(self.loss_scale.loss_scale),
-        }
-        return {**{name: plain(value) for name, value in fields.items()}, "verdict": self.verdict}
+        scale = float(self.loss_scale.loss_scale)
+        return {**super().to_dict(), "policy": plain(self.policy.to_dict()), "loss_scale": scale}
 
     def _tables(self) -> Sequence[Table]:
         rows = [(r.pattern or "(default)", r.policy, f"{r.predicted:.1e}", r.reason) for r in self.rows]
@@ -201,7 +195,8 @@ def recommend(
     found: list[Recommendation] = []
     with progress.showing("recommend"):
         for name in dtypes:
-            found.append(_in(loss, name, allowed, batches, probes, exact[0], card))
+            traced = TracedLoss(loss, name, batches)
+            found.append(_in(loss, traced, probes, allowed, exact[0], card))
             if found[-1].fits and len(found[-1].rows) == 1:
                 break
         best = max(found, key=_merit)
@@ -236,17 +231,10 @@ def _merit(found: Recommendation) -> Any:
 
 
 def _in(
-    loss: Loss,
-    dtype: str,
-    budget: float,
-    batches: Sequence[tuple[Any, ...]],
-    probes: int,
-    exact: np.ndarray,
-    card: Target | None,
+    loss: Loss, traced: TracedLoss, probes: int, budget: float, exact: np.ndarray, card: Target | None
 ) -> Recommendation:
     """What to recommend in one dtype."""
-    traced = traced_loss(loss, dtype, batches)
-    seen = effects(traced, probes)
+    seen, dtype = effects(traced, probes), traced.dtype
     scale = seen.loss_scale if dtype == "float16" else 1.0
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:

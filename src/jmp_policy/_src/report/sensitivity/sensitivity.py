@@ -11,7 +11,7 @@ from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects, effects
-from jmp_policy._src.report.sensitivity.traced_loss import Loss, is_below, traced_loss
+from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss, is_below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,40 +160,29 @@ def sensitivity(
       N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2 (the model of rounding).
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
+    loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
     with progress.showing("sensitivity"):
-        loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
-        return _sensitivity(loss, candidates, dtype, batches, probes, measure)
-
-
-def _sensitivity(
-    loss: Loss,
-    candidates: Sequence[Pattern] | None,
-    dtype: DTypeLike,
-    batches: Sequence[tuple[Any, ...]],
-    probes: int,
-    measure: bool | None,
-) -> Sensitivity:
-    traced = traced_loss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
-    is_measured = traced.decides if measure is None else measure
-    found = effects(traced, 0 if is_measured else probes)
-    # The name of each row, and the paths that it is about.
-    if candidates is None:
-        tops = [(path, [path]) for path in _paths(found)]
-    else:
-        tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
-    applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
-    rows = list[SensitivityRow]()
-    for name, paths in progress.steps("modules", tops):
-        try:
-            rows.append(_row(found, name, paths, applied))
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            break  # What is known of some modules is a report too.
-    if candidates is None:
-        rows = [_with_inside(row, rows) for row in rows]
-    rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
-    return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
+        traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
+        is_measured = traced.decides if measure is None else measure
+        found = effects(traced, 0 if is_measured else probes)
+        # The name of each row, and the paths that it is about.
+        if candidates is None:
+            tops = [(path, [path]) for path in _paths(found)]
+        else:
+            tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
+        applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
+        rows = list[SensitivityRow]()
+        for name, paths in progress.steps("modules", tops):
+            try:
+                rows.append(_row(found, name, paths, applied))
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                break  # What is known of some modules is a report too.
+        if candidates is None:
+            rows = [_with_inside(row, rows) for row in rows]
+        rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
+        return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
 
 
 def _paths(found: Effects) -> list[str]:

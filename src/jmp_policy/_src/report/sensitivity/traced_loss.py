@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,30 +186,50 @@ def is_below(path: str, above: str) -> bool:
 DTYPES = ("float16", "bfloat16")
 
 
-class TracedLoss(NamedTuple):
+class TracedLoss:
     """A loss with everything in half, traced and not run.
 
     Args:
-      name: of the loss function.
+      loss: the loss of the float32 model.
       dtype: "float16" or "bfloat16".
+      batches: further values of its arguments.
+
+    Attributes:
+      name: of the loss function.
       modules: those of the model, by the names that lead to them.
       jaxpr: the loss, of flat arrays.
-      group_of: function from the names of scopes to the module that an operation in them belongs to.
       trained: which of the arrays are parameters.
       batches: the arrays, one list per batch.
       groups: the modules in which something is rounded.
       decides: whether the gradient hangs on decisions that rounding may turn.
+
+    Raises:
+      ValueError: where nothing would be computed in half; for batches of other shapes.
     """
 
-    name: str
-    dtype: str
-    modules: dict[tuple[str, ...], Any]
-    jaxpr: Any
-    group_of: Callable[[tuple[str, ...]], str | None]
-    trained: Sequence[int]
-    batches: Sequence[Sequence[Any]]
-    groups: Sequence[str]
-    decides: bool
+    def __init__(self, loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]):
+        if dtype not in DTYPES:
+            raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
+        half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))
+        others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
+        self.name, self.dtype, self.modules = half.function.name, dtype, loss.modules
+        self.jaxpr, self.trained, self.batches = half.jaxpr, half.trained, [half.function.arrays, *others]
+        first, *shapes = ([(x.shape, str(x.dtype)) for x in arrays] for arrays in self.batches)
+        if other := next((batch for batch in shapes if batch != first), None):
+            raise ValueError(
+                f"{loss.use} compiles one program for all batches, so those in `batches` must have the "
+                f"shapes and dtypes of the first; got {other} after {first}."
+            )
+        self._group_of = module_of(loss.modules)
+        untapped = TappedProgram(self._group_of, {}, dtype)
+        jax.eval_shape(lambda arrays: untapped(half.jaxpr, arrays), half.function.arrays)
+        if not untapped.groups:
+            raise ValueError(
+                f"Nothing of {self.name} would be computed in {dtype}: it calls no module of Flax that "
+                "computes in half under a policy, and has no matrix product for autocast. Give it the loss "
+                "of the float32 model."
+            )
+        self.groups, self.decides = list(untapped.groups), makes_decisions(half.gradient)
 
     @property
     def sinks(self) -> list[Sink]:
@@ -222,51 +242,8 @@ class TracedLoss(NamedTuple):
 
     def run(self, sinks: Mapping[Sink, Any], params: Sequence[Any], arrays: Sequence[Any]) -> jax.Array:
         """The loss, computed in float32 with taps."""
-        program = TappedProgram(self.group_of, sinks, self.dtype)
+        program = TappedProgram(self._group_of, sinks, self.dtype)
         return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
-
-
-def traced_loss(loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]) -> TracedLoss:
-    """Traces a loss with everything in half.
-
-    Args:
-      loss: the loss of the float32 model.
-      dtype: "float16" or "bfloat16".
-      batches: further values of its arguments.
-
-    Raises:
-      ValueError: where nothing would be computed in half; for batches of other shapes.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
-    half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))
-    function, trained = half.function, half.trained
-    others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
-    given = [function.arrays, *others]
-    _check_shapes(given, loss.use)
-    group_of = module_of(loss.modules)
-    empty = TappedProgram(group_of, {}, dtype)
-    jax.eval_shape(lambda arrays: empty(half.jaxpr, arrays), function.arrays)
-    if not empty.groups:
-        raise ValueError(
-            f"Nothing of {function.name} would be computed in {dtype}: it calls no module of Flax that "
-            "computes in half under a policy, and has no matrix product for autocast. Give it the loss of "
-            "the float32 model."
-        )
-    decides, groups = makes_decisions(half.gradient), list(empty.groups)
-    return TracedLoss(
-        function.name, dtype, loss.modules, half.jaxpr, group_of, trained, given, groups, decides
-    )
-
-
-def _check_shapes(given: Sequence[Sequence[Any]], use: str) -> None:
-    shapes = [[(x.shape, str(x.dtype)) for x in arrays] for arrays in given]
-    for batch in shapes[1:]:
-        if batch != shapes[0]:
-            raise ValueError(
-                f"{use} compiles one program for all batches, so those in `batches` must have the shapes and "
-                f"dtypes of the first; got {batch} after {shapes[0]}."
-            )
 
 
 #: Decisions if their operands are half. In float32 most compare what is nowhere near equal: a variance with
