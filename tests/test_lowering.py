@@ -428,6 +428,13 @@ def test_results_of_any_class_can_be_handed_over(compiler):
     assert len(compiler) == 1
 
 
+def test_weak_types_stay_weak():
+    half = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    program = exported(lambda arrays: arrays[0] * arrays[1], [half, jnp.asarray(2.0)])
+    (out,) = jax.export.deserialize(bytearray(program.data)).out_avals
+    assert out.dtype == jnp.bfloat16
+
+
 def test_a_mesh_within_the_function_is_found(compiler):
     pytest.importorskip("flatbuffers")
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))

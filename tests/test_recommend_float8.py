@@ -120,6 +120,17 @@ def test_siblings_that_stay_share_a_rule():
     assert choice.rules() == jmpp.PolicyMap(FLOAT8, {"b": HALF})
 
 
+def test_rows_of_classes_keep_their_reasons():
+    base = jmpp.PolicyMap("float32", {nn.Dense: HALF})
+    choice = Float8(base, "fp8_current", {"a": 1}, {"a": 0.0}, frozenset(["a"]))
+    known = [jmpp.report.RecommendationRow("", "float32", "the rest", 0.1)]
+    known += [jmpp.report.RecommendationRow("Dense", HALF, "fits", 0.2)]
+    default, dense = choice.rows(known)
+    assert default.reason == "the rest; 1 of 1 modules with products for fp8_current have it"
+    assert (dense.pattern, dense.reason, dense.predicted) == ("Dense", "fits", 0.2)
+    assert dense.policy == str(jmpp.get_policy(FLOAT8))
+
+
 @pytest.mark.once
 def test_a_model_takes_the_recipe_where_all_fits():
     model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(1)))

@@ -231,6 +231,13 @@ class Rules:
         found = (i for i, (pattern, _) in enumerate(self.overrides) if matches(pattern, text, module))
         return next(found, None)
 
+    def governing(self, path: str | Sequence[Any], module: Any = None) -> int | None:
+        """The index of the rule that governs a module, as `resolve` finds it; None for the default."""
+        names = _names(path_text(path))
+        above = (("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1))
+        found = (self.match(*place) for place in ((path, module), *above))
+        return next((i for i in found if i is not None), None)
+
     def resolve(self, path: str | Sequence[Any], module: Any = None) -> Policy:
         """The policy that governs a module.
 
@@ -239,10 +246,7 @@ class Rules:
             only the paths are known, so that only path patterns can match them.
           module: the module itself, for patterns that are classes or predicates.
         """
-        names = _names(path_text(path))
-        above = (("/".join(names[:depth]), None) for depth in range(len(names) - 1, -1, -1))
-        found = (self.match(*place) for place in ((path, module), *above))
-        index = next((i for i in found if i is not None), None)
+        index = self.governing(path, module)
         return self.default if index is None else self.overrides[index][1]
 
     def unused(self, modules: Iterable[tuple[str | Sequence[Any], Any]]) -> tuple[Pattern, ...]:

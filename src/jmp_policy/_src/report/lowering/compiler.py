@@ -127,11 +127,7 @@ def exported(
     """
     if importlib.util.find_spec("flatbuffers") is None:
         check_installed(platform)
-    types = []
-    for array in arrays:
-        sharding = getattr(array, "sharding", None)
-        kept = sharding if isinstance(sharding, NamedSharding) else None
-        types.append(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=kept))
+    types = list(map(type_of, arrays))
     mesh = _mesh_of(types)
 
     def call(arrays: Sequence[Any]) -> list[Any]:
@@ -145,6 +141,13 @@ def exported(
         axes = re.findall(r'"([^"]+)"=(\d+)', match[1]) if match else []
         mesh = tuple((name, int(size), "Auto") for name, size in axes)
     return Exported(bytes(program.serialize()), program.nr_devices, mesh, tuple(donated))
+
+
+def type_of(array: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array or of a `jax.ShapeDtypeStruct`, laid out on the mesh that it lies on, if any."""
+    sharding, weak = getattr(array, "sharding", None), bool(getattr(array, "weak_type", False))
+    kept = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=kept, weak_type=weak)
 
 
 def _mesh_of(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[tuple[str, int, str], ...]:

@@ -217,15 +217,15 @@ def _trips(loop: Instruction, where: str, computations: Computations) -> int | N
         return None
 
 
-def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Scope) -> int:
-    """The trips of a loop whose counter grows from one constant to another by a constant.
+def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Scope) -> int | None:
+    """The trips of a loop whose counter grows from one constant to another by a constant; None for others.
 
     Args:
       loop: the instruction.
       outside, condition, body: the computations that it is in, and that it runs.
 
     Raises:
-      LookupError, ValueError: for any other loop.
+      LookupError, ValueError: for some of the others.
     """
     start, test, end = outside[loop.operands[0]], root_of(condition), root_of(body)
 
@@ -244,10 +244,9 @@ def _counted_trips(loop: Instruction, outside: Scope, condition: Scope, body: Sc
     first = number(start.operands[counter], outside, ())
     last, step = number(test.operands[1], condition), number(added.operands[1], body)
     opcodes = (start.opcode, test.opcode, test.attribute("direction"), end.opcode, added.opcode)
-    is_counted = opcodes == ("tuple", "compare", "LT", "tuple", "add")
-    if not is_counted or step <= 0 or element(added.operands[0], body) != counter:
-        raise ValueError("a loop that ends in another way")
-    return max(-(-(last - first) // step), 0)
+    is_counted = opcodes == ("tuple", "compare", "LT", "tuple", "add") and step > 0
+    is_counted = is_counted and element(added.operands[0], body) == counter
+    return max(-(-(last - first) // step), 0) if is_counted else None
 
 
 def _source(name: str, scope: Scope) -> Instruction:
@@ -347,11 +346,11 @@ def _users(inner: Scope, position: int) -> Iterator[tuple[Instruction, int]]:
         i.name for i in inner.values() if i.opcode == "parameter" and f"parameter({position})" in i.line
     ]
     for name in waiting:
-        for user in inner.values():
-            for place, operand in enumerate(user.operands):
-                if operand != name:
-                    continue
-                if user.opcode in RESHAPING:
-                    waiting.append(user.name)
-                else:
-                    yield user, place
+        uses = (
+            (i, place) for i in inner.values() for place, operand in enumerate(i.operands) if operand == name
+        )
+        for user, place in uses:
+            if user.opcode in RESHAPING:
+                waiting.append(user.name)
+            else:
+                yield user, place

@@ -25,7 +25,7 @@ from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
 from jmp_policy._src.report.lowering.compile_process import Compiled
-from jmp_policy._src.report.lowering.compiler import compile_here, compiled, exported
+from jmp_policy._src.report.lowering.compiler import compile_here, compiled, exported, type_of
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
 
 
@@ -224,7 +224,7 @@ def memory_report(
     """
     function = as_function(fn, args, kwargs, "memory_report")
     roles = argument_roles(function, kwargs)
-    types = [_type(array) for array in function.arrays]
+    types = list(map(type_of, function.arrays))
     card = None if target is None else find_target(target)
     programs = [_Traced(function.call, types)]
     if halves := sorted(_half_types(programs[0].jaxpr)):
@@ -245,12 +245,6 @@ def memory_report(
         policy=totals[0],
         parameters=sum(math.prod(t.shape) for t, r in zip(types, roles, strict=True) if r == "parameters"),
     )
-
-
-def _type(array: Any) -> Any:
-    sharding = getattr(array, "sharding", None) if getattr(array, "committed", True) else None
-    weak = bool(getattr(array, "weak_type", False))
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=weak)
 
 
 def _half_types(jaxpr: Any) -> set[str]:

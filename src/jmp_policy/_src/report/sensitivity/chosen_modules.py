@@ -11,7 +11,6 @@ Modules that add most for the FLOPs that they would save go back to half first.
 """
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import count_text, percent
-from jmp_policy._src.policy.patterns import path_text, show_pattern
+from jmp_policy._src.policy.patterns import Pattern, path_text, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import DELAYED, passes_of, target_of, without_target, worthwhile
 from jmp_policy._src.policy.rules import PolicyMap
@@ -68,8 +67,7 @@ class Choice(NamedTuple):
 
     def next(self) -> str | None:
         """The module in half that brings most of the error that is left; None if there is none."""
-        left = {path: self.found.own[path].gradient for path in self.half}
-        return max(left, key=left.__getitem__) if left else None
+        return max(self.half, key=lambda path: self.found.own[path].gradient, default=None)
 
 
 def overflowing(found: Effects) -> Choice:
@@ -120,14 +118,8 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
     own = choice.found.own
     modules = {path_text(names[1:]): module for names, module in choice.found.modules.items()}
 
-    def governing(path: str) -> int | None:
-        """The rule that governs a module: the first that matches it, or else what is around it."""
-        above = list(itertools.accumulate(path.split("/"), "{}/{}".format))
-        matches = (rules.match(path, modules.get(path)) for path in [*reversed(above), ""])
-        return next((index for index in matches if index is not None), None)
-
     def row(pattern: str, policy: Policy, index: int | None) -> RecommendationRow:
-        paths = [path for path in own if governing(path) == index]
+        paths = [path for path in own if rules.governing(path, modules.get(path)) == index]
         reason = f"{len(paths)} of {len(own)} modules fit the budget"
         if not is_half(policy.compute_dtype):
             # What is said of the worst of them.
@@ -137,9 +129,12 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
         error = sum((own[path] for path in paths), Effect()).error
         return RecommendationRow(pattern, str(policy), reason, error)
 
-    texts = [pattern if isinstance(pattern, str) else show_pattern(pattern) for pattern, _ in rules.overrides]
-    named = [row(text, rules.overrides[i][1], i) for i, text in enumerate(texts)]
+    named = [row(_text(pattern), policy, i) for i, (pattern, policy) in enumerate(rules.overrides)]
     return [row("", rules.default, None), *named]
+
+
+def _text(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else show_pattern(pattern)
 
 
 class Float8(NamedTuple):
@@ -193,7 +188,7 @@ class Float8(NamedTuple):
         default = before[""]
         rows = [dataclasses.replace(default, policy=str(rules.default), reason=f"{default.reason}; {count}")]
         for pattern, policy in rules.overrides:
-            text = str(pattern)
+            text = _text(pattern)
             if text in before:
                 rows.append(dataclasses.replace(before[text], policy=str(policy)))
                 continue

@@ -321,8 +321,7 @@ def _as_loss(loss_fn: Any, params: Any, args: Any, kwargs: Any, has_aux: bool) -
     rest = {kind: value for kind, value in params.items() if kind != "params"}
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
-        out = loss_fn.apply({**rest, "params": params}, *args, **kwargs, mutable=list(rest))
-        return out[0]
+        return loss_fn.apply({**rest, "params": params}, *args, **kwargs, mutable=list(rest))[0]
 
     return Loss(_of_outputs(apply), params["params"], args, kwargs, False, "recommend")
 

@@ -39,33 +39,24 @@ from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
 
-class Rounding(NamedTuple):
-    """What rounding to half would do to an array.
-
-    Args:
-      error: what it adds; 0 for what becomes infinite.
-      overflow, underflow: which finite values become infinite, and which values other than zero become zero.
-    """
-
-    error: jax.Array
-    overflow: jax.Array
-    underflow: jax.Array
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def rounding(x: jax.Array, dtype: str, scale: jax.Array | None = None) -> Rounding:
+def rounding(x: jax.Array, dtype: str, scale: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """What rounding `x * scale` does to x.
 
     Args:
       x: float32 array of any shape.
       dtype: the half dtype to round to.
       scale: a power of two; None for 1.
+
+    Returns:
+      What it adds, 0 for what becomes infinite; which finite values become infinite; and which values other
+      than zero become zero.
     """
     half = _rounded(x, dtype, scale)
     finite = jnp.isfinite(half)
     # A number that is infinite in float32 is not this dtype's fault.
     overflow = finite != jnp.isfinite(x if scale is None else x * scale)
-    return Rounding(jnp.where(finite, half - x, np.float32(0)), overflow, (half == 0) != (x == 0))
+    return jnp.where(finite, half - x, np.float32(0)), overflow, (half == 0) != (x == 0)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -157,10 +148,9 @@ def _counted(which: Which, rounded: Any, scale: Any, seen: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _counted_sum(dtype: str, exact: Any, error: Any, scale: Any) -> Any:
     """What rounding adds to a sum, and the statistics."""
-    overflow = jnp.sum(rounding(exact, dtype, scale).overflow, dtype=jnp.float32)
-    return jnp.where(jnp.isfinite(error), error, np.float32(0)), _statistics(
-        exact, gradient_overflow=overflow
-    )
+    _, overflow, _ = rounding(exact, dtype, scale)
+    numbers = _statistics(exact, gradient_overflow=jnp.sum(overflow, dtype=jnp.float32))
+    return jnp.where(jnp.isfinite(error), error, np.float32(0)), numbers
 
 
 def _statistics(like: Any, **found: Any) -> Any:

@@ -82,8 +82,6 @@ class Sensitivity(Report):
         infinite = [p for p in infinite if not any(q != p and is_below(q, p) for q in infinite)]
         if infinite:
             return f"In {self.dtype} values overflow in {joined(infinite) or 'the whole model'}."
-        if not self.rows:
-            return "No rows."
         first = self.rows[0]
         where = first.path or "the whole model"
         return f"In {self.dtype}, {where} changes the gradient most: by {first.predicted:.2g} of its norm."
@@ -132,7 +130,7 @@ def sensitivity(
       params: a pytree of arrays, or an NNX model.
       args, kwargs: the rest of its arguments.
       candidates: patterns as those of a `PolicyMap`; a row for each, with everything below what it matches.
-        Left out, a row for each module, with everything below it.
+        Without any, a row for each module, with everything below it.
       dtype: "float16" or "bfloat16".
       batches: further values of `args`, of the same shapes; errors are the mean over all batches.
       probes: number of random vectors per batch, where rows are not measured. With 4 the errors are right to
@@ -166,10 +164,10 @@ def sensitivity(
         is_measured = traced.decides if measure is None else measure
         found = effects(traced, 0 if is_measured else probes)
         # The name of each row, and the paths that it is about.
-        if candidates is None:
-            tops = [(path, [path]) for path in _paths(found)]
-        else:
+        if candidates:
             tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
+        else:
+            tops = [(path, [path]) for path in _paths(found)]
         applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
         rows = list[SensitivityRow]()
         for name, paths in progress.steps("modules", tops):
@@ -179,7 +177,7 @@ def sensitivity(
                 if not rows:
                     raise
                 break  # What is known of some modules is a report too.
-        if candidates is None:
+        if not candidates:
             rows = [_with_inside(row, rows) for row in rows]
         rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
         return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
