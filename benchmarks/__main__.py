@@ -27,13 +27,9 @@ ON_CPU = {
     "times.reports": ("report_cost", "first_call", "drift_cost"),
     "times.accumulation": ("accumulation_cost",),
     "times.optimizers": ("rounding_cost",),
-    "reliability.faults": ("faults",),
-    "reliability.mistakes": ("mistakes",),
-    "reliability.long_run": ("long_run",),
     "accuracy.half_moments": ("half_moments",),
     "accuracy.gradient_errors": ("gradient_errors",),
     "accuracy.tasks": ("accuracy",),
-    "accuracy.statistic_scale": ("statistic_scale",),
     "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),
     "accuracy.report_checks": ("planted_faults", "healthy_models", "planted_parts"),
 }
@@ -52,7 +48,7 @@ ON_GPU = {
 BY_NAME = {
     "accuracy.fp8_training": ("fp8_training",),
     "times.zoo_torch": ("zoo_torch",),
-    "reliability.rejax_training": ("rejax",),
+    "accuracy.rejax_training": ("rejax",),
     "pages.torch_lists": ("torch_lists",),
 }
 #: Table -> its module.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from mistakes import MISTAKES, PARAMS, grade, gradients
 
 import jmp_policy as jmpp
-from benchmarks.reliability.mistakes import MISTAKES, PARAMS, grade, gradients
 
 #: Where another library answers, or this one without the repair -> the grade.
 LOWER = {

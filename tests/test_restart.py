@@ -3,10 +3,7 @@
 import collections
 import dataclasses
 import functools
-import importlib
-import pathlib
 import shutil
-import sys
 
 import flax.serialization
 import jax
@@ -15,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import restart_runs as runs
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -23,12 +21,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-try:
-    runs = importlib.import_module("benchmarks.reliability.restarts")
-finally:
-    sys.path.pop(0)
 
 PARAMS = {"w": jnp.full((8, 4), 0.5, jnp.float32), "b": jnp.arange(4.0)}
 GRADS = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(4)}

@@ -256,17 +256,6 @@ def agents() -> str:
     return section("agents", rows, beyond=", ".join(beyond) or "none", **more)
 
 
-def mistakes() -> str:
-    """A row per mistake; bars end the cells of a table."""
-    rows = [
-        row | {"says": row["says"].translate({ord("|"): "/", ord("`"): "'"})}
-        for row in load("mistakes")["rows"]
-    ]
-    grades = [row["grade"] for row in rows]
-    counts = {f"of_{grade}": grades.count(grade) for grade in range(4)}
-    return section("mistakes", rows, tried=len(rows), mean=np.mean(grades), **counts)
-
-
 #: What writes a part of a page, or the name of a section whose result is shown as it stands.
 Numbers = Callable[[], str] | str
 
@@ -293,8 +282,6 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
         ("first call",),
         ("drift shares",),
     ),
-    "docs/results/faults.md": (("faults",),),
-    "docs/results/mistakes.md": ((mistakes,),),
     "docs/results/models.md": ((zoo.results, nnx, autocast),),
 }
 

@@ -35,7 +35,7 @@ _UNKNOWN = 2.0**127
 
 #: Exponents by which an overflow widens the margin beyond what it showed to be necessary. With 0 or 1, models
 #: whose parameters' gradients shrink faster than those of activations overflow again and again
-#: (`benchmarks/accuracy/statistic_scale.py`).
+#: (`tests/test_loss_scale.py`).
 _MORE = 2
 
 

@@ -1,31 +1,23 @@
-"""Faults planted on purpose, and whether training survives them: counts, not times.
+"""Faults planted on purpose, and whether training survives them."""
 
-`python -m benchmarks faults` plants all of them, `python -m benchmarks faults tiny` a few of each part, and
-`python -m benchmarks faults states kills` those of two parts. A run whose outcome is not the expected one
-counts as lost, and is named in the JSON.
-"""
-
-import dataclasses
 import functools
-import importlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+import fault_steps as steps
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scale_sequences
+from fault_steps import Row
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from benchmarks.reliability import fault_steps as steps
-from benchmarks.reliability import scale_sequences
-from benchmarks.reliability.row import Row
-from benchmarks.table import Table
 
 VALUES = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
 WHEN = {"first step": (0,), "growth step": (3,), "three in a row": (5, 6, 7), "now and then": (2, 8, 9, 13)}
@@ -85,7 +77,7 @@ def everywhere(
     for name, (kind, value), (when, at), r in itertools.product(models, VALUES.items(), WHEN.items(), rows):
         plant = steps.Plant(**{field: np.float32(value), "row": np.int32(r)})
         held, skipped = disturbed(name, plant, at, scale)
-        row.count(f"{name}, {kind}, {when}, row {r}", held, RUN, skipped)
+        row.count(f"{name}, {kind}, {when}, row {r}", held, skipped)
     return row
 
 
@@ -130,9 +122,9 @@ def sharded(shards: Iterable[int] = range(DEVICES)) -> list[Row]:
     for shard, (kind, value) in itertools.product(shards, VALUES.items()):
         plant = steps.Plant(gradient=np.float32(value), row=np.int32(per_shard * shard))
         held, skipped = disturbed("Linen", plant, WHEN["growth step"], place=place)
-        row.count(f"{kind}, shard {shard}", held, RUN, skipped)
+        row.count(f"{kind}, shard {shard}", held, skipped)
         held, skipped = in_shard_map(mesh, value, shard)
-        mapped.count(f"{kind}, device {shard}", held, 6, skipped)
+        mapped.count(f"{kind}, device {shard}", held, skipped)
     return [row, mapped]
 
 
@@ -185,7 +177,7 @@ def microbatches(n: int = 4) -> list[Row]:
         skipped = int(state[1].skipped)
         held["only this step skipped"] = skipped == (row is window)
         held["scale by the rule"] = float(state[1].loss_scale.loss_scale) == steps.START / 2
-        row.count(f"{kind}, micro-batch {part}", held, len(xs), skipped)
+        row.count(f"{kind}, micro-batch {part}", held, skipped)
     return [window, single]
 
 
@@ -250,18 +242,18 @@ def statistics(models: Iterable[str] = steps.MODELS) -> list[Row]:
         "NaN, inf, -inf in the new batch statistics only",
         "the step is taken, `all_finite` keeps the old statistics",
     )
-    stored = Row("NaN in stored batch statistics", "no step skipped, training unharmed, NaN for good", "lost")
+    stored = Row("NaN in stored batch statistics", "no step skipped, training unharmed, NaN for good")
     for name in models:
         start = steps.MODELS[name]().start
         for kind, value in VALUES.items():
             states, held, skipped = through(name, start, value)
             held["old statistics kept"] = steps.same(states[2]["stats"], states[3]["stats"])
             held["next ones finite"] = bool(jmpp.all_finite(states[-1]["stats"]))
-            fresh.count(f"{name}, {kind}", held, RUN, skipped)
+            fresh.count(f"{name}, {kind}", held, skipped)
         poisoned = {**start, "stats": steps.planted(start["stats"], np.nan, 0)}
         states, held, skipped = through(name, poisoned)
         held["still NaN"] = not bool(jmpp.all_finite(states[-1]["stats"]))
-        stored.count(name, held, RUN, skipped)
+        stored.count(name, held, skipped)
     return [fresh, stored]
 
 
@@ -274,10 +266,10 @@ def hopeless(models: Iterable[str] = steps.MODELS, values: Iterable[str] = ("NaN
         "gradient": ("for ever in one gradient", "the same, `['Dense_0']['kernel']: 1 NaN`"),
         "loss": ("for ever in the loss", "the same, `plant/loss`"),
     }
-    rows = {field: Row(fault, outcome, "refused") for field, (fault, outcome) in expected.items()}
+    rows = {field: Row(fault, outcome) for field, (fault, outcome) in expected.items()}
     for (field, row), name, kind in itertools.product(rows.items(), models, values):
-        held, taken, skipped = until_check_raises(name, field, VALUES[kind])
-        row.count(f"{name}, {kind}", held, taken, skipped)
+        held, skipped = until_check_raises(name, field, VALUES[kind])
+        row.count(f"{name}, {kind}", held, skipped)
     return list(rows.values())
 
 
@@ -297,11 +289,11 @@ def said_of(field: str, params: Any, value: float) -> str:
     return f"{jax.tree_util.keystr(path)}: {numbers} of"
 
 
-def until_check_raises(name: str, field: str, value: float) -> tuple[dict[str, bool], int, int]:
-    """Two clean steps, then the fault on every step: what held, steps, skipped steps."""
+def until_check_raises(name: str, field: str, value: float) -> tuple[dict[str, bool], int]:
+    """Two clean steps, then the fault on every step: what held, skipped steps."""
     training, value = steps.MODELS[name](), np.float32(value)
     state, plant, message, before = training.start, steps.Plant(), "", training.start
-    said, i = said_of(field, state["params"], float(value)), 0
+    said = said_of(field, state["params"], float(value))
     for i, clean in enumerate(steps.batches()):
         batch = dict(clean)
         if i == 2:
@@ -330,7 +322,7 @@ def until_check_raises(name: str, field: str, value: float) -> tuple[dict[str, b
         "path named": said in message,
         "nothing lost": steps.same(steps.trained(before), steps.trained(state)),
     }
-    return held, i + 1, skipped
+    return held, skipped
 
 
 def integers() -> list[Row]:
@@ -356,9 +348,7 @@ def integers() -> list[Row]:
     beyond = Row(
         f"labels, token ids >= {classes} or < -{classes}", "NaN loss: skipped (optax: with finite gradients)"
     )
-    negative = Row(
-        f"labels, token ids from -{classes} to -1", "**not seen**: they count from the end", "lost"
-    )
+    negative = Row(f"labels, token ids from -{classes} to -1", "**not seen**: they count from the end")
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(steps.START))
     for loss_fn, params in losses.items():
         step = jax.jit(functools.partial(steps.taken, tx, loss_fn))
@@ -367,10 +357,10 @@ def integers() -> list[Row]:
             run, skipped = f"{loss_fn.__name__}, {last}", int(state.skipped)
             if -classes <= last < 0:
                 from_the_end, _, _ = step(params, tx.init(params), jnp.array([0, last + classes]))
-                negative.count(run, {"from the end": bool(loss == from_the_end)}, 1, skipped)
+                negative.count(run, {"from the end": bool(loss == from_the_end)}, skipped)
             else:
                 held = {"NaN loss": bool(jnp.isnan(loss)), "nothing lost": steps.same(params, new)}
-                beyond.count(run, held | {"skipped": skipped == 1}, 1, skipped)
+                beyond.count(run, held | {"skipped": skipped == 1}, skipped)
     return [beyond, negative]
 
 
@@ -390,12 +380,12 @@ def nothing() -> list[Row]:
     for (name, params), jitted in itertools.product(trees.items(), (False, True)):
         _, new, state = (jax.jit(step) if jitted else step)(params, tx.init(params), jnp.ones(2))
         held = {"unchanged": steps.same(new, params), "taken": bool(state.grads_finite)}
-        row.count(f"{name}, jit {jitted}", held, 1, int(state.skipped))
+        row.count(f"{name}, jit {jitted}", held, int(state.skipped))
     params = {"w": jnp.ones(3)}
     for shape in ((0,), (0, 4)):
         _, new, state = jax.jit(step)(params, tx.init(params), jnp.zeros(shape))
         held = {"skipped": int(state.skipped) == 1, "nothing lost": steps.same(new, params)}
-        batch.count(str(shape), held, 1, int(state.skipped))
+        batch.count(str(shape), held, int(state.skipped))
     return [row, batch]
 
 
@@ -406,54 +396,12 @@ def interrupted(rounds: int = 5, thread_rounds: int = 4) -> list[Row]:
     errors = (KeyboardInterrupt, steps.InterruptedStepError)
     for name, error, at in itertools.product(steps.MODELS, errors, range(rounds)):
         held = steps.on_the_host(steps.MODELS[name](), error, at)
-        host.count(f"{name}, {error.__name__}, step {at}", held, at + 3)
+        host.count(f"{name}, {error.__name__}, step {at}", held)
     kept = Row("KeyboardInterrupt in a callback of a jitted step", "the same")
-    gone = Row("the same with donated buffers", "the state is gone: start from a checkpoint", "lost")
+    gone = Row("the same with donated buffers", "the state is gone: start from a checkpoint")
     for i in range(rounds):
-        kept.count(str(i), steps.in_a_callback(donate=False), 2)
-        gone.count(str(i), steps.in_a_callback(donate=True), 1)
+        kept.count(str(i), steps.in_a_callback(donate=False))
+        gone.count(str(i), steps.in_a_callback(donate=True))
     threads = Row("8 threads tracing under 9 policies at once, Linen and NNX", "each gets its own dtypes")
-    found = steps.threads(DEVICES, thread_rounds)
-    threads.count_many(found["calls"], found["wrong"])
-    threads.unexpected += [str(found["first wrong"])] if found["wrong"] else []
+    threads.runs, threads.unexpected = steps.threads(DEVICES, thread_rounds)
     return [host, kept, gone, threads]
-
-
-def sequences(number: int = 100_000) -> Row:
-    """Random overflows of random dynamic loss scales against the rule in plain Python."""
-    found = scale_sequences.compare(number)
-    row = Row("random sequences of overflows, random scales", "scale, counters and `stuck` by the rule")
-    row.count_many(found["sequences"], found["different"])
-    row.steps, row.skipped = found["steps"], found["overflows"]
-    return row
-
-
-def _later(module: str, name: str, *args: Any) -> Callable[[], list[Row]]:
-    """Calls a function of a module that makes arrays where it is imported, after the devices were set up."""
-    return lambda: getattr(importlib.import_module(f"benchmarks.reliability.{module}"), name)(*args)
-
-
-#: Part -> what plants its faults, as many as there are and, for "tiny", a few.
-PARTS: dict[str, tuple[Callable[[], list[Row]], Callable[[], list[Row]]]] = {
-    "steps": (transient, lambda: transient(["Linen"], [3])),
-    "bounds": (at_the_bounds, lambda: at_the_bounds(["Linen"])),
-    "devices": (sharded, lambda: sharded([5])),
-    "micro-batches": (microbatches, microbatches),
-    "statistics": (statistics, lambda: statistics(["Linen"])),
-    "for ever": (hopeless, lambda: hopeless(["Linen"], ["NaN"])),
-    "integers": (integers, integers),
-    "empty": (nothing, nothing),
-    "interruptions": (interrupted, lambda: interrupted(1, 1)),
-    "overflows": (lambda: [sequences()], lambda: [sequences(2000)]),
-    "states": (_later("damage", "states"), _later("damage", "states", ["dynamic"])),
-    "configs": (_later("damage", "configs"), _later("damage", "configs", 20)),
-    "patterns": (_later("damage", "patterns"), _later("damage", "patterns", 200)),
-    "kills": (_later("restarts", "killed", 24), _later("restarts", "killed", 1)),
-}
-
-
-def rows(part: str, size: str) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in PARTS[part][size == "tiny"]()]
-
-
-TABLES = (Table("faults", rows, by={"part": PARTS}, size="full", cpus=DEVICES),)

@@ -1,7 +1,7 @@
 """What newcomers get wrong, and whether the answer says what to write instead.
 
-`python -m benchmarks mistakes` makes each mistake, reads the error or the warnings, and grades them: 3 says
-the repair, 2 is an error of this library without it, 1 an error of another library, 0 silence.
+A mistake is made, and the error or the warnings are graded: 3 says the repair, 2 is an error of this library
+without it, 1 an error of another library, 0 silence.
 """
 
 import pathlib
@@ -19,7 +19,6 @@ import optax
 from flax import nnx
 
 import jmp_policy as jmpp
-from benchmarks.table import Table
 
 LIBRARY = str(pathlib.Path(jmpp.__file__).parent)
 
@@ -436,15 +435,3 @@ def grade(name: str) -> tuple[int, str]:
     if not said:
         return 0, said
     return (3 if re.search(f"(?s){repair}", said) else 2) if is_ours else 1, said
-
-
-def rows(*words: str) -> list[dict[str, Any]]:
-    found = []
-    for name in words or MISTAKES:
-        given, said = grade(name)
-        said = re.sub(" at 0x[0-9a-f]+", "", said)
-        found.append({"mistake": name, "grade": given, "says": " ".join(said.split())[:160]})
-    return found
-
-
-TABLES = (Table("mistakes", rows),)

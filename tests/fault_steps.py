@@ -3,6 +3,7 @@
 Below are steps that are interrupted, and threads that trace at once.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -20,6 +21,30 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import jmp_policy as jmpp
+
+
+@dataclasses.dataclass
+class Row:
+    """Runs with one fault: what was not as expected, and how many were refused, or gave the same bits."""
+
+    fault: str
+    expected: str
+    runs: int = 0
+    skipped: int = 0
+    refused: int = 0
+    identical: int | None = None
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+
+    def count(self, run: str, held: dict[str, bool], skipped: int = 0, refused: bool = False) -> None:
+        """Adds a run; "same bits" is counted on its own, what else does not hold is named."""
+        self.runs += 1
+        self.skipped += skipped
+        self.refused += refused
+        if "same bits" in held:
+            self.identical = (self.identical or 0) + held["same bits"]
+        failed = [name for name, holds in held.items() if not holds and name != "same bits"]
+        self.unexpected += [f"{run}: {name}" for name in failed]
+
 
 WIDTHS = (16, 32, 4)
 BATCH = 16
@@ -289,8 +314,8 @@ def ways() -> dict[str, Callable[[str, jax.Array], Any]]:
     }
 
 
-def threads(number: int = 8, rounds: int = 2) -> dict[str, int]:
-    """Counts the calls of all threads, and those with a dtype that is not their policy's."""
+def threads(number: int, rounds: int) -> tuple[int, list[str]]:
+    """Counts the calls of all threads, and lists those with a dtype that is not their policy's."""
     each, barrier, wrong = ways(), threading.Barrier(number), []
     calls = [0] * number
 
@@ -307,11 +332,11 @@ def threads(number: int = 8, rounds: int = 2) -> dict[str, int]:
             except Exception as error:
                 got = repr(error)
             if got != policy:
-                wrong.append((way, policy, got))
+                wrong.append(f"{way}, {policy}: {got}")
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(number)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return {"calls": sum(calls), "wrong": len(wrong)} | ({"first wrong": wrong[0]} if wrong else {})
+    return sum(calls), wrong

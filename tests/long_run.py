@@ -1,4 +1,4 @@
-"""A hundred thousand steps: does anything drift, retrace, grow or wrap?
+"""Thousands of steps: does anything drift, retrace, grow or wrap?
 
 A small float16 model, in chunks of `lax.scan`, then single jitted calls. A
 gradient overflows above a scale of 2**16, by a term of the loss that is there for it: with the default
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 import jmp_policy as jmpp
-from benchmarks.table import Table
 
 #: One step in so many may be skipped.
 GROWTH_INTERVAL = 2000
@@ -145,11 +144,3 @@ def counters(run: Run, steps: int = 6) -> dict[str, Any]:
     names = ("steps", "skipped", "consecutive skips", "adam's count")
     last = dict(zip(names, seen[-1], strict=False))
     return {"run": f"counters from 2**31 - 3, {steps} steps", "last": last, "smallest": min(map(min, seen))}
-
-
-def rows() -> list[dict[str, Any]]:
-    run = Run()
-    return [in_chunks(run, 100, 1000), one_by_one(run, 2000), counters(run)]
-
-
-TABLES = (Table("long_run", rows, about={"growth_interval": GROWTH_INTERVAL}),)

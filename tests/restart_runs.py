@@ -1,20 +1,16 @@
 """A training run that may be killed at any time, and the supervisor that kills it.
 
-`python -m benchmarks.reliability.restarts DIRECTORY --kills 50` kills a run fifty times, half of them
-inside a save.
+`python tests/restart_runs.py DIRECTORY STEPS` is the run.
 """
 
-import argparse
 import functools
 import hashlib
-import itertools
 import os
 import pathlib
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -25,9 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import jmp_policy as jmpp
-from benchmarks.reliability.row import Row
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 SCALES = {
     "dynamic": jmpp.DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2),
     "static": jmpp.StaticLossScale(2.0**10),
@@ -122,17 +116,9 @@ def train(directory, steps):
 
 def start(directory, steps):
     """The run as a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.reliability.restarts",
-        str(directory),
-        "--steps",
-        str(steps),
-        "--train",
-    ]
+    command = [sys.executable, __file__, str(directory), str(steps)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def finish(process):
@@ -170,32 +156,5 @@ def survive(directory: pathlib.Path, steps: int, kills: int, seed: int = 0) -> t
     return started, survived, undisturbed
 
 
-def killed(kills: int) -> list[Row]:
-    """A run that is killed so often, as a row of the table of faults."""
-    row = Row("`kill -9` while a checkpoint is written", "goes on from the last whole one, bit for bit")
-    with tempfile.TemporaryDirectory() as directory:
-        started, survived, undisturbed = survive(pathlib.Path(directory) / "at", 5 * kills + 5, kills)
-    for number, (step, following) in enumerate(itertools.pairwise([*started, 5 * kills + 5])):
-        held = {"moves on": step < following, "same bits": survived == undisturbed}
-        row.count(f"kill {number}, from step {step}", held, following - step)
-    return [row]
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--train", action="store_true")
-    args = parser.parse_args()
-    if args.train:
-        train(args.directory.absolute(), args.steps)
-        return
-    steps = args.steps or 5 * args.kills + 5
-    started, survived, undisturbed = survive(args.directory.absolute(), steps, args.kills)
-    print("started from", started)
-    print("same" if survived == undisturbed else "DIFFERENT", survived)
-
-
 if __name__ == "__main__":
-    main()
+    train(pathlib.Path(sys.argv[1]).absolute(), int(sys.argv[2]))

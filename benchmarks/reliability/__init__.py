@@ -1,1 +1,0 @@
-"""What happens when something goes wrong, and in a hundred thousand steps."""
