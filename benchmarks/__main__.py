@@ -20,12 +20,10 @@ import jax
 #: Module -> the tables that it declares, in the order in which they are measured.
 ON_CPU = {
     "counts.encoder": ("loss_scaling_cost", "autocast_gpu_cost", "grad_dtype_gpu_cost"),
-    "counts.communication": ("grad_dtype_collectives",),
     "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost"),
-    "times.nnx": ("nnx_cost",),
+    "times.nnx": ("nnx_cost", "nnx_calls"),
     "times.autocast": ("autocast_cost",),
     "times.reports": ("report_cost", "first_call", "drift_cost"),
-    "times.accumulation": ("accumulation_cost",),
     "times.optimizers": ("rounding_cost",),
     "accuracy.half_moments": ("half_moments",),
     "accuracy.gradient_errors": ("gradient_errors",),
@@ -46,7 +44,7 @@ ON_GPU = {
 }
 #: Only when they are named: one takes hours, others want PyTorch, its wheel, or rejax.
 BY_NAME = {
-    "accuracy.fp8_training": ("fp8_training",),
+    "accuracy.fp8_training": ("fp8_training", "fp8_gradients"),
     "times.zoo_torch": ("zoo_torch",),
     "accuracy.rejax_training": ("rejax",),
     "pages.torch_lists": ("torch_lists",),

@@ -208,10 +208,10 @@ def described(error: Exception) -> str:
 
 
 def compared(found: Found, over: str, under: str, *quantities: str) -> dict[str, Any]:
-    """Columns of a table: one thing over another, one number for counts, with its spread for times."""
+    """Columns of a table: one thing over another, with its spread where it was measured more than once."""
     return {
         q: round(found[over][q][0] / found[under][q][0], 3)
-        if q in COUNTS
+        if len(found[over][q]) == 1
         else ratio(found[over][q], found[under][q])
         for q in quantities or found[over]
     }

@@ -1,13 +1,11 @@
 """What float8 recipes do to training: final losses over seeds, and errors of gradients, emulated on a CPU.
 
-`python -m benchmarks fp8_training fp8_block` measures this recipe, beside what was measured of the others. A
-CPU rounds to 8 bits as a GPU does and multiplies exactly, so that accuracy is that of a GPU's float8 products
-but for the order of sums. Seeds draw weights and batches; all policies have the same ones, one after the
-other in one compiled program.
+A CPU rounds to 8 bits as a GPU does and multiplies exactly, so that accuracy is that of a GPU's float8
+products but for the order of sums. Seeds draw weights and batches; all policies have the same ones, one after
+the other in one compiled program.
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable
 from pydoc_data.topics import topics
@@ -21,12 +19,13 @@ import optax
 from sklearn.datasets import load_digits
 
 import jmp_policy as jmpp
-from benchmarks import steps, table
+from benchmarks import steps
 from benchmarks.accuracy.modules import errors, loss_and_params, under, vector
 from benchmarks.models import MODELS
 from benchmarks.models._model import cross_entropy
 from benchmarks.models.gpt import GPT
 from benchmarks.models.transformer_xl import TransformerXL
+from benchmarks.table import Table
 from jmp_policy._src.policy.recipes import DELAYED, NVFP4, RECIPES
 
 SEEDS = 5
@@ -139,53 +138,35 @@ def final_losses(task: Task, policy: str) -> list[float]:
     return [float(loss) for loss in jax.jit(lambda of: jax.lax.map(run, of))((keys, batches, unseen))]
 
 
-def parity(policies: dict[str, str]) -> list[dict[str, Any]]:
-    """A row for each task and policy, with the loss of each seed."""
-    found = []
-    for (name, task), (label, policy) in itertools.product(TASKS.items(), policies.items()):
-        start = time.process_time()
-        losses = [round(loss, 5) for loss in final_losses(task, policy)]
-        seconds = round(time.process_time() - start, 1)
-        found.append({"task": name, "policy": label, "losses": losses, "cpu_seconds": seconds})
-        print(found[-1], flush=True)
-    return found
+def rows(task: str, policy: str) -> list[dict[str, Any]]:
+    """The loss of each seed."""
+    start = time.process_time()
+    losses = [round(loss, 5) for loss in final_losses(TASKS[task], POLICIES[policy])]
+    return [{"losses": losses, "cpu_seconds": round(time.process_time() - start, 1)}]
 
 
-def gradient_errors(policies: dict[str, str]) -> list[dict[str, Any]]:
-    """A row for each model: relative errors of the gradient under policies, of which the first is float32.
-
-    Models of the zoo at their tiny size; without errors, if no product suits float8.
-    """
-    found = []
-    for name in MODELS:
-        loss_fn, params, batches = loss_and_params(name)
-        products = jmpp.audit(jax.grad(under(loss_fn, POLICIES["fp8_current"])), params, batches[0]).products
-        share = round(sum(product.share for product in products if product.scales), 2)
-        vectors = {}
-        for label, policy in policies.items() if share else ():
-            compiled = jax.jit(jax.grad(under(loss_fn, policy)))
-            vectors[label] = [vector(compiled(params, batch)) for batch in batches]
-        exact = vectors.pop("float32", [])
-        each = {label: round(float(np.mean(errors(v, exact))), 4) for label, v in vectors.items()}
-        found.append({"model": name, "float8_share": share, **each})
-        print(found[-1], flush=True)
-    return found
+#: The first step of fp8_delayed has no scales yet, and of what is random one gradient says little.
+WITH_GRADIENTS = [name for name in POLICIES if name not in ("float32", DELAYED) and NVFP4 not in name]
 
 
-def measured(*words: str) -> dict[str, Any]:
-    """Losses and errors of gradients under all policies, or under those that the words name."""
-    asked = [name for name in POLICIES if name in words]
-    policies = {name: POLICIES[name] for name in ("float32", *asked)} if asked else POLICIES
-    rows = parity(policies)
-    # The first step of fp8_delayed has no scales yet, and of what is random one gradient says little.
-    gradients = gradient_errors({n: p for n, p in policies.items() if n != DELAYED and NVFP4 not in n})
-    if asked:
-        rows += table.kept("fp8_training", "task", "policy", new=rows)
-        order = list(TASKS), list(POLICIES)
-        rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["policy"])))
-        old = {row["model"]: row for row in table.load("fp8_training")["gradients"]}
-        gradients = [old.get(row["model"], {}) | row for row in gradients]
-    return {"rows": rows, "gradients": gradients}
+def gradient_rows(name: str) -> list[dict[str, Any]]:
+    """Relative errors of the gradient of a tiny model; without errors, if no product suits float8."""
+    loss_fn, params, batches = loss_and_params(name)
+    products = jmpp.audit(jax.grad(under(loss_fn, POLICIES["fp8_current"])), params, batches[0]).products
+    share = round(sum(product.share for product in products if product.scales), 2)
+
+    def vectors(policy: str) -> list[np.ndarray]:
+        compiled = jax.jit(jax.grad(under(loss_fn, POLICIES[policy])))
+        return [vector(compiled(params, batch)) for batch in batches]
+
+    row = {"float8_share": share}
+    if share:
+        exact = vectors("float32")
+        row |= {n: round(float(np.mean(errors(vectors(n), exact))), 4) for n in WITH_GRADIENTS}
+    return [row]
 
 
-TABLES = (table.Table("fp8_training", measured, about={"seeds": SEEDS}),)
+TABLES = (
+    Table("fp8_training", rows, by={"task": TASKS, "policy": POLICIES}, about={"seeds": SEEDS}),
+    Table("fp8_gradients", gradient_rows, by={"model": MODELS}),
+)

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmpp
-from benchmarks import table
 from benchmarks.models import MODELS
 from benchmarks.models.faults import FAULTS
 from benchmarks.models.structures import STRUCTURES
@@ -96,31 +95,28 @@ def digits(x: float) -> float:
 QUANTILES = {"median": 0.5, "low": 0.1, "high": 0.9}
 
 
-def ranked(name: str) -> dict[str, Any]:
-    """A row of predicted against measured errors of one model, and its modules."""
+def ranked(name: str) -> list[dict[str, Any]]:
+    """Predicted against measured errors of the modules of one model."""
     loss_fn, params, batches = loss_and_params(name)
     more = [(batch,) for batch in batches[1:]]
     ranking = jmpp.sensitivity(loss_fn, params, batches[0], batches=more, probes=2)
     rows = [r for r in ranking.rows if r.path]
     rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(MODULES, len(rows)))]
     exact = gradients(loss_fn, params, batches, "float32", 1.0)
-    found = []
+    measured = []
     for r in rows:
         rules = jmpp.PolicyMap("float32", {f"{r.path}/**": "mixed_float16"})
         each = errors(gradients(loss_fn, params, batches, rules, ranking.loss_scale), exact)
-        measured = digits(np.sqrt(np.mean(np.square(each))))
-        found.append({"module": r.path, "predicted": digits(r.predicted), "measured": measured})
-    predicted, measured = ([m[key] for m in found] for key in ("predicted", "measured"))
+        measured.append(digits(np.sqrt(np.mean(np.square(each)))))
+    predicted = [digits(r.predicted) for r in rows]
     top = [set(np.argsort(values)[-3:]) for values in (predicted, measured)]
     ratios = np.array(measured) / np.maximum(predicted, 1e-30)
-    row = {
+    return [{
         "modules": len(rows),
         "spearman": round(spearman(predicted, measured), 3),
         "of the top 3": len(top[0] & top[1]),
         "measured / predicted": {q: round(float(np.quantile(ratios, p)), 2) for q, p in QUANTILES.items()},
-    }
-    old = table.load("sensitivity")["measured"] if (table.RESULTS / "sensitivity.json").exists() else {}
-    return {"rows": [row], "measured": {**old, name: found}}
+    }]  # fmt: skip
 
 
 def spearman(a: Any, b: Any) -> float:

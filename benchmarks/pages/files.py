@@ -20,11 +20,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 BEGIN, END = "<!-- measured: written by benchmarks/pages -->", "<!-- end -->"
 
 
-def overhead() -> str:
-    rows = [row for row in load("overhead")["rows"] if row["comparison"] == "library / by hand"]
-    return section("overhead", rows)
-
-
 def gpu() -> str:
     result = load("loss_scaling_cost")
     shown = ("by hand, no scaling", "by hand, scaling by hand", "wrapped, no scaling", "wrapped, loss_scaled")
@@ -33,14 +28,8 @@ def gpu() -> str:
 
 
 def nnx() -> str:
-    result = load("nnx_cost")
-    wrap = next(row for row in result["wrapping"] if row["what"] == "wrap")
-    calls = {row["variant"]: row["ratio"] for row in result["calls"]}
-    first: dict[tuple[str, str], dict[str, Any]] = {}  # The first way of writing it by hand.
-    for row in result["rows"]:
-        first.setdefault((row["model"], row["dtype"]), row)
-    table = folded_section("Each model", "nnx", first.values(), wrap=wrap, **calls)
-    return "## NNX\n\n" + table
+    wrap, call = load("nnx_calls")["rows"]
+    return "## NNX\n\n" + folded_section("Each model", "nnx", wrap=wrap, call=call["ratio"])
 
 
 def autocast() -> str:
@@ -52,7 +41,6 @@ def autocast() -> str:
         for model, by in by_model.items()
         for dtype in ("float16", "bfloat16")
     ]
-    call = next(row["ratio"] for row in result["calls"] if row["call"] == "jit(autocast(f))(x)")
     counted = under("0.10", load("zoo_gpu"))
     measured = load("gradient_errors")
     errors = {row["model"]: row for row in measured["rows"]}
@@ -68,7 +56,7 @@ def autocast() -> str:
     ]
     parts = [
         "## autocast",
-        folded_section("Tracing and residuals", "autocast", cases, call=call),
+        folded_section("Tracing and residuals", "autocast", cases),
         folded_section(
             "Bytes, memory and errors", "models under autocast", steps, counted, errors=provenance(measured)
         ),
@@ -89,13 +77,6 @@ def float32_gradients() -> str:
     gpu = load("grad_dtype_gpu_cost")
     before, after = gpu["rows"]
     return section("float32 gradients", before=before, after=after, layers=gpu["layers"])
-
-
-def collectives() -> str:
-    def megabytes(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: x if isinstance(x, str) else x / 1e6 for name, x in row.items()}
-
-    return section("collectives", map(megabytes, load("grad_dtype_collectives")["rows"]))
 
 
 def planted_faults() -> str:
@@ -230,7 +211,7 @@ def _t_value(pairs: np.ndarray) -> float:
 
 
 def float8_gradients() -> str:
-    rows = [row for row in load("fp8_training")["gradients"] if row["float8_share"]]
+    rows = [row for row in load("fp8_gradients")["rows"] if row["float8_share"]]
     return folded_section("Error of the gradient", "float8 gradients", rows)
 
 
@@ -276,8 +257,8 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "docs/scaling_out.md": ((scaling_out,),),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
-        (overhead, gpu),
-        (float32_gradients, collectives, experts, "accumulation"),
+        ("overhead", gpu),
+        (float32_gradients, experts),
         ("rounding",),
         ("first call",),
         ("drift shares",),

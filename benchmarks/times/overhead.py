@@ -1,7 +1,7 @@
 """Steps against the same steps otherwise, in ratios of times and counts that are measured in turn on the CPU.
 
-`overhead`: what the library costs on top of a step by hand, and loss scaling on top of none.
-`grad_dtype_cost`: float32 weight gradients from half products. `zoo_cost`: real models, smaller.
+`overhead`: what the library costs on top of a step by hand. `grad_dtype_cost`: float32 weight gradients from
+half products. `zoo_cost`: real models, smaller.
 """
 
 from typing import Any
@@ -11,41 +11,31 @@ import jax.numpy as jnp
 import jmp_policy as jmpp
 from benchmarks import measure, steps
 from benchmarks.counts.encoder import GRADS
-from benchmarks.measure import USUAL
 from benchmarks.models import MODELS, Model, small
 from benchmarks.table import Table
 
-REPEATS = 11
+REPEATS, ZOO_REPEATS = 11, 7
 
 
 def overhead(model: str) -> list[dict[str, Any]]:
     cls, make_batch = small.TABLE[model]
-    hand, wrapped, batch = cls(dtype=jnp.float16), jmpp.wrap(cls(), "mixed_float16"), make_batch()
     made = {
-        "by hand": steps.hand_scaled(hand),
-        "by hand without scaling": steps.plain(hand),
-        "library": steps.scaled(wrapped),
-        "library without scaling": steps.plain(wrapped),
+        "by hand": steps.hand_scaled(cls(dtype=jnp.float16)),
+        "library": steps.scaled(jmpp.wrap(cls(), "mixed_float16")),
     }
+    begun = steps.all_begun(made, make_batch())
     # Compiling takes seconds, and varies less than tracing.
-    found = measure.in_turn(steps.all_begun(made, batch), batch, REPEATS, compiles=4)
-    unscaled = ((name, f"{name} without scaling") for name in ("library", "by hand"))
-    return [compared(found, *pair) for pair in (("library", "by hand"), *unscaled)]
-
-
-def compared(found: measure.Found, over: str, under: str, *quantities: str) -> dict[str, Any]:
-    return {"comparison": f"{over} / {under}", **measure.compared(found, over, under, *quantities)}
+    found = measure.in_turn(begun, make_batch(), REPEATS, compiles=4)
+    return [measure.compared(found, "library", "by hand")]
 
 
 def float32_gradients(model: str) -> list[dict[str, Any]]:
     cls, make_batch = small.TABLE[model]
-    batch = make_batch()
     made = {name: steps.plain(jmpp.wrap(cls(), policy)) for name, policy in GRADS.items()}
-    found = measure.in_turn(steps.all_begun(made, batch), batch, REPEATS)
-    return [measure.compared(found, "grad=float32", "grad=None", *USUAL)]
+    found = measure.in_turn(steps.all_begun(made, make_batch()), make_batch(), REPEATS)
+    return [measure.compared(found, "grad=float32", "grad=None", *measure.USUAL)]
 
 
-ZOO_REPEATS = 7
 #: What is compared with what.
 COMPARISONS = (
     ("wrapped, loss_scaled", "by hand, scaling by hand"),
@@ -69,7 +59,10 @@ def zoo_rows(name: str, size: str, repeats: int = ZOO_REPEATS) -> list[dict[str,
     model = MODELS[name](size)
     batch = model.batch()
     found = measure.in_turn(steps.all_begun(variants(model), batch, model.loss), batch, repeats, steps=2)
-    return [compared(found, *pair, *USUAL) for pair in COMPARISONS]
+    return [
+        {"comparison": f"{over} / {under}", **measure.compared(found, over, under, *measure.USUAL)}
+        for over, under in COMPARISONS
+    ]
 
 
 TABLES = (
