@@ -25,7 +25,6 @@ ON_CPU = {
     "times.autocast": ("autocast_cost",),
     "times.reports": ("report_cost", "first_call", "drift_cost"),
     "times.optimizers": ("rounding_cost",),
-    "accuracy.half_moments": ("half_moments",),
     "accuracy.gradient_errors": ("gradient_errors",),
     "accuracy.tasks": ("accuracy",),
     "accuracy.modules": ("sensitivity", "recommend_zoo", "drift_shares"),

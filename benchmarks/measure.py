@@ -1,6 +1,5 @@
 """Measuring compiled steps on the CPU: always as ratios of two things timed in turn in one run."""
 
-import functools
 import gc
 import random
 import re
@@ -107,24 +106,16 @@ def milliseconds(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: 1e3 * seconds(function)
 
 
-def step_time(compiled: Any, state: Any, batch: Any, steps: int = 5) -> float:
-    """Seconds per step, over a few steps one after the other."""
-    start = time.perf_counter()
-    for _ in range(steps):
-        state, _ = compiled(state, batch)
-    jax.block_until_ready(state)
-    return (time.perf_counter() - start) / steps
+def timed_steps(compiled: Any, state: Any, batch: Any, steps: int = 1) -> Callable[[], float]:
+    """A function that does some steps and gives seconds per step; the state goes on from call to call."""
 
+    def some() -> Any:
+        nonlocal state
+        for _ in range(steps):
+            state, loss = compiled(state, batch)
+        return state, loss
 
-def timed_step(compiled: Any, state: Any, batch: Any) -> Callable[[], float]:
-    """A function that does one step and gives its seconds; the state goes on from call to call."""
-    states = [state]
-
-    def step() -> Any:
-        states[0], loss = compiled(states[0], batch)
-        return states[0], loss
-
-    return functools.partial(seconds, step)
+    return lambda: seconds(some) / steps
 
 
 def counts(traced: Any, compiled: Any) -> dict[str, float]:
@@ -193,9 +184,7 @@ def in_turn(
                 found.setdefault(name, {}).setdefault(quantity, []).append(value)
     # The first time is no measurement; what was done once is all there is.
     found = {name: {q: values[1:] or values for q, values in by.items()} for name, by in found.items()}
-    timed = {
-        name: functools.partial(step_time, compiled[name], ready[name][1], batch, steps) for name in found
-    }
+    timed = {name: timed_steps(compiled[name], ready[name][1], batch, steps) for name in found}
     for name, times in interleaved(timed, repeats).items():
         found[name]["step"] = times
     return found

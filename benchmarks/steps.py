@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 import jmp_policy as jmpp
 
@@ -176,37 +175,6 @@ def trained(loss_fn: Any, tx: Any, params: Any, batches: Any, length: int | None
         return (optax.apply_updates(params, updates), state), None
 
     return jax.lax.scan(step, (params, tx.init(params)), batches, length)[0]
-
-
-def nnx_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-    """A step of an NNX module, without loss scaling."""
-    loss, grads = nnx.value_and_grad(_nnx_loss)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
-
-def nnx_library_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-    """The step of the documentation; the optimizer's transformation is made by `jmp_policy.loss_scaled`."""
-    with jmpp.nnx.keep_state_on_skip(optimizer, model):
-        loss, grads = jmpp.nnx.scaled_value_and_grad(_nnx_loss)(optimizer, model, batch)
-        optimizer.update(model, grads)
-    return loss
-
-
-def _nnx_loss(model: Any, batch: Any) -> jax.Array:
-    return cross_entropy(model(batch[0]), batch[1])
-
-
-def pure(step: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Any, Any]:
-    """A step of an NNX module as `(state, batch) -> (state, loss)` over arrays, and its first state."""
-    graphdef, state = nnx.split((model, optimizer))
-
-    def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        model, optimizer = nnx.merge(graphdef, state)
-        loss = step(model, optimizer, batch)
-        return nnx.state((model, optimizer)), loss
-
-    return run, state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -301,9 +301,7 @@ def test_the_harness_compares_what_it_says(monkeypatch):
     """On a model that compiles in a moment: what the rows are is the same for all."""
     models = importlib.import_module("benchmarks.models")
     base = importlib.import_module("benchmarks.models._model")
-    two_layers = base.Model(
-        TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), base.cross_entropy, "this test"
-    )
+    two_layers = base.Model(TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), base.cross_entropy)
     monkeypatch.setitem(models.MODELS, "two layers", lambda size: two_layers)
     # Other tests of this process need what JAX remembers, and no time is compared here.
     monkeypatch.setattr(importlib.import_module("benchmarks.measure"), "forget", lambda: None)
@@ -366,9 +364,7 @@ def test_rows_of_tpus_are_the_compilers_numbers(monkeypatch):
     """Bytes, the peak and products by variant; what does not fit says so."""
     pytest.importorskip("flatbuffers")
     tpu, models = map(importlib.import_module, ("benchmarks.counts.zoo_cards", "benchmarks.models._model"))
-    model = models.Model(
-        TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), models.cross_entropy, "this test"
-    )
+    model = models.Model(TwoLayers(), lambda key: ((jnp.ones((4, 3)),), jnp.arange(4)), models.cross_entropy)
     text = """
 ENTRY %main (a: bf16[512,512]) -> bf16[512,512] {
   %a = bf16[512,512]{1,0} parameter(0)

@@ -152,7 +152,7 @@ def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkey
 
 
 def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half():
-    report = benchmark("gpu_target").Report(3, 2 * 10**9, 10**9, 1, {}, {})
+    report = benchmark("gpu_target").Report(3, 2 * 10**9, 10**9, 1, {})
     rows = benchmark("times.peers").gpu_rows(NAME, "tiny", lambda jitted, args: report)
     assert tuple(row["library"] for row in rows) == LIBRARIES
     found = {row["library"]: row for row in rows}
@@ -171,7 +171,7 @@ def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half()
 
 def test_what_is_timed_is_relative_to_the_step_by_hand_and_failures_are_told(monkeypatch):
     zoo_peers, models = benchmark("times.peers"), benchmark("models._model")
-    model = models.Model(Normed(), draw, models.cross_entropy, "none")
+    model = models.Model(Normed(), draw, models.cross_entropy)
     made = zoo_peers.variants(model)
 
     def broken(*args, **kwargs):

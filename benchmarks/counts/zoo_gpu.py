@@ -68,7 +68,7 @@ class SmallConvNet(nn.Module):
 ALL = {
     **TODAY,
     **MODELS,
-    "Small BatchNorm net": lambda _: Model(SmallConvNet(), images(64, 64, 1000), cross_entropy, "none"),
+    "Small BatchNorm net": lambda _: Model(SmallConvNet(), images(64, 64, 1000), cross_entropy),
 }
 
 ABOUT = {"target": TARGET, "optimizer": "AdamW"}

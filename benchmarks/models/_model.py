@@ -19,13 +19,11 @@ class Model:
       module: a Linen module in plain float32 Flax, without a word about precision.
       draw: `key -> (inputs, targets)`: a batch. `inputs` is the tuple of arguments of the module's call.
       loss: `(outputs, targets) -> scalar`, computed in float32.
-      source: where the architecture comes from.
     """
 
     module: nn.Module
     draw: Callable[[jax.Array], tuple[tuple[Any, ...], Any]]
     loss: Callable[[Any, Any], jax.Array]
-    source: str
 
     def batch(self, seed: int = 0) -> tuple[tuple[Any, ...], Any]:
         """A batch of arrays; the same for the same seed."""

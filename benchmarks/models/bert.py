@@ -1,4 +1,8 @@
-"""BERT-Large: a post-norm encoder that guesses masked tokens."""
+"""BERT-Large: a post-norm encoder that guesses masked tokens.
+
+Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding,
+NAACL 2019; no dropout, no next-sentence prediction.
+"""
 
 import functools
 from typing import Any
@@ -8,11 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = (
-    "Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding, "
-    "NAACL 2019; no dropout, no next-sentence prediction"
-)
 
 INIT = nn.initializers.truncated_normal(0.02)
 dense = functools.partial(nn.Dense, kernel_init=INIT)
@@ -106,4 +105,4 @@ def make(size: str) -> Model:
         "full": (BERT(), 8, 76),
     }[size]
     shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length, "masked": masked}
-    return Model(module, functools.partial(draw, **shape), loss, SOURCE)
+    return Model(module, functools.partial(draw, **shape), loss)

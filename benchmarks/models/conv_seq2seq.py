@@ -1,4 +1,7 @@
-"""Convolutional sequence to sequence: gated convolutions, and attention in every layer of the decoder."""
+"""Convolutional sequence to sequence: gated convolutions, and attention in every layer of the decoder.
+
+Gehring et al., Convolutional Sequence to Sequence Learning, ICML 2017.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = "Gehring et al., Convolutional Sequence to Sequence Learning, ICML 2017"
 
 HALF_VARIANCE = math.sqrt(0.5)  # Keeps the variance of a sum of two.
 LAYERS = ((512, 3),) * 9 + ((1024, 3),) * 4 + ((2048, 1),) * 2
@@ -144,4 +145,4 @@ def make(size: str) -> Model:
         tokens = jax.random.randint(key, (2, batch, length + 1), 0, module.vocabulary)
         return (tokens[0, :, 1:], tokens[1, :, :-1]), tokens[1, :, 1:]
 
-    return Model(module, draw, cross_entropy, SOURCE)
+    return Model(module, draw, cross_entropy)

@@ -1,12 +1,13 @@
-"""ConvNeXt: depthwise convolutions of 7 x 7 with layer normalisation and shortcuts."""
+"""ConvNeXt: depthwise convolutions of 7 x 7 with layer normalisation and shortcuts.
+
+Liu et al., A ConvNet for the 2020s, 2022: ConvNeXt-T without stochastic depth.
+"""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy, images
-
-SOURCE = "Liu et al., A ConvNet for the 2020s, 2022: ConvNeXt-T without stochastic depth"
 
 
 class Block(nn.Module):
@@ -46,4 +47,4 @@ def make(size: str) -> Model:
         "small": (ConvNeXt((32, 64, 128), (1, 1, 2), 100), 4, 32),
         "full": (ConvNeXt(), 32, 224),
     }[size]
-    return Model(module, images(batch, side, module.classes), cross_entropy, SOURCE)
+    return Model(module, images(batch, side, module.classes), cross_entropy)

@@ -1,4 +1,7 @@
-"""Deep Speech 2: convolutions over a spectrogram, bidirectional recurrent layers, and CTC."""
+"""Deep Speech 2: convolutions over a spectrogram, bidirectional recurrent layers, and CTC.
+
+Amodei et al., Deep Speech 2: End-to-End Speech Recognition in English and Mandarin, ICML 2016.
+"""
 
 import flax.linen as nn
 import jax
@@ -6,8 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.models._model import Model
-
-SOURCE = "Amodei et al., Deep Speech 2: End-to-End Speech Recognition in English and Mandarin, ICML 2016"
 
 LETTERS = 28  # a to z, space, apostrophe; the blank comes first.
 CHARACTERS = 32  # With the blank, and padding to a multiple of 8.
@@ -74,4 +75,4 @@ def make(size: str) -> Model:
         paddings = jnp.where(jnp.arange(letters) < lengths, 0.0, 1.0)
         return (spectrograms,), (jax.random.randint(y, (batch, letters), 1, LETTERS + 1), paddings)
 
-    return Model(module, draw, loss, SOURCE)
+    return Model(module, draw, loss)

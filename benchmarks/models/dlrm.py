@@ -1,4 +1,7 @@
-"""DLRM: numbers and categories to the chance of a click; nearly all of it is tables."""
+"""DLRM: numbers and categories to the chance of a click; nearly all of it is tables.
+
+Naumov et al., Deep Learning Recommendation Model, 2019, with smaller tables.
+"""
 
 import functools
 from typing import Any
@@ -9,8 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.models._model import Model
-
-SOURCE = "Naumov et al., Deep Learning Recommendation Model, 2019, with smaller tables"
 
 
 def network(widths: tuple[int, ...]) -> nn.Sequential:
@@ -61,4 +62,4 @@ def make(size: str) -> Model:
         "full": (DLRM(), 8192),
     }[size]
     shape = {"batch": batch, "tables": module.tables, "rows": module.rows}
-    return Model(module, functools.partial(draw, **shape), loss, SOURCE)
+    return Model(module, functools.partial(draw, **shape), loss)

@@ -1,4 +1,7 @@
-"""A graph network: messages along edges, summed at each node by `segment_sum`."""
+"""A graph network: messages along edges, summed at each node by `segment_sum`.
+
+Battaglia et al., Relational inductive biases, deep learning, and graph networks, 2018.
+"""
 
 import functools
 from typing import Any
@@ -8,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = "Battaglia et al., Relational inductive biases, deep learning, and graph networks, 2018"
 
 
 class Step(nn.Module):
@@ -56,4 +57,4 @@ def make(size: str) -> Model:
         "full": (GraphNetwork(), 8192),
     }[size]
     shape = {"nodes": nodes, "edges": 4 * nodes, "classes": module.classes}
-    return Model(module, functools.partial(draw, **shape), cross_entropy, SOURCE)
+    return Model(module, functools.partial(draw, **shape), cross_entropy)

@@ -1,4 +1,7 @@
-"""GPT-2: a pre-norm decoder that guesses the next token."""
+"""GPT-2: a pre-norm decoder that guesses the next token.
+
+Radford et al., Language Models are Unsupervised Multitask Learners, 2019; 12 layers, no dropout.
+"""
 
 import functools
 from typing import Any
@@ -8,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = "Radford et al., Language Models are Unsupervised Multitask Learners, 2019; 12 layers, no dropout"
 
 INIT = nn.initializers.normal(0.02)
 dense = functools.partial(nn.Dense, kernel_init=INIT)
@@ -77,4 +78,4 @@ def make(size: str) -> Model:
         "full": (GPT(), 8),
     }[size]
     shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy, SOURCE)
+    return Model(module, functools.partial(draw, **shape), cross_entropy)

@@ -1,4 +1,8 @@
-"""Llama: a decoder with RMSNorm, rotary positions, grouped queries and gated layers; also with experts."""
+"""Llama: a decoder with RMSNorm, rotary positions, grouped queries and gated layers; also with experts.
+
+Touvron et al., LLaMA, 2023, with the grouped queries of Llama 3; cut to a few layers.
+Fedus et al., Switch Transformers, 2022: Llama's layers with two of eight experts per token.
+"""
 
 import functools
 from typing import Any
@@ -10,9 +14,6 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.models._model import Model, cross_entropy
 from benchmarks.models.gpt import draw
-
-SOURCE = "Touvron et al., LLaMA, 2023, with the grouped queries of Llama 3; cut to a few layers"
-MOE_SOURCE = "Fedus et al., Switch Transformers, 2022: Llama's layers with two of eight experts per token"
 
 INIT = nn.initializers.normal(0.02)
 dense = functools.partial(nn.DenseGeneral, use_bias=False, kernel_init=INIT)
@@ -143,7 +144,7 @@ class Llama(nn.Module):
         return dense(self.vocabulary, name="head")(nn.RMSNorm()(x))
 
 
-def make(size: str, source: str = SOURCE, **more: Any) -> Model:
+def make(size: str, **more: Any) -> Model:
     """Llama on sequences of 16, 32 or 2048 tokens; the full one has the widths of a billion parameters."""
     module, batch = {
         "tiny": (Llama(64, 16, 32, 4, 2, 64, 2, **more), 4),
@@ -151,7 +152,7 @@ def make(size: str, source: str = SOURCE, **more: Any) -> Model:
         "full": (Llama(**more), 8),
     }[size]
     shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy, source)
+    return Model(module, functools.partial(draw, **shape), cross_entropy)
 
 
 def make_scanned(size: str) -> Model:
@@ -161,4 +162,4 @@ def make_scanned(size: str) -> Model:
 
 def make_moe(size: str) -> Model:
     """The same, with experts."""
-    return make(size, MOE_SOURCE, experts=8)
+    return make(size, experts=8)

@@ -1,4 +1,7 @@
-"""Mamba: a decoder of state spaces whose coefficients depend on the input."""
+"""Mamba: a decoder of state spaces whose coefficients depend on the input.
+
+Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023; four layers.
+"""
 
 import functools
 from typing import Any
@@ -9,8 +12,6 @@ import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
 from benchmarks.models.gpt import draw
-
-SOURCE = "Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023; four layers"
 
 dense = functools.partial(nn.Dense, use_bias=False)
 
@@ -72,4 +73,4 @@ def make(size: str) -> Model:
         "full": (Mamba(), 4),
     }[size]
     shape: dict[str, Any] = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy, SOURCE)
+    return Model(module, functools.partial(draw, **shape), cross_entropy)

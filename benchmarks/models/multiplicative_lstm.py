@@ -1,15 +1,16 @@
-"""Multiplicative LSTM: a language model over bytes, with a recurrent cell of its own."""
+"""Multiplicative LSTM: a language model over bytes, with a recurrent cell of its own.
+
+Krause et al., Multiplicative LSTM for sequence modelling, 2016; sizes of Radford et al., Learning
+to Generate Reviews and Discovering Sentiment, 2017.
+"""
+
+import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = (
-    "Krause et al., Multiplicative LSTM for sequence modelling, 2016; sizes of Radford et al., Learning to "
-    "Generate Reviews and Discovering Sentiment, 2017"
-)
+from benchmarks.models.gpt import draw
 
 BYTES = 256
 
@@ -73,8 +74,4 @@ def make(size: str) -> Model:
         "full": (ByteModel(), 128, 256),
     }[size]
 
-    def draw(key: jax.Array):
-        tokens = jax.random.randint(key, (batch, length + 1), 0, BYTES)
-        return (tokens[:, :-1],), tokens[:, 1:]
-
-    return Model(module, draw, cross_entropy, SOURCE)
+    return Model(module, functools.partial(draw, vocabulary=BYTES, batch=batch, length=length), cross_entropy)

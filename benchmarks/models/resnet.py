@@ -1,12 +1,13 @@
-"""ResNet-50: bottleneck blocks with batch normalisation."""
+"""ResNet-50: bottleneck blocks with batch normalisation.
+
+He et al., Deep Residual Learning for Image Recognition, CVPR 2016; strides as in version 1.5.
+"""
 
 from collections.abc import Sequence
 
 import flax.linen as nn
 
 from benchmarks.models._model import Model, cross_entropy, images
-
-SOURCE = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016; strides as in version 1.5"
 
 
 class Bottleneck(nn.Module):
@@ -67,4 +68,4 @@ def make(size: str) -> Model:
         "small": (ResNet(width=16, classes=16), 16, 64),
         "full": (ResNet(), 128, 224),
     }[size]
-    return Model(module, images(batch, side, module.classes), cross_entropy, SOURCE)
+    return Model(module, images(batch, side, module.classes), cross_entropy)

@@ -1,57 +1,10 @@
-"""The models of `small` as NNX modules; `dtype=jnp.float16` makes the hand-written version here, too."""
+"""The encoder of `small` as an NNX module, and a deep one; with `dtype=jnp.float16` as written by hand."""
 
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-from benchmarks.models import small
-
-
-class MLP(nnx.Module):
-    def __init__(self, *, rngs, dtype=None):
-        widths = (256, 512, 512, 512)
-        self.layers = nnx.List(
-            nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in itertools.pairwise(widths)
-        )
-        self.head = nnx.Linear(512, 10, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return self.head(x)
-
-
-class ConvBlock(nnx.Module):
-    def __init__(self, features, width, *, rngs, dtype=None):
-        self.conv = nnx.Conv(features, width, (3, 3), strides=2, use_bias=False, dtype=dtype, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(self.norm(self.conv(x)))
-
-
-class CNN(nnx.Module):
-    def __init__(self, *, rngs, dtype=None):
-        widths = (3, 16, 32, 64)
-        self.blocks = nnx.List(ConvBlock(a, b, dtype=dtype, rngs=rngs) for a, b in itertools.pairwise(widths))
-        self.head = nnx.Linear(64, 10, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((1, 2)))
-
-
-class LSTM(nnx.Module):
-    def __init__(self, *, rngs, dtype=None):
-        self.rnn = nnx.RNN(nnx.LSTMCell(64, 128, dtype=dtype, rngs=rngs), rngs=rngs)
-        self.head = nnx.Linear(128, 10, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.rnn(x)[:, -1])
 
 
 class Layer(nnx.Module):
@@ -115,12 +68,3 @@ def plain_attention(query: Any, key: Any, value: Any, **_: Any) -> jax.Array:
     logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
     weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(query.dtype)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value)
-
-
-#: Name -> (model class, batch), as in `small.TABLE`.
-TABLE: dict[str, tuple[type[nnx.Module], Any]] = {
-    "MLP": (MLP, small.vectors),
-    "CNN + BatchNorm": (CNN, small.images),
-    "Transformer": (Encoder, small.tokens),
-    "LSTM": (LSTM, small.sequences),
-}

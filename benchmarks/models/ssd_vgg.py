@@ -1,4 +1,8 @@
-"""SSD300: boxes and classes at six scales of VGG-16, learned from the hardest negatives."""
+"""SSD300: boxes and classes at six scales of VGG-16, learned from the hardest negatives.
+
+Liu et al., SSD: Single Shot MultiBox Detector, ECCV 2016; base: Simonyan and Zisserman, Very Deep
+Convolutional Networks for Large-Scale Image Recognition, ICLR 2015, configuration D.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model
-
-SOURCE = (
-    "Liu et al., SSD: Single Shot MultiBox Detector, ECCV 2016; base: Simonyan and Zisserman, Very Deep "
-    "Convolutional Networks for Large-Scale Image Recognition, ICLR 2015, configuration D"
-)
 
 
 class L2Normalize(nn.Module):
@@ -131,4 +130,4 @@ def make(size: str) -> Model:
     }[size]
     # Of the published classes: those that pad the full one are never drawn.
     drawn = 21 if size == "full" else module.classes
-    return Model(module, matched_boxes(batch, side, boxes, drawn), multibox_loss, SOURCE)
+    return Model(module, matched_boxes(batch, side, boxes, drawn), multibox_loss)

@@ -151,6 +151,4 @@ _DRAWN = {
         lambda key: ((normal(key, (20, 5)), integers(key, (60, 2), 0, 20)), normal(key, (1, 3))),
     ),
 }
-STRUCTURES = {
-    name: Model(module, draw, loss, "written for this benchmark") for name, (module, draw) in _DRAWN.items()
-}
+STRUCTURES = {name: Model(module, draw, loss) for name, (module, draw) in _DRAWN.items()}

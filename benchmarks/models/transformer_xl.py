@@ -1,4 +1,8 @@
-"""Transformer-XL: relative attention that looks back into the segment before."""
+"""Transformer-XL: relative attention that looks back into the segment before.
+
+Dai et al., Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context, ACL 2019; no
+dropout, a plain softmax in place of the adaptive one.
+"""
 
 import functools
 import math
@@ -9,11 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = (
-    "Dai et al., Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context, ACL 2019; "
-    "no dropout, a plain softmax in place of the adaptive one"
-)
 
 INIT = nn.initializers.normal(0.02)
 dense = functools.partial(nn.Dense, kernel_init=INIT)
@@ -154,4 +153,4 @@ def make(size: str) -> Model:
         "small": (TransformerXL(512, 256, 4, 64, 1024, 4), 2, 32),
         "full": (TransformerXL(), 32, 192),
     }[size]
-    return Model(module, functools.partial(draw, module=module, batch=batch, length=length), loss, SOURCE)
+    return Model(module, functools.partial(draw, module=module, batch=batch, length=length), loss)

@@ -1,4 +1,8 @@
-"""U-Net with partial convolutions, which fills holes of images: masks decide, division renormalises."""
+"""U-Net with partial convolutions, which fills holes of images: masks decide, division renormalises.
+
+Liu et al., Image Inpainting for Irregular Holes Using Partial Convolutions, ECCV 2018; of its
+losses, the two per pixel.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model
-
-SOURCE = (
-    "Liu et al., Image Inpainting for Irregular Holes Using Partial Convolutions, ECCV 2018; "
-    "of its losses, the two per pixel"
-)
 
 
 class PartialConv(nn.Module):
@@ -118,4 +117,4 @@ def make(size: str) -> Model:
         "small": (UNet((8, 16, 32, 64, 64), (7, 5, 5, 3, 3)), 4, 128),
         "full": (UNet(), 6, 512),
     }[size]
-    return Model(module, masked_images(batch, side), holes_and_rest, SOURCE)
+    return Model(module, masked_images(batch, side), holes_and_rest)

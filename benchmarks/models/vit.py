@@ -1,4 +1,8 @@
-"""ViT: a pre-norm encoder of patches; DiT: one whose norms are steered by the noise level, for diffusion."""
+"""ViT: a pre-norm encoder of patches; DiT: one whose norms are steered by the noise level, for diffusion.
+
+Dosovitskiy et al., An Image is Worth 16x16 Words, 2021: ViT-B/16 without dropout.
+Peebles and Xie, Scalable Diffusion Models with Transformers, 2023: DiT-B/4 on latents.
+"""
 
 import functools
 from typing import Any
@@ -8,9 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy, images
-
-SOURCE = "Dosovitskiy et al., An Image is Worth 16x16 Words, 2021: ViT-B/16 without dropout"
-DIT_SOURCE = "Peebles and Xie, Scalable Diffusion Models with Transformers, 2023: DiT-B/4 on latents"
 
 
 class Layer(nn.Module):
@@ -102,7 +103,7 @@ def make(size: str) -> Model:
         "small": (ViT(32, 4, 192, 3, 4, 100), 4),
         "full": (ViT(), 64),
     }[size]
-    return Model(module, images(batch, module.side, module.classes), cross_entropy, SOURCE)
+    return Model(module, images(batch, module.side, module.classes), cross_entropy)
 
 
 def draw_noise(key: jax.Array, batch: int, side: int, classes: int) -> Any:
@@ -128,4 +129,4 @@ def make_dit(size: str) -> Model:
         "full": (DiT(), 64),
     }[size]
     shape = {"batch": batch, "side": module.side, "classes": module.classes}
-    return Model(module, functools.partial(draw_noise, **shape), squared_error, DIT_SOURCE)
+    return Model(module, functools.partial(draw_noise, **shape), squared_error)

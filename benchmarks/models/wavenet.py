@@ -1,15 +1,17 @@
-"""WaveNet: dilated causal convolutions over audio samples, without conditioning."""
+"""WaveNet: dilated causal convolutions over audio samples, without conditioning.
+
+van den Oord et al., WaveNet: A Generative Model for Raw Audio, 2016; it gives no widths, these are
+of van den Oord et al., Parallel WaveNet, ICML 2018.
+"""
+
+import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models._model import Model, cross_entropy
-
-SOURCE = (
-    "van den Oord et al., WaveNet: A Generative Model for Raw Audio, 2016; it gives no widths, these are of "
-    "van den Oord et al., Parallel WaveNet, ICML 2018"
-)
+from benchmarks.models.gpt import draw
 
 LEVELS = 256  # Of a sample after mu-law companding.
 
@@ -73,8 +75,6 @@ def make(size: str) -> Model:
         "full": (WaveNet(), 8, 7680),
     }[size]
 
-    def draw(key: jax.Array):
-        samples = jax.random.randint(key, (batch, length + 1), 0, LEVELS)
-        return (samples[:, :-1],), samples[:, 1:]
-
-    return Model(module, draw, cross_entropy, SOURCE)
+    return Model(
+        module, functools.partial(draw, vocabulary=LEVELS, batch=batch, length=length), cross_entropy
+    )

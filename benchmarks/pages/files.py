@@ -29,7 +29,7 @@ def gpu() -> str:
 
 def nnx() -> str:
     wrap, call = load("nnx_calls")["rows"]
-    return "## NNX\n\n" + folded_section("Each model", "nnx", wrap=wrap, call=call["ratio"])
+    return "## NNX\n\n" + section("nnx", wrap=wrap, call=call["ratio"])
 
 
 def autocast() -> str:

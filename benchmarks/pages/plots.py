@@ -4,7 +4,6 @@ Each figure comes from one JSON file of `results/` alone. On the same versions t
 bytes. All that stands for a number has an id in the SVG that names the number.
 """
 
-import math
 import pathlib
 import re
 import textwrap
@@ -33,7 +32,6 @@ STYLE = {
 
 #: Okabe and Ito's colours, told apart by people who see red and green alike.
 _GREY, _BLUE, _SKY, _ORANGE = "#999999", "#0072B2", "#56B4E9", "#E69F00"
-_GREEN, _RED = "#009E73", "#D55E00"
 _CAPTION = "#555555"
 
 #: Inches. As wide as a page on a telephone: the words are large enough to read there.
@@ -73,7 +71,7 @@ def speedups(result: dict[str, Any]) -> Figure:
         f"{title} over TF32": ("over_tf32", "{:.2f}"),
     }
     cards = {card: card for card in result["cards"]}
-    figure, axes = _bar_panels(models, cards, (_ORANGE, _SKY, _BLUE, _RED, _GREY), panels)
+    figure, axes = _bar_panels(models, cards, (_ORANGE, _SKY, _BLUE), panels)
     for axis in axes:
         axis.axvline(1, color="black", linewidth=0.8, linestyle="--", zorder=0.9)
     _around(
@@ -84,73 +82,6 @@ def speedups(result: dict[str, Any]) -> Figure:
         "measurements. " + provenance(result),
     )
     return figure
-
-
-#: Verdict -> colour and marker.
-_VERDICTS = {
-    "parity": (_BLUE, "o"), "worse": (_RED, "s"), "better": (_GREEN, "D"), "unclear": (_ORANGE, "v"),
-}  # fmt: skip
-#: Differences beyond so many margins are written at the edge: the others would have no width.
-_MOST_MARGINS = 8
-
-
-def differences(result: dict[str, Any]) -> Figure:
-    """By task and precision, the mean difference from float32 with its interval."""
-    measures = {row["task"]: row["measure"] for row in reversed(result["rows"])}
-    rows = [row for row in result["rows"] if row["measure"] == measures[row["task"]] and "interval" in row]
-    tasks = grouped(rows, "task", "precision")
-    names = list(dict.fromkeys(row["precision"] for row in rows))
-    figure, panels = _stacked(len(tasks), 0.2 * len(names))
-    for axes, (task, found) in zip(panels, tasks.items(), strict=True):
-        _intervals(axes, names, found, f"{task}: {measures[task]}")
-    handles = [
-        axes.plot([], [], color=colour, marker=marker, label=verdict, markersize=5, linewidth=1.4)[0]
-        for verdict, (colour, marker) in _VERDICTS.items()
-        if any(row["verdict"] == verdict for row in rows)
-    ]
-    small, seeds = math.log2(result["small_loss"]), len(result["seeds"])
-    _around(
-        figure,
-        handles,
-        f"Mean difference from float32 over {seeds} seeds, {100 * result['confidence']:g} % interval. "
-        "Grey: one standard deviation of float32.",
-        f"Triangles: beyond the edge. Small loss: times 2^{small:g}, undone in the optimizer. "
-        f"{provenance(result)}, {result['backend'].upper()}",
-    )
-    return figure
-
-
-def _intervals(axes: Axes, names: list[str], found: dict[str, dict[str, Any]], title: str) -> None:
-    margin = next(iter(found.values()))["margin"]
-    ends = {name: (*row["interval"], row["difference"]) for name, row in found.items()}
-    near = [abs(x) for some in ends.values() for x in some if max(map(abs, some)) <= _MOST_MARGINS * margin]
-    limit = 1.15 * max([*near, margin])
-    axes.axvspan(-margin, margin, color="#000000", alpha=0.08, linewidth=0)
-    axes.axvline(0, color="black", linewidth=0.8)
-    for place, name in enumerate(names):
-        if name not in found:
-            continue
-        row = found[name]
-        colour, marker = _VERDICTS[row["verdict"]]
-        low, high = row["interval"]
-        gid = _gid("difference", title, name)
-        if max(map(abs, ends[name])) <= limit:
-            axes.plot([low, high], [place, place], color=colour, linewidth=1.6, gid=f"{gid}-interval")
-            axes.plot(row["difference"], place, color=colour, marker=marker, markersize=5, gid=gid)
-            continue
-        side = 1 if row["difference"] > 0 else -1
-        axes.plot(side * limit * 0.97, place, color=colour, marker=">" if side > 0 else "<", gid=gid)
-        axes.annotate(
-            _signed(f"{row['difference']:+.2f} [{low:.2f}, {high:.2f}]"), (side * limit * 0.97, place),
-            (-7 * side, 0), textcoords="offset points", ha="right" if side > 0 else "left", va="center",
-            fontsize=7,
-        )  # fmt: skip
-    axes.set(xlim=(-limit, limit), ylim=(len(names) - 0.5, -0.5))
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.locator_params(axis="x", nbins=5)
-    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
-    axes.set_title(title, fontsize=8.5, loc="right")
 
 
 def _bar_panels(
@@ -245,7 +176,6 @@ def _signed(text: str) -> str:
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
     "zoo_steps": ("zoo_gpu", steps),
     "zoo_cards": ("zoo_cards", speedups),
-    "accuracy": ("accuracy", differences),
 }
 
 

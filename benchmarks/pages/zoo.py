@@ -30,7 +30,7 @@ def performance() -> str:
         "## On a CPU",
         cpu(),
         "## Accuracy",
-        *(accuracy(), _figure("accuracy", "Differences from float32 with their intervals")),
+        accuracy(),
     ]
     return "\n\n".join(parts)
 

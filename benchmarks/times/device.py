@@ -40,7 +40,7 @@ def timed(
         with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             step, state = steps.begun(variant, batch, loss)
             compiled[name] = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-        runs[name] = measure.timed_step(compiled[name], state, batch)
+        runs[name] = measure.timed_steps(compiled[name], state, batch)
         runs[name]()  # The first run is no measurement.
     return compiled, measure.interleaved(runs, repeats)
 

@@ -4,7 +4,6 @@ Every ratio is over the same step on half parameters that rounds to nearest and 
 forward and backward pass are left out: they are the same for all, and would hide the difference.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ def rounding_rows(dtype: str) -> list[dict[str, Any]]:
         compiled = traced.lower().compile()
         kept[name] = sum(x.nbytes for x in jax.tree.leaves(state)) / numbers
         counts[name] = measure.counts(traced, compiled)
-        timed[name] = functools.partial(measure.step_time, compiled, state, grads)
+        timed[name] = measure.timed_steps(compiled, state, grads, steps=5)
     times = measure.interleaved(timed, REPEATS)
     return [
         {

@@ -22,7 +22,7 @@ import optax
 
 import jmp_policy as jmpp
 from benchmarks import measure, steps
-from benchmarks.gpu_target import TARGET, PluginMissingError, Report, compile_for_gpu, table_rows
+from benchmarks.gpu_target import TARGET, Report, compile_for_gpu, table_rows
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
 
@@ -185,7 +185,7 @@ def gpu_rows(name: str, size: str = "full", compiled: Callable[..., Report] = co
             if library not in COUNTED_BY_ZOO_GPU:
                 (found,) = table_rows({library: compiled(step, arguments)}, {})
                 row |= {quantity: value for quantity, value in found.items() if quantity != "variant"}
-        except PluginMissingError:
+        except jmpp.report.LoweringUnavailableError:
             raise
         except Exception as error:  # A peer that fails on a model is a result.
             row["error"] = measure.described(error)
