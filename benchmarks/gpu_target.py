@@ -32,11 +32,11 @@ class Report:
     """
 
     kernels: int
+    launches: int
     bytes: int
     temp_bytes: int
     copies: int
     dots: dict[str, int]
-    launches: int = 0
 
 
 def compile_for_gpu(jitted: Any, args: tuple[Any, ...]) -> Report:
@@ -65,6 +65,7 @@ def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[s
         row: dict[str, Any] = {
             "variant": name,
             "kernels": r.kernels,
+            "launches": r.launches,
             "gigabytes": round(r.bytes / 1e9, 2),
             "temp_gigabytes": round(r.temp_bytes / 1e9, 3),
             "copies": r.copies,
@@ -74,11 +75,8 @@ def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[s
             base = reports[bases[name]]
             row["compared_with"] = bases[name]
             row["added_kernels"] = f"{r.kernels / base.kernels - 1:+.1%}"
+            row["added_launches"] = f"{r.launches / base.launches - 1:+.1%}"
             row["added_bytes"] = f"{r.bytes / base.bytes - 1:+.2%}"
-        if r.launches != r.kernels:
-            row["launches"] = r.launches
-            if name in bases:
-                row["added_launches"] = f"{r.launches / reports[bases[name]].launches - 1:+.1%}"
         rows.append(row)
     return rows
 
@@ -94,4 +92,4 @@ def count(text: str, temp_bytes: int = 0) -> Report:
                 dots["x".join(f[0][0] if f else "?" for f in found)] += 1
     moved, launches = sum(k.times * k.bytes for k in kernels), sum(k.times for k in kernels)
     copies = sum(k.kind == "copy" for k in kernels)
-    return Report(len(kernels), moved, temp_bytes, copies, dict(dots), launches)
+    return Report(len(kernels), launches, moved, temp_bytes, copies, dict(dots))

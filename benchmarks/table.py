@@ -97,7 +97,23 @@ class Table:
     def save(self, new: Rows, **beside: Any) -> None:
         """Writes new rows in the place of those of the same values, and prints all."""
         about = {**self.about, **({"size": self.size} if self.size else {}), **beside}
-        update(self.name, new, self.by, **about)
+        values = {column: list(some) for column, some in self.by.items()}
+        rows = sorted([*self.kept(new), *new], key=lambda row: [values[c].index(row[c]) for c in values])
+        result = {"benchmark": self.name, **environment(), **about, "rows": rows}
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        show(self.name, rows)
+
+    def kept(self, new: Rows) -> Rows:
+        """The saved rows of other values than those of new ones, with their date and JAX."""
+        if not self.by or not (RESULTS / f"{self.name}.json").exists():
+            return []
+        saved = load(self.name)
+        old, now = ({"date": r["date"], "jax": r["versions"]["jax"]} for r in (saved, environment()))
+        measured = {} if old == now else old
+        again = {tuple(row[column] for column in self.by) for row in new}
+        rows = [row for row in saved["rows"] if tuple(row[column] for column in self.by) not in again]
+        return [measured | row for row in rows]
 
 
 def within(
@@ -126,41 +142,6 @@ def within(
 def load(name: str) -> dict[str, Any]:
     """What `results/<name>.json` holds."""
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def save(name: str, rows: Rows, **about: Any) -> None:
-    """Writes `results/<name>.json` and prints the rows."""
-    result = {"benchmark": name, **environment(), **about, "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    show(name, rows)
-
-
-def update(name: str, new: Rows, order: Mapping[str, Iterable[str]], **about: Any) -> None:
-    """Saves new rows beside the saved ones that they do not replace.
-
-    Args:
-      name: of the table.
-      new: rows that were measured now.
-      order: columns that tell rows apart -> their values in the order in which rows are listed; none if all
-        rows are new.
-      **about: as for `save`.
-    """
-    rows = [*kept(name, *order, new=new), *new] if order else new
-    values = {column: list(some) for column, some in order.items()}
-    save(name, sorted(rows, key=lambda row: [values[c].index(row[c]) for c in values]), **about)
-
-
-def kept(name: str, *columns: str, new: Rows) -> Rows:
-    """The saved rows that differ from all new ones in some of the columns, with their date and JAX."""
-    if not (RESULTS / f"{name}.json").exists():
-        return []
-    old, now = ({"date": r["date"], "jax": r["versions"]["jax"]} for r in (load(name), environment()))
-    measured = {} if old == now else old
-    again = {tuple(row[column] for column in columns) for row in new}
-    return [
-        measured | row for row in load(name)["rows"] if tuple(row[column] for column in columns) not in again
-    ]
 
 
 def show(name: str, rows: Rows) -> None:

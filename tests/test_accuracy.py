@@ -26,7 +26,7 @@ RESULT = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_tex
 
 
 def test_planted_faults_are_told_from_parity():
-    rows = accuracy.run([TASK], [BASE, CONTROL, "bfloat16", FAILS], SEEDS, STEPS)
+    rows = accuracy.rows(TASK, [BASE, CONTROL, "bfloat16", FAILS], SEEDS, STEPS)
     assert [(r["measure"], r["precision"]) for r in rows] == [
         (measure, precision)
         for measure in ("test accuracy, %", "training loss")

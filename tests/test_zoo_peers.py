@@ -57,7 +57,7 @@ def test_tables_of_libraries():
     compiled = {"gigabytes": 1.0, "temp_gigabytes": 0.25, "half_share": 1.0}
     timed = {"trace_lower": ratio(2.0), "step": ratio(1.0), "bytes": 0.5, "temp": 3.0}
     rows = [row("H100", library, half_share=1.0) for library in LIBRARIES[:2]]
-    rows += [row("H100", library, kernels=i, **compiled) for i, library in enumerate(LIBRARIES)][2:]
+    rows += [row("H100", library, launches=i, **compiled) for i, library in enumerate(LIBRARIES)][2:]
     rows[3] = row("H100", "mpx", error="TypeError: no")
     rows += [row("CPU", library, **timed) for library in LIBRARIES]
     rows[-2] = row("CPU", "mpx", error="ValueError: never")
@@ -103,7 +103,7 @@ def test_table_of_torch():
 def test_rows_that_are_measured_again_are_replaced(tmp_path, monkeypatch):
     zoo_peers, record = benchmark("times.peers"), benchmark("table")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    assert record.kept("zoo_peers", "model", new=[]) == []
+    assert zoo_peers.ZOO.kept([]) == []
     rows = [
         {"where": where, "model": model, "library": "jmp"}
         for where in zoo_peers.PARTS
@@ -129,7 +129,7 @@ def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkey
     def measured(version, date, model):
         versions = {"jax": version, "flax": "2", "optax": "3", "python": "4"}
         monkeypatch.setattr(record, "environment", lambda: {"date": date, "versions": versions})
-        record.update("some", [{"model": model}], order)
+        record.Table("some", list, by=order).save([{"model": model}])
         return json.loads((tmp_path / "some.json").read_text())
 
     assert (
@@ -152,7 +152,7 @@ def test_rows_that_are_kept_stay_those_of_their_day_and_version(tmp_path, monkey
 
 
 def test_every_library_has_a_row_and_the_recurrence_of_a_cast_tree_is_not_half():
-    report = benchmark("gpu_target").Report(3, 2 * 10**9, 10**9, 1, {})
+    report = benchmark("gpu_target").Report(3, 3, 2 * 10**9, 10**9, 1, {})
     rows = benchmark("times.peers").gpu_rows(NAME, "tiny", lambda jitted, args: report)
     assert tuple(row["library"] for row in rows) == LIBRARIES
     found = {row["library"]: row for row in rows}
@@ -260,7 +260,7 @@ def test_steps_in_torch(name, request):
     classes = twin.classes if name == "ResNet-50" else twin.vocabulary
     # Logits begin near zero, so that the loss begins near that of guessing.
     np.testing.assert_allclose(first, np.log(classes), atol=0.25)
-    rows = {row["variant"]: row for row in zoo_torch.rows(name, "tiny", repeats=2, device="cpu")}
+    rows = {row["variant"]: row for row in zoo_torch.rows("tiny", name, repeats=2)}
     assert tuple(rows) == zoo_torch.ON_CPU
     assert rows["float32, highest"]["over_float32"] == 1
     assert all(row["items_per_second"]["median"] > 0 for row in rows.values())

@@ -91,12 +91,8 @@ def digits(x: float) -> float:
     return float(f"{x:.3g}")
 
 
-#: Of the measured error over the predicted one.
-QUANTILES = {"median": 0.5, "low": 0.1, "high": 0.9}
-
-
 def ranked(name: str) -> list[dict[str, Any]]:
-    """Predicted against measured errors of the modules of one model."""
+    """The rank correlation of predicted and measured errors of a model's modules."""
     loss_fn, params, batches = loss_and_params(name)
     more = [(batch,) for batch in batches[1:]]
     ranking = jmpp.sensitivity(loss_fn, params, batches[0], batches=more, probes=2)
@@ -109,14 +105,7 @@ def ranked(name: str) -> list[dict[str, Any]]:
         each = errors(gradients(loss_fn, params, batches, rules, ranking.loss_scale), exact)
         measured.append(digits(np.sqrt(np.mean(np.square(each)))))
     predicted = [digits(r.predicted) for r in rows]
-    top = [set(np.argsort(values)[-3:]) for values in (predicted, measured)]
-    ratios = np.array(measured) / np.maximum(predicted, 1e-30)
-    return [{
-        "modules": len(rows),
-        "spearman": round(spearman(predicted, measured), 3),
-        "of the top 3": len(top[0] & top[1]),
-        "measured / predicted": {q: round(float(np.quantile(ratios, p)), 2) for q, p in QUANTILES.items()},
-    }]  # fmt: skip
+    return [{"modules": len(rows), "spearman": round(spearman(predicted, measured), 3)}]
 
 
 def spearman(a: Any, b: Any) -> float:

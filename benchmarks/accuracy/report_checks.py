@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmpp
-from benchmarks.accuracy.modules import ALL, digits, loss_and_params
+from benchmarks.accuracy.modules import ALL, digits, errors, loss_and_params, vector
 from benchmarks.models.faults import FAULTS, Net
 from benchmarks.table import Table
 
@@ -37,9 +37,9 @@ os.environ["XLA_FLAGS"] = (
 MENDED = 0.02
 
 
-def loss_under(module: nn.Module, policy: Any) -> Any:
-    """The mean squared error of a model under a policy."""
-    model = jmpp.wrap(module, policy)
+def loss_under(module: nn.Module, policy: Any = None) -> Any:
+    """The mean squared error of a model under a policy, or of the bare one."""
+    model = module if policy is None else jmpp.wrap(module, policy)
 
     def loss_fn(params: Any, x: Any, targets: Any) -> Any:
         out = model.apply({"params": params}, x)
@@ -53,11 +53,9 @@ def error_of(module: nn.Module, policy: Any, params: Any, batch: Any, scale: flo
 
     def gradient(rules: Any) -> np.ndarray:
         loss = loss_under(module, rules)
-        grads = jax.jit(jax.grad(lambda *args: loss(*args) * scale))(params, *batch)
-        return np.concatenate([np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grads)])
+        return vector(jax.jit(jax.grad(lambda *args: loss(*args) * scale))(params, *batch))
 
-    half, exact = gradient(policy), gradient("float32")
-    error = float(np.linalg.norm(half - exact) / np.linalg.norm(exact))
+    (error,) = errors([gradient(policy)], [gradient("float32")])
     return error if np.isfinite(error) else float("inf")
 
 
@@ -129,7 +127,7 @@ def recommended_part(name: str) -> list[dict[str, Any]]:
     module, fault = Deep(name), FAULTS[name]
     _, _, batch = fault.model()
     params = module.init(jax.random.key(0), batch(0)[0])["params"]
-    found = jmpp.recommend(loss_under_none(module), params, *batch(0), dtype="float16", probes=1)
+    found = jmpp.recommend(loss_under(module), params, *batch(0), dtype="float16", probes=1)
     scale = float(found.loss_scale.loss_scale)
 
     def worst(policy: Any) -> float:
@@ -161,15 +159,6 @@ def recommended_part(name: str) -> list[dict[str, Any]]:
         "brute force": best,
         "its error": tried[best],
     }]  # fmt: skip
-
-
-def loss_under_none(module: nn.Module) -> Any:
-    """The loss of the float32 model."""
-
-    def loss_fn(params: Any, x: Any, targets: Any) -> Any:
-        return jnp.mean(jnp.square(module.apply({"params": params}, x) - targets))
-
-    return loss_fn
 
 
 ACTIVATIONS = (

@@ -17,7 +17,7 @@ own. XLA may leave out pairs of casts that only round; here it may not.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -296,13 +296,19 @@ def compare(base: np.ndarray, other: np.ndarray, more_is_better: bool) -> dict[s
     }
 
 
-def rows_of(name: str, task: Task, results: Mapping[str, Mapping[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """A row per measure and precision, of what `train` returned for each precision."""
-    rows = []
+def rows(
+    name: str,
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    seeds: Sequence[int] = SEEDS,
+    steps: int | None = None,
+) -> list[dict[str, Any]]:
+    """A row per measure of a task and precision, of which float32 is one."""
+    task, rows = TASKS[name], []
+    results = {precision: train(task, PRECISIONS[precision], seeds, steps) for precision in precisions}
     for measure, _, more_is_better in task.measures():
         for precision, found in results.items():
             values = found[measure]
-            row = {"task": name, "measure": measure, "precision": precision}
+            row: dict[str, Any] = {"measure": measure, "precision": precision}
             row |= {"mean": float(values.mean()), "deviation": float(values.std(ddof=1))}
             if precision != BASE:
                 row |= compare(results[BASE][measure], values, more_is_better)
@@ -311,22 +317,7 @@ def rows_of(name: str, task: Task, results: Mapping[str, Mapping[str, np.ndarray
     return rows
 
 
-def run(
-    tasks: Sequence[str] = tuple(TASKS),
-    precisions: Sequence[str] = tuple(PRECISIONS),
-    seeds: Sequence[int] = SEEDS,
-    steps: int | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of the named tasks in the named precisions, of which float32 is one."""
-    return [
-        row
-        for name in tasks
-        for row in rows_of(
-            name, TASKS[name], {p: train(TASKS[name], PRECISIONS[p], seeds, steps) for p in precisions}
-        )
-    ]
-
-
 ABOUT = {"seeds": list(SEEDS), "confidence": CONFIDENCE, "small_loss": SMALL}
 ABOUT["tasks"] = {name: {"data": t.about, "batch": t.batch, "steps": t.steps} for name, t in TASKS.items()}
-TABLES = (Table("accuracy", run, about={**ABOUT, "growth_interval": GROWTH_INTERVAL}),)
+ABOUT["growth_interval"] = GROWTH_INTERVAL
+TABLES = (Table("accuracy", rows, by={"task": TASKS}, about=ABOUT),)

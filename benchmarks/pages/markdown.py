@@ -121,17 +121,10 @@ def grouped(rows: Iterable[Row], outer: str, inner: str | Callable[[Row], Any]) 
     return found
 
 
-def launched(row: Row) -> Row:
-    """A row with the kernels that a step launches; where nothing loops, they are those of the program."""
-    if "kernels" not in row:
-        return row
-    return {"launches": row["kernels"], "added_launches": row.get("added_kernels"), **row}
-
-
 def under(version: str, result: Row) -> dict[str, Any]:
     """A result with the rows of one version of JAX; the file says which exactly."""
     rows = [
-        {key: value for key, value in launched(row).items() if key != "jax"}
+        {key: value for key, value in row.items() if key != "jax"}
         for row in result["rows"]
         if row["jax"] == version
     ]

@@ -95,9 +95,16 @@ def _bar_panels(
       colours: of the series.
       panels: title -> name of the number and how it is written.
     """
-    figure, found = _stacked(len(panels), len(models) * (0.16 * len(series) + 0.14))
+    # Where panels stand does not depend on any text.
+    height = len(models) * (0.16 * len(series) + 0.14)
+    up = _TOP + len(panels) * (height + _GAP) - _GAP + _BOTTOM
+    figure, found = Figure(figsize=(_WIDTH, up)), []
     of_label = dict(zip(series, colours, strict=False))
-    for axes, (title, (column, form)) in zip(found, panels.items(), strict=True):
+    for number, (title, (column, form)) in enumerate(panels.items()):
+        bottom = _BOTTOM + (len(panels) - 1 - number) * (height + _GAP)
+        width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+        axes = figure.add_axes((_LEFT / _WIDTH, bottom / up, width, height / up))
+        found.append(axes)
         values = {
             label: [_number(rows.get(key, {}).get(column)) for rows in models.values()]
             for label, key in series.items()
@@ -108,15 +115,6 @@ def _bar_panels(
         axes.set_ylim(len(models) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
     return figure, found
-
-
-def _stacked(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels one below the other; where they stand does not depend on any text."""
-    up = _TOP + count * (height + _GAP) - _GAP + _BOTTOM
-    figure = Figure(figsize=(_WIDTH, up))
-    width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
-    bottoms = (_BOTTOM + (count - 1 - i) * (height + _GAP) for i in range(count))
-    return figure, [figure.add_axes((_LEFT / _WIDTH, b / up, width, height / up)) for b in bottoms]
 
 
 def _bars(

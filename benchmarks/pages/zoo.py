@@ -4,13 +4,11 @@ import textwrap
 from typing import Any
 
 from benchmarks.counts.zoo_gpu import JAX
-from benchmarks.models import MODELS
 from benchmarks.pages.markdown import (
     crossed,
     folded,
     folded_section,
     grouped,
-    launched,
     paragraph,
     provenance,
     section,
@@ -71,7 +69,7 @@ def speedups() -> str:
 def loss_scaling() -> str:
     """What loss scaling adds to a step, by hand and here, under both versions of JAX."""
     result = load("zoo_gpu")
-    found = grouped(map(launched, result["rows"]), "model", lambda row: (row["jax"], row["variant"]))
+    found = grouped(result["rows"], "model", lambda row: (row["jax"], row["variant"]))
     variants = {"by hand": "by hand, scaling by hand", "here": "wrapped, loss_scaled"}
     columns = {f"{how}, jax {jax}": (jax, variants[how]) for jax in JAX for how in variants}
     tables = {"Launches added": "{added_launches}", "Bytes added": "{added_bytes}"}
@@ -107,7 +105,7 @@ def cards(result: dict[str, Any] | None = None) -> str:
 
 
 def tpus(result: dict[str, Any] | None = None) -> str:
-    """The tables of each TPU, and below them the models that were not compiled, or do not compile."""
+    """The tables of each TPU, and below them the models that do not compile."""
     result = result or load("zoo_tpu")
     parts = [section("tpus", result=result)]
     variants = {v: v for v in ("float32", "by hand", "wrapped", "autocast")}
@@ -116,9 +114,6 @@ def tpus(result: dict[str, Any] | None = None) -> str:
         found = grouped(rows, "model", "variant")
         for title, template in (("GB moved", "{gigabytes:.1f}"), ("Peak memory, GB", "{peak_gigabytes:.1f}")):
             parts.append(folded(f"{title}, {target}", crossed(variants, found, template)))
-        missing = [model for model in MODELS if model not in found]
-        if missing:
-            parts.append("\n".join(paragraph(f"Not compiled for {target} so far: {', '.join(missing)}.")))
         failed: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             if "error" in row:
@@ -196,8 +191,7 @@ def torch(result: dict[str, Any] | None = None) -> str:
 
 
 def _by_model(result: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    rows = (launched(row) for row in result["rows"] if row["where"] == where)
-    return grouped(rows, "model", "library")
+    return grouped([row for row in result["rows"] if row["where"] == where], "model", "library")
 
 
 def _counted(result: dict[str, Any], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """GPT-2 and ResNet-50 with PyTorch's automatic mixed precision: items per second and memory, as `zoo_device`.
 
-At their published sizes they want a GPU; `python -m benchmarks zoo_torch small` runs on a CPU, in float32 and
-bfloat16. Run `zoo_device` on the same card, and the two can be compared.
+At their published sizes they want a GPU; small ones run on a CPU, in float32 and bfloat16. Run `zoo_device`
+on the same card, and the two can be compared.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import measure, table
-from benchmarks.models import SIZES
+from benchmarks import measure
 from benchmarks.models_torch import MODELS, TorchModel, cross_entropy
+from benchmarks.table import Table
 
 REPEATS = 15
 
@@ -86,9 +86,12 @@ def _tf32(allowed: bool) -> Iterator[None]:
             kind.allow_tf32 = old
 
 
-def rows(name: str, size: str = "full", repeats: int = REPEATS, device: Any = None) -> list[dict[str, Any]]:
+def rows(size: str, name: str, repeats: int = REPEATS) -> list[dict[str, Any]]:
     """One row per variant: items per second with their spread, over float32, and memory."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if size == "full" else "cpu")
+    if size == "full" and not torch.cuda.is_available():
+        print(f"Skipped {name}: at its published size it wants a GPU.")
+        return []
     chosen = VARIANTS if device.type == "cuda" else {variant: VARIANTS[variant] for variant in ON_CPU}
     steps, temp = {}, {}
     for variant, how in chosen.items():
@@ -105,8 +108,6 @@ def rows(name: str, size: str = "full", repeats: int = REPEATS, device: Any = No
     return [
         {
             "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-            "size": size,
-            "model": name,
             "variant": variant,
             "items_per_second": measure.spread([items / s for s in seconds]),
             "over_float32": round(statistics.median(base) / statistics.median(seconds), 3),
@@ -143,18 +144,5 @@ def _seconds(step: Callable[[], torch.Tensor], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measured(*words: str) -> list[dict[str, Any]]:
-    """Rows at the size that the words begin with, beside those of other devices, sizes and models."""
-    size, *names = words if words and words[0] in SIZES else ("full", *words)
-    if size == "full" and not torch.cuda.is_available():
-        print("Skipped zoo_torch: it wants a GPU; `python -m benchmarks zoo_torch small` runs anywhere.")
-        return []
-    found = [row for name in names or MODELS for row in rows(name, size)]
-    if size == "tiny":
-        table.show("zoo_torch, tiny", found)
-        return []
-    return [*table.kept("zoo_torch", "device", "size", "model", new=found), *found]
-
-
 ABOUT = {"torch": torch.__version__, "repeats": REPEATS}
-TABLES = (table.Table("zoo_torch", measured, about=ABOUT),)
+TABLES = (Table("zoo_torch", rows, by={"size": ("full", "small"), "model": MODELS}, about=ABOUT),)
