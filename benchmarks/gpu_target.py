@@ -1,4 +1,4 @@
-"""Compile a jitted function for a GPU that this machine does not have, and count what comes out.
+"""Compile a step for a device that this machine does not have, and count what comes out.
 
 XLA's GPU compiler needs no GPU: a plugin, `ptxas` and a description of the card are enough. Nothing runs, so
 there are no times here; kernels launched and bytes moved decide the time of everything but large products.
@@ -13,10 +13,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_policy._src.core.targets import GPUS
-from jmp_policy._src.report.lowering.compiler import check_installed
+from jmp_policy._src.core.targets import GPUS, Target
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.lowering.compile_process import Compiled
+from jmp_policy._src.report.lowering.compiler import check_installed, compiled, exported
 from jmp_policy._src.report.lowering.hlo import arrays, parse
-from jmp_policy._src.report.lowering.kernels import kernels_of
+from jmp_policy._src.report.lowering.kernels import Kernel, kernels_of
 
 H100 = GPUS["H100"]
 #: What results say of programs for it.
@@ -41,8 +43,8 @@ class Report:
 
 def compile_for_gpu(jitted: Any, args: tuple[Any, ...]) -> Report:
     """Compiles `jitted(*args)` for an H100 and counts; `args` are trees of ShapeDtypeStructs."""
-    compiled = compiled_for_gpu(jitted, args)
-    return count(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+    program = compiled_for_gpu(jitted, args)
+    return count(program.as_text(), program.memory_analysis().temp_size_in_bytes)
 
 
 def compiled_for_gpu(jitted: Any, args: tuple[Any, ...]) -> Any:
@@ -56,6 +58,14 @@ def compiled_for_gpu(jitted: Any, args: tuple[Any, ...]) -> Any:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     lowered = jitted.trace(*types).lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def compiled_for(target: Target, step: Any, state: Any, batch: Any) -> tuple[tuple[Kernel, ...], Compiled]:
+    """The kernels of a step on any card or TPU, and what its compiler says, an error among it."""
+    function = as_function(step, (state, batch), {}, "compiled_for")
+    program = exported(function.call, function.arrays, range(len(jax.tree.leaves(state))), target.platform)
+    (answer,) = compiled([program], target)
+    return () if answer.error else kernels_of(answer.text, target), answer
 
 
 def table_rows(reports: dict[str, Report], bases: dict[str, str]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import damage
 import fault_steps as steps
 import jax
-import long_run
 import numpy as np
 import planted_faults as faults
 import pytest
@@ -149,23 +148,3 @@ def test_large_and_small_scales_back_off_to_the_nearest_number(factor, exponent)
 def test_growth_beyond_float32_ends_at_the_ceiling(factor):
     scale = jmpp.DynamicLossScale(2.0**120, growth_factor=factor, growth_interval=1, max_loss_scale=2.0**121)
     assert float(scale.adjust(True).loss_scale) == 2.0**121
-
-
-def test_three_thousand_steps():
-    run = long_run.Run(growth_interval=100)
-    found = long_run.in_chunks(run, 27, 100)
-    assert (found["steps"], found["traces"], found["same dtypes"]) == (2700, 1, True)
-    assert found["live arrays more"] == 0
-    # It starts at the largest scale that fits, and tries the next one after each 100 clean steps.
-    assert found["skipped"] == 2700 // 101
-    assert found["largest scale"] == 2.0**17
-    assert found["loss, last chunk"] < 0.5 * found["loss, first chunk"]
-    found = long_run.one_by_one(run, 300)
-    assert (found["steps"], found["traces"], found["same dtypes"]) == (300, 1, True)
-    assert (found["skipped"], found["live arrays more"]) == (300 // 101, 0)
-
-
-def test_counters_saturate():
-    found = long_run.counters(long_run.Run())
-    assert set(found["last"].values()) == {2**31 - 1}
-    assert found["smallest"] >= 0

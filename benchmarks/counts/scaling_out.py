@@ -21,13 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from benchmarks import steps
+from benchmarks.gpu_target import compiled_for
 from benchmarks.models import llama
 from benchmarks.models._model import cross_entropy
 from benchmarks.table import Table
 from jmp_policy._src.core.targets import find_target
-from jmp_policy._src.report.function import as_function
-from jmp_policy._src.report.lowering.compiler import compiled, exported
-from jmp_policy._src.report.lowering.kernels import Kernel, estimates, kernels_of
+from jmp_policy._src.report.lowering.kernels import Kernel, estimates
 
 LENGTH = 4096
 SEVEN = llama.Llama(
@@ -125,13 +124,10 @@ def compiled_step(
         state = jax.tree_util.tree_map_with_path(place, (params, jax.eval_shape(tx.init, params)))
         places = jax.tree.map(lambda x: x.sharding, state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        function = as_function(jitted, (state, (tokens, tokens)), {}, "scaling_out")
-        target, donated = find_target(card), range(len(jax.tree.leaves(state)))
-        program = exported(function.call, function.arrays, donated, target.platform)
-    (answer,) = compiled([program], target)
+        kernels, answer = compiled_for(find_target(card), jitted, state, (tokens, tokens))
     if answer.error:
         raise RuntimeError(answer.error)
-    return kernels_of(answer.text, target), answer
+    return kernels, answer
 
 
 #: Collectives that move numbers as they are; others add them up. Of so few bytes it is a number or flags.

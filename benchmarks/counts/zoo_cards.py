@@ -11,12 +11,12 @@ import functools
 from collections import Counter
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import jmp_policy as jmpp
 from benchmarks import steps
 from benchmarks.counts.zoo_gpu import step_and_arguments, variants
+from benchmarks.gpu_target import compiled_for
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
 from jmp_policy._src.core.targets import TARGETS, Target, find_target
@@ -114,13 +114,9 @@ def tpu_steps(model: Model) -> dict[str, tuple[Any, Any]]:
 
 def tpu_row(step: Any, state: Any, batch: Any, slice_: str) -> dict[str, Any]:
     """What one step is on one TPU, or why it does not compile."""
-    function = as_function(step, (state, batch), {}, "zoo_tpu")
-    donated = range(len(jax.tree.leaves(state)))
-    target = find_target(slice_)
-    (answer,) = compiled([exported(function.call, function.arrays, donated, "tpu")], target)
+    kernels, answer = compiled_for(find_target(slice_), step, state, batch)
     if answer.error:
         return {"error": answer.error.splitlines()[-1][:300]}
-    kernels = kernels_of(answer.text, target)
     products = [kernel for kernel in kernels if kernel.flops]
     operands = Counter(" x ".join(dict.fromkeys(kernel.operands.split(" x "))) for kernel in products)
     return {

@@ -33,14 +33,6 @@ def nnx() -> str:
 
 
 def autocast() -> str:
-    result = load("autocast_cost")
-    by_model = grouped(result["rows"], "model", lambda row: (row["dtype"], row["comparison"]))
-    cases = [
-        {"model": model, "dtype": dtype}
-        | {base: by[dtype, f"autocast / {base}"] for base in ("float32", "by hand")}
-        for model, by in by_model.items()
-        for dtype in ("float16", "bfloat16")
-    ]
     counted = under("0.10", load("zoo_gpu"))
     measured = load("gradient_errors")
     errors = {row["model"]: row for row in measured["rows"]}
@@ -56,7 +48,7 @@ def autocast() -> str:
     ]
     parts = [
         "## autocast",
-        folded_section("Tracing and residuals", "autocast", cases),
+        folded_section("Tracing and residuals", "autocast"),
         folded_section(
             "Bytes, memory and errors", "models under autocast", steps, counted, errors=provenance(measured)
         ),
