@@ -204,8 +204,9 @@ def test_what_is_timed_on_a_gpu_is_relative_to_bfloat16(monkeypatch):
     device = importlib.import_module("benchmarks.times.device")
     chosen = {name: device.POLICIES[name] for name in ("bfloat16", "fp8_current")}
     monkeypatch.setattr(device, "POLICIES", chosen)
-    tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
-    small = device.Sized(nn.Sequential([nn.Embed(64, 32), nn.Dense(64)]), ((tokens,), tokens), mean_loss)
+    tokens = jnp.zeros((4, 8), jnp.int32)
+    net = nn.Sequential([nn.Embed(64, 32), nn.Dense(64)])
+    small = device.Model(net, lambda key: ((tokens,), tokens), mean_loss)
     half, eight = device.fp8_rows(small, repeats=2)
     assert (half["policy"], eight["policy"]) == tuple(chosen)
     assert half["of_bfloat16"] == {"median": 1.0, "low": 1.0, "high": 1.0}

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import CASES
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import GPUS
@@ -263,11 +264,10 @@ def operation_dtypes(function, *args):
     return Counter(inside(jax.make_jaxpr(function)(*args).jaxpr))
 
 
-@pytest.mark.parametrize("name", ["MLP", "CNN + BatchNorm", "Transformer", "LSTM"])
-def test_by_hand_is_dtype_in_every_layer(name):
-    models, hand = (importlib.import_module(f"benchmarks.{module}") for module in ("models.small", "steps"))
-    cls, make_batch = models.TABLE[name]
-    x = jmpp.get_policy("float16").cast_to_compute(jax.eval_shape(make_batch)[0])
+@pytest.mark.parametrize("case", CASES)
+def test_by_hand_is_dtype_in_every_layer(case):
+    cls, hand = case.make, importlib.import_module("benchmarks.steps")
+    x = jmpp.get_policy("float16").cast_to_compute(case.inputs())
     variables = jax.eval_shape(cls().init, jax.random.key(0), x)
     found = []
     for model in (cls(dtype=jnp.float16), hand.ByHand(cls(), jnp.float16)):

@@ -5,10 +5,8 @@
 compared with the model by hand that does. `grad_dtype_gpu_cost`: float32 weight gradients.
 """
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import jmp_policy as jmpp
@@ -18,26 +16,24 @@ from benchmarks.models import small
 from benchmarks.table import Table
 
 WIDTHS = {"vocabulary": 30528, "hidden": 1024, "heads": 16, "mlp": 4096, "layers": 4}
-BATCH, LENGTH = 32, 128
-TOKENS = (jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32),) * 2
-DTYPES = ("float16", "bfloat16")
-
-encoder = functools.partial(small.Encoder, **WIDTHS)
+ENCODER = small.language(small.Encoder(**WIDTHS), 32, 128)
+SOFTMAX32 = ENCODER.module.clone(softmax32=True)
 
 
 def wrapped(policy: str = "mixed_float16") -> Any:
-    return jmpp.wrap(encoder(), policy)
+    return jmpp.wrap(ENCODER.module, policy)
 
 
 def reports(variants: dict[str, steps.Variant]) -> dict[str, Report]:
-    return {name: compile_for_gpu(*steps.types(variant, TOKENS)) for name, variant in variants.items()}
+    batch = ENCODER.shapes()
+    return {name: compile_for_gpu(*steps.types(variant, batch)) for name, variant in variants.items()}
 
 
 def loss_scaling() -> list[dict[str, Any]]:
     """One row per variant; those with loss scaling are compared with the same step without it."""
-    hand, softmax32 = encoder(dtype=jnp.float16), encoder(dtype=jnp.float16, softmax32=True)
+    hand, softmax32 = (steps.ByHand(module, jnp.float16) for module in (ENCODER.module, SOFTMAX32))
     found = reports({
-        "float32, no scaling": steps.plain(encoder()),
+        "float32, no scaling": steps.plain(ENCODER.module),
         "by hand, no scaling": steps.plain(hand),
         "by hand, scaling by hand": steps.hand_scaled(hand),
         "by hand, loss_scaled": steps.scaled(hand),
@@ -53,14 +49,14 @@ def loss_scaling() -> list[dict[str, Any]]:
 
 def under_autocast() -> list[dict[str, Any]]:
     """The step in float32, and four rows per half type."""
-    variants, bases = {"float32": steps.plain(encoder())}, {}
-    for dtype in DTYPES:
+    variants, bases = {"float32": steps.plain(ENCODER.module)}, {}
+    for dtype in ("float16", "bfloat16"):
         softmax32 = f"{dtype} by hand (float32 softmax)"
         variants |= {
-            f"{dtype} by hand": steps.plain(encoder(dtype=jnp.dtype(dtype))),
-            softmax32: steps.plain(encoder(dtype=jnp.dtype(dtype), softmax32=True)),
+            f"{dtype} by hand": steps.plain(steps.ByHand(ENCODER.module, jnp.dtype(dtype))),
+            softmax32: steps.plain(steps.ByHand(SOFTMAX32, jnp.dtype(dtype))),
             f"{dtype} wrapped": steps.plain(wrapped(f"mixed_{dtype}")),
-            f"{dtype} autocast": steps.autocast(encoder(), dtype),
+            f"{dtype} autocast": steps.autocast(ENCODER.module, dtype),
         }
         bases |= {f"{dtype} wrapped": softmax32, f"{dtype} autocast": softmax32}
     return table_rows(reports(variants), bases)

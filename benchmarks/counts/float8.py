@@ -8,7 +8,7 @@ the estimate of `worthwhile` and by what XLA's compiler makes of two of them wit
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,8 @@ import jmp_policy as jmpp
 from benchmarks import steps
 from benchmarks.counts.encoder import WIDTHS
 from benchmarks.gpu_target import TARGET, compiled_for_gpu, count
-from benchmarks.models import MODELS, small
+from benchmarks.models import MODELS
+from benchmarks.models.small import Encoder, language
 from benchmarks.table import Table
 from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
@@ -34,25 +35,11 @@ H100 = TARGETS["H100"]
 WIDE = {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384}
 
 
-class Sized(NamedTuple):
-    """What is trained: a model, the types of a batch, the loss."""
-
-    module: Any
-    batch: Any
-    loss: Any
-
-
-def encoder(widths: dict[str, int], batch: int, length: int) -> Sized:
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    return Sized(small.Encoder(**widths), (tokens, tokens), steps.cross_entropy)
-
-
-GPT2 = MODELS["GPT-2"]("full")
-SIZES: dict[str, Sized] = {
-    "BERT width, 4 layers": encoder(WIDTHS, 32, 128),
-    "GPT-2": Sized(GPT2.module, GPT2.shapes(), GPT2.loss),
-    "4096 wide, 1 layer": encoder({**WIDE, "layers": 1}, 8, 512),
-    "4096 wide, 4 layers, 4 times as many tokens": encoder({**WIDE, "layers": 4}, 32, 512),
+SIZES = {
+    "BERT width, 4 layers": language(Encoder(**WIDTHS), 32, 128),
+    "GPT-2": MODELS["GPT-2"]("full"),
+    "4096 wide, 1 layer": language(Encoder(**WIDE, layers=1), 8, 512),
+    "4096 wide, 4 layers, 4 times as many tokens": language(Encoder(**WIDE, layers=4), 32, 512),
 }
 STEP_RECIPES = ("bfloat16", "fp8_current", "fp8_rowwise")
 
@@ -69,10 +56,10 @@ def for_scales(text: str) -> int:
 
 
 def step_rows(size: str) -> list[dict[str, Any]]:
-    found, base, sized = [], None, SIZES[size]
+    found, base, model = [], None, SIZES[size]
     for recipe in STEP_RECIPES:
-        variant = steps.plain(jmpp.wrap(sized.module, policy_of(recipe)))
-        program = compiled_for_gpu(*steps.types(variant, sized.batch, sized.loss))
+        variant = steps.plain(jmpp.wrap(model.module, policy_of(recipe)))
+        program = compiled_for_gpu(*steps.types(variant, model.shapes(), model.loss))
         text = program.as_text()
         report = count(text, program.memory_analysis().temp_size_in_bytes)
         (estimate,) = estimates({"bfloat16": ("as given", kernels_of(text, H100))}, H100)

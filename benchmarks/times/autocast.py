@@ -6,7 +6,6 @@ of this process, and its calls of Python functions are counted. `autocast_gpu_co
 GPU: XLA on a CPU computes half products in float32.
 """
 
-import functools
 import math
 import time
 from typing import Any
@@ -22,13 +21,10 @@ from benchmarks.table import Table
 
 REPEATS = 11
 LAYERS = 4
-_encoder = functools.partial(small.Encoder, layers=LAYERS)
-#: Name -> (model class, batch).
-MODELS: dict[str, tuple[Any, Any]] = {
-    "Transformer": (_encoder, small.tokens),
-    "Transformer, scanned": (functools.partial(_encoder, scanned=True), small.tokens),
-    "MLP": (small.MLP, small.vectors),
-    "CNN + BatchNorm": (small.CNN, small.images),
+MODELS = {
+    "Transformer": small.language(small.Encoder(layers=LAYERS)),
+    "Transformer, scanned": small.language(small.Encoder(layers=LAYERS, scanned=True)),
+    **{name: small.TABLE[name] for name in ("MLP", "CNN + BatchNorm")},
 }
 
 
@@ -47,20 +43,19 @@ def residuals(loss: Any, state: Any, batch: Any) -> int:
     return sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in variables)
 
 
-def rows(model: str, dtype: str) -> list[dict[str, Any]]:
+def rows(name: str, dtype: str) -> list[dict[str, Any]]:
     """What the loss under autocast costs over the loss in float32 and by hand."""
-    cls, make_batch = MODELS[model]
-    batch = make_batch()
-    first = steps.init(cls(), steps.ADAMW, batch)
+    bare, batch = MODELS[name].module, MODELS[name].batch()
+    first = steps.init(bare, steps.ADAMW, batch)
     state = first.params, first.stats
 
     def loss_of(model: Any) -> Any:
         return lambda state, batch: steps.loss_and_stats(model, *state, batch)
 
     losses = {
-        "float32": loss_of(cls()),
-        "by hand": loss_of(cls(dtype=jnp.dtype(dtype))),
-        "autocast": jmpp.autocast(loss_of(cls()), dtype),
+        "float32": loss_of(bare),
+        "by hand": loss_of(steps.ByHand(bare, jnp.dtype(dtype))),
+        "autocast": jmpp.autocast(loss_of(bare), dtype),
     }
     gradients = {
         name: lambda state, batch, loss=loss: jax.value_and_grad(

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 import jmp_policy as jmpp
 from benchmarks import measure, steps
-from benchmarks.counts.float8 import SIZES, Sized, encoder, policy_of
+from benchmarks.counts.float8 import SIZES, policy_of
 from benchmarks.models import MODELS, Model
+from benchmarks.models.small import Encoder, language
 from benchmarks.table import Table
 from jmp_policy._src.core.targets import Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import kernel_seconds, kernels_of
@@ -111,16 +112,15 @@ RECIPES = ("bfloat16", "fp8_current", "fp8_rowwise", "fwd:fp8_current", "fp8_blo
 POLICIES = {recipe: policy_of(recipe) for recipe in RECIPES}
 #: Most to gain first.
 ORDER = ("4096 wide, 1 layer", "BERT width, 4 layers", "GPT-2", "4096 wide, 4 layers, 4 times as many tokens")
-TINY = encoder({"vocabulary": 64, "hidden": 32, "heads": 2, "mlp": 64, "layers": 1}, 2, 32)
+TINY = language(Encoder(vocabulary=64, hidden=32, heads=2, mlp=64, layers=1), 2, 32)
 
 
-def fp8_rows(sized: Sized, repeats: int = REPEATS) -> list[dict[str, Any]]:
+def fp8_rows(model: Model, repeats: int = REPEATS) -> list[dict[str, Any]]:
     """One row per policy: seconds of a step, over bfloat16's, and which products its program has."""
-    # Tokens below 64, which every model here has.
-    batch = jax.tree.map(lambda x: jax.random.randint(jax.random.key(0), x.shape, 0, 64), sized.batch)
+    batch = model.batch()
     tokens = jax.tree.leaves(batch)[0].size
-    variants = {name: steps.plain(jmpp.wrap(sized.module, policy)) for name, policy in POLICIES.items()}
-    compiled, times = timed(variants, batch, sized.loss, repeats)
+    variants = {name: steps.plain(jmpp.wrap(model.module, policy)) for name, policy in POLICIES.items()}
+    compiled, times = timed(variants, batch, model.loss, repeats)
     target = target_of_device(jax.devices()[0].device_kind)
     found = []
     for policy, seconds in times.items():

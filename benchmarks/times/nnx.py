@@ -47,7 +47,8 @@ def step_rows(dtype: str) -> list[dict[str, Any]]:
         "by hand": functools.partial(begun, encoder(dtype=jnp.dtype(dtype), **own)),
         "wrapped": functools.partial(begun, jmpp.wrap(encoder(), f"mixed_{dtype}")),
     }
-    found = measure.in_turn(each, small.tokens(), REPEATS)
+    (tokens,), _ = small.TABLE["Transformer"].batch()
+    found = measure.in_turn(each, (tokens, tokens), REPEATS)
     return [measure.compared(found, "wrapped", "by hand", *measure.USUAL)]
 
 

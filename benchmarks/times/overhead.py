@@ -4,6 +4,7 @@
 half products. `zoo_cost`: real models, smaller.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,23 +18,31 @@ from benchmarks.table import Table
 REPEATS, ZOO_REPEATS = 11, 7
 
 
-def overhead(model: str) -> list[dict[str, Any]]:
-    cls, make_batch = small.TABLE[model]
+def compared(
+    model: Model, made: dict[str, steps.Variant], pairs: Sequence[tuple[str, str]], repeats: int, **how: Any
+) -> list[dict[str, Any]]:
+    """A row for each pair of steps of a model: the first over the second."""
+    batch = model.batch()
+    found = measure.in_turn(steps.all_begun(made, batch, model.loss), batch, repeats, **how)
+    return [
+        {"comparison": f"{over} / {under}", **measure.compared(found, over, under)} for over, under in pairs
+    ]
+
+
+def overhead(name: str) -> list[dict[str, Any]]:
+    model = small.TABLE[name]
     made = {
-        "by hand": steps.hand_scaled(cls(dtype=jnp.float16)),
-        "library": steps.scaled(jmpp.wrap(cls(), "mixed_float16")),
+        "by hand": steps.hand_scaled(steps.ByHand(model.module, jnp.float16)),
+        "library": steps.scaled(jmpp.wrap(model.module, "mixed_float16")),
     }
-    begun = steps.all_begun(made, make_batch())
     # Compiling takes seconds, and varies less than tracing.
-    found = measure.in_turn(begun, make_batch(), REPEATS, compiles=4)
-    return [measure.compared(found, "library", "by hand")]
+    return compared(model, made, [("library", "by hand")], REPEATS, compiles=4)
 
 
-def float32_gradients(model: str) -> list[dict[str, Any]]:
-    cls, make_batch = small.TABLE[model]
-    made = {name: steps.plain(jmpp.wrap(cls(), policy)) for name, policy in GRADS.items()}
-    found = measure.in_turn(steps.all_begun(made, make_batch()), make_batch(), REPEATS)
-    return [measure.compared(found, "grad=float32", "grad=None", *measure.USUAL)]
+def float32_gradients(name: str) -> list[dict[str, Any]]:
+    model = small.TABLE[name]
+    made = {grad: steps.plain(jmpp.wrap(model.module, policy)) for grad, policy in GRADS.items()}
+    return compared(model, made, [("grad=float32", "grad=None")], REPEATS)
 
 
 #: What is compared with what.
@@ -57,12 +66,7 @@ def variants(model: Model) -> dict[str, steps.Variant]:
 
 def zoo_rows(name: str, size: str, repeats: int = ZOO_REPEATS) -> list[dict[str, Any]]:
     model = MODELS[name](size)
-    batch = model.batch()
-    found = measure.in_turn(steps.all_begun(variants(model), batch, model.loss), batch, repeats, steps=2)
-    return [
-        {"comparison": f"{over} / {under}", **measure.compared(found, over, under, *measure.USUAL)}
-        for over, under in COMPARISONS
-    ]
+    return compared(model, variants(model), COMPARISONS, repeats, steps=2)
 
 
 TABLES = (

@@ -30,9 +30,9 @@ REPEATS = 11
 EVERY = 100
 
 
-def looks(cls: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+def looks(bare: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
     """Step and first state, a pair of the training state and a spectrum, of the ways to look."""
-    model = jmpp.wrap(cls(), "mixed_float16")
+    model = jmpp.wrap(bare, "mixed_float16")
     plain, monitored = (
         jmpp.loss_scaled(steps.ADAMW, jmpp.DynamicLossScale(), monitor=monitor) for monitor in (False, True)
     )
@@ -71,15 +71,14 @@ def looks(cls: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def look_rows(model: str) -> list[dict[str, Any]]:
-    cls, make_batch = small.TABLE[model]
-    batch = make_batch()
+    bare, batch = small.TABLE[model].module, small.TABLE[model].batch()
     rare = f"weights, every={EVERY} in one step"
 
     def begun(name: str, step: Any, carry: Any) -> tuple[Any, Any]:
         # After one call, so that with `every` the calls timed are those that do not count.
         return step, jax.jit(step)(carry, batch)[0] if name == rare else carry
 
-    each = {name: functools.partial(begun, name, *parts) for name, parts in looks(cls, batch).items()}
+    each = {name: functools.partial(begun, name, *parts) for name, parts in looks(bare, batch).items()}
     found = measure.in_turn(each, batch, REPEATS, traces=0)
     rows = []
     for name in found:
@@ -96,9 +95,9 @@ DRIFT_REPEATS = 7
 DETAILS = ("result", "module", "operation")
 
 
-def programs(cls: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+def programs(bare: Any, batch: Any) -> tuple[dict[str, Any], Any]:
     """Functions of the parameters, to be jitted: the step in both precisions, and what `drift` runs."""
-    bare, half = cls(), jmpp.wrap(cls(), "mixed_float16")
+    half = jmpp.wrap(bare, "mixed_float16")
     state = steps.init(bare, steps.ADAMW, batch)
 
     def step(model: Any, params: Any) -> Any:
@@ -113,8 +112,7 @@ def programs(cls: Any, batch: Any) -> tuple[dict[str, Any], Any]:
 
 
 def drift_rows(model: str) -> list[dict[str, Any]]:
-    cls, make_batch = small.TABLE[model]
-    functions, params = programs(cls, make_batch())
+    functions, params = programs(small.TABLE[model].module, small.TABLE[model].batch())
     programs_in_pieces = [name for name in functions if name.startswith("drift") and "result" not in name]
     compiled = {name: jax.jit(f).lower(params).compile() for name, f in functions.items()}
     compiled |= {name: compiled_quickly(functions[name]) for name in programs_in_pieces}
