@@ -174,6 +174,7 @@ def in_turn(
                     start = time.perf_counter()
                     compiled[name] = lowered.compile()
                     numbers["compile"] = time.perf_counter() - start
+                if repeat == 0:
                     numbers |= counts(traced, compiled[name])
             except Exception as error:
                 if errors is None:

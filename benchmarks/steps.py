@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import jmp_policy as jmpp
+from benchmarks.models._model import Model
 
 ADAMW = optax.adamw(1e-4)
 
@@ -93,11 +94,12 @@ def begun(variant: Any, batch: Any, loss: Any = cross_entropy) -> tuple[Any, Sta
     return make_step(model, tx, loss=loss), state._replace(scale=make_scale())
 
 
-def types(variant: Any, batch: Any, loss: Any = cross_entropy) -> tuple[Any, tuple[State, Any]]:
-    """The step of a variant, jitted, and the types of its arguments."""
+def types(variant: Any, trained: Model) -> tuple[Any, tuple[State, Any]]:
+    """The step of a variant of a model, jitted, and the types of its arguments."""
     model, tx, make_step, make_scale = variant
+    batch = trained.shapes()
     state = jax.eval_shape(lambda batch: init(model, tx, batch, make_scale()), batch)
-    return jax.jit(make_step(model, tx, loss=loss), donate_argnums=0), (state, batch)
+    return jax.jit(make_step(model, tx, loss=trained.loss), donate_argnums=0), (state, batch)
 
 
 def hand_scale() -> HandScale:

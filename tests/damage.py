@@ -1,6 +1,7 @@
 """Damaged training states, configs and patterns: each is refused with its place named, or does no harm."""
 
 import copy
+import dataclasses
 import fnmatch
 import functools
 import itertools
@@ -19,10 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fault_steps import Row
 from flax import nnx
 
 import jmp_policy as jmpp
+
+
+@dataclasses.dataclass
+class Row:
+    """Runs with one fault: what was not as expected, and how many were refused."""
+
+    fault: str
+    expected: str
+    runs: int = 0
+    refused: int = 0
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+
+    def count(self, run: str, held: dict[str, bool], refused: bool = False) -> None:
+        """Adds a run; what does not hold is named."""
+        self.runs += 1
+        self.refused += refused
+        self.unexpected += [f"{run}: {name}" for name, holds in held.items() if not holds]
+
 
 PARAMS = {"w": jnp.full((8, 4), 0.5), "b": jnp.arange(4.0)}
 GRADS = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(4)}

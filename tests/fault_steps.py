@@ -3,7 +3,6 @@
 Below are steps that are interrupted, and threads that trace at once.
 """
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -21,30 +20,6 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import jmp_policy as jmpp
-
-
-@dataclasses.dataclass
-class Row:
-    """Runs with one fault: what was not as expected, and how many were refused, or gave the same bits."""
-
-    fault: str
-    expected: str
-    runs: int = 0
-    skipped: int = 0
-    refused: int = 0
-    identical: int | None = None
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-
-    def count(self, run: str, held: dict[str, bool], skipped: int = 0, refused: bool = False) -> None:
-        """Adds a run; "same bits" is counted on its own, what else does not hold is named."""
-        self.runs += 1
-        self.skipped += skipped
-        self.refused += refused
-        if "same bits" in held:
-            self.identical = (self.identical or 0) + held["same bits"]
-        failed = [name for name, holds in held.items() if not holds and name != "same bits"]
-        self.unexpected += [f"{run}: {name}" for name in failed]
-
 
 WIDTHS = (16, 32, 4)
 BATCH = 16

@@ -379,8 +379,7 @@ ENTRY %main (a: bf16[512,512]) -> bf16[512,512] {
         return [answers[len(asked) - 1]]
 
     monkeypatch.setattr(importlib.import_module("benchmarks.gpu_target"), "compiled", compiled)
-    steps = tpu.tpu_steps(model)
-    found = {name: tpu.tpu_row(step, state, model.shapes(), "v6e") for name, (step, state) in steps.items()}
+    found = {name: tpu.tpu_row(model, made, "v6e") for name, made in tpu.tpu_variants(model).items()}
     assert list(found) == ["float32", "by hand", "wrapped", "autocast"]
     assert found["wrapped"] == {"gigabytes": 0.0, "peak_gigabytes": 0.003, "products": {"bfloat16": 1}}
     assert found["autocast"] == {"error": "RESOURCE_EXHAUSTED"}

@@ -25,8 +25,7 @@ def wrapped(policy: str = "mixed_float16") -> Any:
 
 
 def reports(variants: dict[str, steps.Variant]) -> dict[str, Report]:
-    batch = ENCODER.shapes()
-    return {name: compile_for_gpu(*steps.types(variant, batch)) for name, variant in variants.items()}
+    return {name: compile_for_gpu(*steps.types(variant, ENCODER)) for name, variant in variants.items()}
 
 
 def loss_scaling() -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def step_rows(size: str) -> list[dict[str, Any]]:
     found, base, model = [], None, SIZES[size]
     for recipe in STEP_RECIPES:
         variant = steps.plain(jmpp.wrap(model.module, policy_of(recipe)))
-        program = compiled_for_gpu(*steps.types(variant, model.shapes(), model.loss))
+        program = compiled_for_gpu(*steps.types(variant, model))
         text = program.as_text()
         report = count(text, program.memory_analysis().temp_size_in_bytes)
         (estimate,) = estimates({"bfloat16": ("as given", kernels_of(text, H100))}, H100)

@@ -11,11 +11,12 @@ import functools
 from collections import Counter
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import jmp_policy as jmpp
 from benchmarks import steps
-from benchmarks.counts.zoo_gpu import step_and_arguments, variants
+from benchmarks.counts.zoo_gpu import variants
 from benchmarks.gpu_target import compiled_for
 from benchmarks.models import MODELS, Model
 from benchmarks.table import Table
@@ -47,9 +48,9 @@ def programs(name: str, size: str) -> dict[str, Exported]:
 
 def _flat(model: Model, variant: steps.Variant) -> tuple[Any, range]:
     """A step as a function of arrays, and the positions of those that it may overwrite."""
-    step, (state, batch) = step_and_arguments(model, variant)
+    step, (state, batch) = steps.types(variant, model)
     function = as_function(step, (state, batch), {}, "zoo_cards")
-    return function, range(len(as_function(step, (state,), {}, "zoo_cards").arrays))
+    return function, range(len(jax.tree.leaves(state)))
 
 
 def rows(made: dict[str, Exported], card: Target) -> list[dict[str, Any]]:
@@ -99,21 +100,19 @@ def _counts(
 SLICES = ("v5e", "v6e")
 
 
-def tpu_steps(model: Model) -> dict[str, tuple[Any, Any]]:
-    """Whole AdamW steps by variant, each with the types of its state."""
+def tpu_variants(model: Model) -> dict[str, steps.Variant]:
     hand, wrapped = steps.ByHand(model.module, jnp.bfloat16), jmpp.wrap(model.module, "mixed_bfloat16")
-    made = {
+    return {
         "float32": steps.plain(model.module),
         "by hand": steps.plain(hand),
         "wrapped": steps.plain(wrapped),
         "autocast": steps.autocast(model.module, "bfloat16"),
     }
-    found = {name: step_and_arguments(model, variant) for name, variant in made.items()}
-    return {name: (step, state) for name, (step, (state, _)) in found.items()}
 
 
-def tpu_row(step: Any, state: Any, batch: Any, slice_: str) -> dict[str, Any]:
-    """What one step is on one TPU, or why it does not compile."""
+def tpu_row(model: Model, variant: steps.Variant, slice_: str) -> dict[str, Any]:
+    """What a whole step is on one TPU, or why it does not compile."""
+    step, (state, batch) = steps.types(variant, model)
     kernels, answer = compiled_for(find_target(slice_), step, state, batch)
     if answer.error:
         return {"error": answer.error.splitlines()[-1][:300]}
@@ -128,10 +127,7 @@ def tpu_row(step: Any, state: Any, batch: Any, slice_: str) -> dict[str, Any]:
 
 def tpu_rows(name: str, slice_: str, size: str) -> list[dict[str, Any]]:
     model = MODELS[name](size)
-    return [
-        {"variant": variant, **tpu_row(step, state, model.shapes(), slice_)}
-        for variant, (step, state) in tpu_steps(model).items()
-    ]
+    return [{"variant": v, **tpu_row(model, made, slice_)} for v, made in tpu_variants(model).items()]
 
 
 ADAMW = {"optimizer": "AdamW"}

@@ -40,18 +40,13 @@ def variants(model: Model) -> dict[str, steps.Variant]:
     }
 
 
-def step_and_arguments(model: Model, variant: steps.Variant) -> tuple[Any, Any]:
-    """A whole step of a variant, and the types of its arguments."""
-    return steps.types(variant, model.shapes(), model.loss)
-
-
 def rows(name: str, version: str, size: str) -> list[dict[str, Any]]:
     """One row per variant of a model; none under another version of JAX than this one."""
     if not jax.__version__.startswith(version):
         return []
     model = ALL[name](size)
-    made = {variant: step_and_arguments(model, parts) for variant, parts in variants(model).items()}
-    return table_rows({variant: compile_for_gpu(*parts) for variant, parts in made.items()}, BASES)
+    made = {name: steps.types(variant, model) for name, variant in variants(model).items()}
+    return table_rows({name: compile_for_gpu(*parts) for name, parts in made.items()}, BASES)
 
 
 class SmallConvNet(nn.Module):

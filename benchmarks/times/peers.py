@@ -180,7 +180,7 @@ def gpu_rows(name: str, size: str = "full", compiled: Callable[..., Report] = co
     for library, variant in variants(model).items():
         row = {"where": "H100", "model": name, "library": library}
         try:
-            step, arguments = steps.types(variant, model.shapes(), model.loss)
+            step, arguments = steps.types(variant, model)
             row["half_share"] = round(jmpp.audit(step, *arguments).half_share, 4)
             if library not in COUNTED_BY_ZOO_GPU:
                 (found,) = table_rows({library: compiled(step, arguments)}, {})
@@ -254,7 +254,7 @@ def build_environment() -> None:
         pinned = [f"{name}=={importlib.metadata.version(name)}" for name in SAME]
         subprocess.run([*pip, *pinned], check=True)
     plugins = [f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-    for peer in (*PEERS, *plugins, "nvidia-cuda-nvcc-cu12"):
+    for peer in (*PEERS, *plugins, "nvidia-cuda-nvcc-cu12", "flatbuffers"):
         subprocess.run([*pip, peer], check=False)  # What does not install shows up as an error in its rows.
 
 
