@@ -25,7 +25,7 @@ import numpy as np
 
 import jmp_policy as jmpp
 from benchmarks.models import MODELS
-from benchmarks.models.faults import FAULTS
+from benchmarks.models.faults import FAULTS, batch
 from benchmarks.models.structures import STRUCTURES
 from benchmarks.table import Table
 from jmp_policy._src.jaxpr import compat
@@ -38,7 +38,7 @@ BATCHES = 3
 def loss_and_params(name: str) -> tuple[Any, Any, Any]:
     """The loss of `(params, batch)`, parameters and batches."""
     if name in FAULTS:
-        module, params, batch = FAULTS[name].model()
+        module, params = FAULTS[name].model()
 
         def squares(params, batch):
             out = module.apply({"params": params}, batch[0])

@@ -1,7 +1,7 @@
 """Do reports find planted faults, and are they silent about models without one?
 
-`planted_faults`: each model of `models/faults.py` under mixed_float16. `diagnose` looks if its gradient is
-not finite, else `drift`. Right is the place if it is the planted part, and the cause if it is one of the
+`planted_faults`: each model of `models/faults.py` under mixed_float16, in Linen and NNX. `diagnose` looks if
+its gradient is not finite, else `drift`. Right is the place if it is the planted part, and the cause if it is one of the
 operations that `FAULTS` names. Then the policy that is advised is applied, and the error measured on other
 data.
 
@@ -23,10 +23,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jmp_policy as jmpp
 from benchmarks.accuracy.modules import ALL, digits, errors, loss_and_params, vector
-from benchmarks.models.faults import FAULTS, Net
+from benchmarks.models.faults import FAULTS, Fault, Net, batch
 from benchmarks.table import Table
 
 os.environ["XLA_FLAGS"] = (
@@ -37,33 +38,73 @@ os.environ["XLA_FLAGS"] = (
 MENDED = 0.02
 
 
+def square(out: Any, targets: Any) -> Any:
+    return jnp.mean(jnp.square(out.astype(jnp.float32) - targets))
+
+
 def loss_under(module: nn.Module, policy: Any = None) -> Any:
     """The mean squared error of a model under a policy, or of the bare one."""
     model = module if policy is None else jmpp.wrap(module, policy)
-
-    def loss_fn(params: Any, x: Any, targets: Any) -> Any:
-        out = model.apply({"params": params}, x)
-        return jnp.mean(jnp.square(out.astype(jnp.float32) - targets))
-
-    return loss_fn
+    return lambda params, x, targets: square(model.apply({"params": params}, x), targets)
 
 
-def error_of(module: nn.Module, policy: Any, params: Any, batch: Any, scale: float = 1.0) -> float:
+def error_of(module: nn.Module, policy: Any, params: Any, data: Any, scale: float = 1.0) -> float:
     """The relative error of the gradient under a policy."""
 
-    def gradient(rules: Any) -> np.ndarray:
+    def gradient(rules: Any) -> Any:
         loss = loss_under(module, rules)
-        return vector(jax.jit(jax.grad(lambda *args: loss(*args) * scale))(params, *batch))
+        return jax.jit(jax.grad(lambda *args: loss(*args) * scale))(params, *data)
 
-    (error,) = errors([gradient(policy)], [gradient("float32")])
+    return error_between(gradient(policy), gradient("float32"))
+
+
+def error_of_nnx(model: nnx.Module, policy: Any, data: Any) -> float:
+    """The same of an NNX model."""
+
+    def gradient(rules: Any) -> Any:
+        return nnx.jit(nnx.grad(nnx_loss))(jmpp.wrap(model, rules), *data)
+
+    return error_between(gradient(policy), gradient("float32"))
+
+
+def nnx_loss(model: nnx.Module, x: Any, targets: Any) -> Any:
+    return square(model(x), targets)
+
+
+def error_between(half: Any, exact: Any) -> float:
+    (error,) = errors([vector(half)], [vector(exact)])
     return error if np.isfinite(error) else float("inf")
 
 
 def found_fault(name: str) -> list[dict[str, Any]]:
-    """What reports say of one planted fault, and what the advice does."""
+    """What reports say of one planted fault, in Linen and in NNX, and what the advice does."""
     fault = FAULTS[name]
-    module, params, batch = fault.model()
-    loss, before = loss_under(module, "mixed_float16"), error_of(module, "mixed_float16", params, batch(0))
+    module, params = fault.model()
+    linen = looked_at(
+        fault,
+        loss_under(module, "mixed_float16"),
+        params,
+        lambda policy, seed: error_of(module, policy, params, batch(seed)),
+    )
+    model = fault.nnx_model()
+    if model is None:
+        return [linen]
+    wrapped = jmpp.wrap(model, "mixed_float16")
+    in_nnx = looked_at(
+        fault, nnx_loss, wrapped, lambda policy, seed: error_of_nnx(model, policy, batch(seed))
+    )
+    return [linen | {f"nnx_{key}": in_nnx[key] for key in ("place", "cause", "named", "after", "mended")}]
+
+
+def looked_at(fault: Fault, loss: Any, params: Any, error: Any) -> dict[str, Any]:
+    """What reports say.
+
+    Args:
+      fault: the fault.
+      loss, params: under mixed_float16.
+      error: gives that of the gradient under a policy, for the data of a seed.
+    """
+    before = error("mixed_float16", 0)
     start = time.process_time()
     if np.isfinite(before):
         found: Any = jmpp.drift(loss, params, *batch(0))
@@ -78,9 +119,9 @@ def found_fault(name: str) -> list[dict[str, Any]]:
     advised = next((tried for tried in found.tried if dict(tried.rule) == dict(found.rule)), None)
     if advised is None or not found.advice:
         advised = None
-    after = float("nan") if advised is None else error_of(module, advised.policy, params, batch(1))
+    after = float("nan") if advised is None else error(advised.policy, 1)
     places = [place, *lost] if "constant" in fault.causes else [place]
-    return [{
+    return {
         "report": type(found).__name__,
         "place": any(fault.path in at for at in places),
         "cause": operation in fault.causes or bool(lost and "constant" in fault.causes),
@@ -91,7 +132,7 @@ def found_fault(name: str) -> list[dict[str, Any]]:
         "mended": bool(after <= MENDED),
         "seconds": round(seconds, 1),
         "lines": len(str(found).splitlines()),
-    }]  # fmt: skip
+    }  # fmt: skip
 
 
 class Deep(nn.Module):
@@ -125,7 +166,6 @@ BY_THUMB = {nn.LayerNorm: "float32"}
 def recommended_part(name: str) -> list[dict[str, Any]]:
     """What `recommend` gives for a model with one part, beside a rule of thumb and brute force."""
     module, fault = Deep(name), FAULTS[name]
-    _, _, batch = fault.model()
     params = module.init(jax.random.key(0), batch(0)[0])["params"]
     found = jmpp.recommend(loss_under(module), params, *batch(0), dtype="float16", probes=1)
     scale = float(found.loss_scale.loss_scale)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 WIDTH = 32
 BATCH = 16
@@ -275,6 +276,46 @@ def harmonic(module, x):
     return 1e4 / jnp.sum(1e4 / (jnp.abs(x) + 0.05), -1, keepdims=True) + x
 
 
+class NnxPart(nnx.Module):
+    """The part, which makes its parameters the first time that it is called."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+
+    def param(self, name: str, values: Callable[[Any], Any]) -> Any:
+        """A parameter, as `flax.linen.Module.param` gives it."""
+        if name not in vars(self):
+            setattr(self, name, nnx.Param(values(None)))
+        return getattr(self, name)[...]
+
+    def __call__(self, x: Any) -> Any:
+        return self.fn(self, x)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, fn: Callable[..., Any], rngs: nnx.Rngs):
+        self.norm, self.inner = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.part = NnxPart(fn)
+
+    def __call__(self, x: Any) -> Any:
+        return self.part(self.inner(self.norm(x)))
+
+
+class NnxNet(nnx.Module):
+    """`Net` in NNX."""
+
+    def __init__(self, fn: Callable[..., Any], nested: bool):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(16, WIDTH, rngs=rngs)
+        self.block = NnxBlock(fn, rngs) if nested else None
+        self.part = None if nested else NnxPart(fn)
+        out = (self.block or self.part)(jnp.ones((BATCH, WIDTH)))
+        self.last = nnx.Linear(out.shape[-1], 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last((self.block or self.part)(nnx.tanh(self.first(x))))
+
+
 class Fault(NamedTuple):
     """A planted fault.
 
@@ -293,15 +334,20 @@ class Fault(NamedTuple):
         """The path of the part."""
         return "block/part" if self.nested else "part"
 
-    def model(self) -> tuple[nn.Module, Any, Callable[[int], Any]]:
-        """Model, parameters, and batches by seed."""
-
-        def batch(seed: int) -> Any:
-            a, b = jax.random.split(jax.random.key(seed))
-            return jax.random.normal(a, (BATCH, 16)), jax.random.normal(b, (BATCH, 4))
-
+    def model(self) -> tuple[nn.Module, Any]:
+        """Model and parameters."""
         module = Net(self.fn, self.nested)
-        return module, module.init(jax.random.key(0), batch(0)[0])["params"], batch
+        return module, module.init(jax.random.key(0), batch(0)[0])["params"]
+
+    def nnx_model(self) -> NnxNet | None:
+        """The same in NNX; None for a part that holds layers of Linen."""
+        return None if self.fn in (large_weights, large_residual) else NnxNet(self.fn, self.nested)
+
+
+def batch(seed: int) -> tuple[Any, Any]:
+    """Inputs and targets."""
+    a, b = jax.random.split(jax.random.key(seed))
+    return jax.random.normal(a, (BATCH, 16)), jax.random.normal(b, (BATCH, 4))
 
 
 FAULTS = {

@@ -74,11 +74,16 @@ def float32_gradients() -> str:
 def planted_faults() -> str:
     """A row per fault; after the place and the operation what is wrong of it."""
     rows = load("planted_faults")["rows"]
-    counts = {key: f"{sum(row[key] for row in rows)} of {len(rows)}" for key in ("place", "cause", "mended")}
+    keys = ("place", "cause", "mended", "nnx_place", "nnx_cause", "nnx_mended")
+    known = {key: [row[key] for row in rows if key in row] for key in keys}
+    counts = {key: f"{sum(values)} of {len(values)}" for key, values in known.items()}
     shown = [
         row
         | {"wrong": " and ".join(f" (wrong {key})" for key in ("place", "cause") if not row[key])}
-        | ({} if row["advice"] else {"after": "nothing advised"})
+        | {
+            key: "—" if key not in row else row[key] if row[key] == row[key] else "nothing advised"
+            for key in ("after", "nnx_after")
+        }
         for row in rows
     ]
     return folded_section("Each fault", "planted faults", shown, tried=len(rows), **counts)
