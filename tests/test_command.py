@@ -407,11 +407,10 @@ SAMPLE = Sample((Part("<script>alert(1)</script>", 1), Part("[bold]b[/bold]", 20
 def test_text_of_a_report():
     assert str(SAMPLE) == textwrap.dedent("""\
         Parts & <places>
-
-          name                        size
-         ──────────────────────────────────
-          <script>alert(1)</script>      1
-          [bold]b[/bold]                20
+          name                       size
+         ────────────────────────────────
+          <script>alert(1)</script>     1
+          [bold]b[/bold]               20
 
         <done> & dusted""")
 

@@ -9,7 +9,8 @@ import pytest
 
 import jmp_policy as jmpp
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.sensitivity import rounding_errors
+from jmp_policy._src.report.drift import drift
+from jmp_policy._src.report.sensitivity import recommend, rounding_errors
 from jmp_policy._src.report.trials import Mending
 
 
@@ -76,7 +77,17 @@ def test_an_interrupt_keeps_the_backward_passes_so_far(monkeypatch):
         return device_get(values)
 
     monkeypatch.setattr(rounding_errors.jax, "device_get", interrupted)
-    assert jmpp.sensitivity(loss, W, X, probes=4, measure=False).rows == whole.rows
+    found = jmpp.sensitivity(loss, W, X, probes=4, measure=False)
+    assert found.rows == whole.rows
+    assert found.interrupted == (
+        "Interrupted at backward passes 2 of 4: errors are means over those before it."
+    )
+    assert str(found).startswith(found.interrupted)
+    assert " ".join(str(found).split()).endswith(found.interrupted)
+    assert found._repr_html_().count(found.interrupted) == 2
+    assert found.to_dict()["interrupted"] == found.interrupted
+    assert whole.interrupted == ""
+    assert "interrupted" not in whole.to_dict()
     calls[:] = [None]
     with pytest.raises(KeyboardInterrupt, match="^$"):
         jmpp.sensitivity(loss, W, X, probes=4, measure=False)
@@ -100,12 +111,15 @@ def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
 
     monkeypatch.setattr(rounding_errors.AppliedRounding, "of_modules", interrupted)
     assert len(whole.rows) > 1
-    assert len(jmpp.sensitivity(loss, W, X, measure=True).rows) == 1
+    found = jmpp.sensitivity(loss, W, X, measure=True)
+    assert len(found.rows) == 1
+    assert found.interrupted == "Interrupted at modules 2 of 2: modules from there on have no rows."
     with pytest.raises(KeyboardInterrupt, match="^$"):
         jmpp.sensitivity(loss, W, X, measure=True)
 
 
-def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch):
+@pytest.mark.parametrize("method", ["_error", "_gradient", "_rules"])
+def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch, method):
     import flax.linen as nn
 
     class Net(nn.Module):
@@ -113,11 +127,55 @@ def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch)
         def __call__(self, x):
             return nn.Dense(1, name="last")(jnp.exp(nn.Dense(8, name="first")(x) * 30))
 
-    def interrupted(self, rules):
+    def interrupted(self, *args):
         raise KeyboardInterrupt
 
     model, x = jmpp.wrap(Net(), "mixed_float16"), jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
-    monkeypatch.setattr(Mending, "_error", interrupted)
+    monkeypatch.setattr(Mending, method, interrupted)
     found = jmpp.diagnose(lambda v: model.apply(v, x).sum(), variables)
     assert (found.finite, found.operation, found.tried) == (False, "exp", ())
+    assert found.interrupted.endswith(": other rules were not tried.")
+    assert not jmpp.diagnose(lambda v: model.apply(v, 0 * x).sum(), variables).interrupted
+
+
+def test_an_interrupt_keeps_the_first_comparison(monkeypatch):
+    monkeypatch.setattr(drift.Comparison, "is_reliable", lambda *args: False)
+    whole, run, calls = jmpp.drift(jmpp.autocast(loss, "float16"), W, X), drift.compiled_quickly, []
+
+    def interrupted(comparison):
+        calls.append(comparison)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return run(comparison)
+
+    monkeypatch.setattr(drift, "compiled_quickly", interrupted)
+    found = jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+    assert [row.place for row in found.rows] == [row.place for row in whole.rows]
+    assert (
+        found.interrupted == "Interrupted at comparing both precisions once more: small errors may be wrong."
+    )
+    calls[:] = [None]
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+
+
+def test_an_interrupt_keeps_the_policy_that_was_tried(monkeypatch):
+    import flax.linen as nn
+
+    model, x = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(8)]), jnp.ones((2, 8)) / 3
+    params, calls = model.init(jax.random.key(0), x), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.setattr(recommend, "_error", interrupted)
+    found = jmpp.recommend(
+        lambda p: jnp.square(model.apply(p, x)).mean(), params, dtype="float16", budget=0.1
+    )
+    assert found.measured == 0.5
+    assert "rules with less error were not tried" in found.interrupted
+    assert found.interrupted in " ".join(str(found).split())

@@ -68,6 +68,16 @@ def opened(browser, **settings):
     return page, faults
 
 
+def test_notebooks_are_pages_with_their_outputs(site):
+    pages = sorted(site.glob("notebooks/*.html"))
+    assert len(pages) == len(list(ROOT.glob("notebooks/*.ipynb")))
+    for page in pages:
+        text = page.read_text()
+        assert "data:image/png;base64," in text
+        assert "cell_type" not in text
+        assert f"notebooks/{page.name}" in (site / "index.html").read_text()
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_and_raise_no_errors(site, browser, width, scheme):

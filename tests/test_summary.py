@@ -562,9 +562,9 @@ FOUND = summary(Three(inner=BF16), PolicyMap("mixed_float16", {"id": "float32"})
 def test_as_text():
     text = " ".join(str(FOUND).split())
     assert str(FOUND).startswith("Three under PolicyMap(")
-    assert "first Dense default f32/f16/f32 72 288 B f32 f16 its dtype=bfloat16 is overruled" in text
+    assert "first Dense default f32/f16/f32 72 288 B f32 -> f16 its dtype=bfloat16 is overruled" in text
     assert "norm LayerNorm float32 island f32/f32/f16 16 64 B" in text
-    assert "id Identity 'id' f32/f32/f32 0 0 B f16 f32" in text
+    assert "id Identity 'id' f32/f32/f32 0 0 B f16 -> f32" in text
     assert text.endswith(" ".join(FOUND.verdict.split()))
     assert "5 modules, 160 parameters: 640 B stored" in FOUND.verdict
     assert "No rule reaches 'first', 'last': the default governs." in FOUND.verdict

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, percent
+from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, count_text, joined, percent
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.policy.module_precision import LEAST_TERMS
@@ -255,15 +255,14 @@ class Audit(Report):
         is_float8 = any(p.scales for p in self.products)
         columns = (
             *("operation",) * (not one),
-            *("module", "line", "pass", "operands", "result", "size", "share ", "pad"),
+            *("module", "line", "pass", "dtypes", "size", "share ", "pad"),
             *("scales, or why not float8",) * is_float8,
         )
         rows = [
             (
                 *(p.operation,) * (not one),
                 *(_module(p.path), p.line.partition(" ")[0], _pass(p)),
-                *(p.lhs if p.lhs == p.rhs else f"{p.lhs} x {p.rhs}", p.result),
-                *(_size(p), percent(p.share), p.pad, *(p.scales or p.stays,) * is_float8),
+                *(_dtypes(p), _size(p), Sum(p.share, percent), p.pad, *(p.scales or p.stays,) * is_float8),
             )
             for p in self.products
         ]
@@ -273,10 +272,11 @@ class Audit(Report):
             for u in self.upcasts
         ]
         casts = [
-            (c.value, c.dtype, c.times, bytes_text(c.size), joined(c.places)) for c in self.repeated_casts
+            (c.value, c.dtype, Sum(c.times), Sum(c.size, bytes_text), joined(c.places))
+            for c in self.repeated_casts
         ]
         half = [
-            (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), h.times, h.terms or "")
+            (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), Sum(h.times), h.terms or "")
             # Those that the verdict names first.
             for h in sorted(self.half_operations, key=_is_harmful, reverse=True)
         ]
@@ -286,7 +286,7 @@ class Audit(Report):
             Table(_HALF_COLUMNS, half, "Still in half precision", most=1),
             lost_constants.table(self.constants),
         )
-        return [Table(columns, rows, title, most=16), *(table for table in others if table.rows)]
+        return [Table(columns, rows, title, most=20), *(table for table in others if table.rows)]
 
     def _lines(self) -> Sequence[str]:
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
@@ -332,7 +332,12 @@ def _pass(row: Product | HalfOperation) -> str:
     return "backward" if row.backward else "forward"
 
 
+def _dtypes(p: Product) -> str:
+    given = p.lhs if p.lhs == p.rhs else f"{p.lhs} x {p.rhs}"
+    return given if given == p.result else f"{given} -> {p.result}"
+
+
 def _size(product: Product) -> str:
     sizes = [product.m, product.n, product.k]
     times = f", {product.times} times" if product.times > 1 else ""
-    return " x ".join(map(str, [product.batch, *sizes] if product.batch > 1 else sizes)) + times
+    return "x".join(map(str, [product.batch, *sizes] if product.batch > 1 else sizes)) + times

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
 from jmp_policy._src.core.classes import is_instance_of
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, count_text, joined, row_of
+from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, count_text, joined, row_of
 from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
@@ -104,16 +104,17 @@ class Summary(Report):
         return text
 
     def _tables(self) -> Sequence[Table]:
-        columns = ("module", "type", "rule", "p/c/o", "parameters ", "bytes ", "receives")
+        columns = ("module", "type", "rule", "p/c/o", "parameters ", "bytes ", "in -> out", "note")
         rows = [
             (
-                *(row.path or "(model)", row.type, row.rule, _policy_text(row), count_text(row.parameters)),
-                *(bytes_text(row.bytes), _short(row.receives), _short(row.returns), row.note),
+                *(row.path or "(model)", row.type, row.rule, _policy_text(row)),
+                *(Sum(row.parameters, count_text), Sum(row.bytes, bytes_text)),
+                *(f"{_short(row.receives)} -> {_short(row.returns)}".strip(), row.note),
             )
             for row in self.modules
         ]
         policy = self.policy if len(self.policy) < 60 else self.policy[:57] + "..."
-        return [Table((*columns, "returns", "note"), rows, f"{self.model} under {policy}")]
+        return [Table(columns, rows, f"{self.model} under {policy}", most=30)]
 
     def _lines(self) -> Sequence[str]:
         return [self.verdict]

@@ -158,7 +158,7 @@ class Mending:
         Returns:
           The one with the least error; None if nothing could be tried, or all are far off.
         """
-        with without_overflow_warnings():
+        with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit)
         best = min(self.tried, key=lambda tried: tried.error, default=None)
         return best if best is not None and best.is_mended else None
@@ -184,10 +184,7 @@ class Mending:
         if not all(np.isfinite(g).all() for g in self._exact):
             return
         for rule, policy in progress.steps("trying rules", list(self._candidates(own, paths))):
-            try:
-                self.tried.append(Tried(rule, policy, self._error(policy)))
-            except KeyboardInterrupt:
-                return  # The report is known, and so are the rules that were tried.
+            self.tried.append(Tried(rule, policy, self._error(policy)))
             if self.tried[-1].error <= limit:
                 return
 

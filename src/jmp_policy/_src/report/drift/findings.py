@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.core.report_base import Report, Table, joined, percent, plotting
+from jmp_policy._src.core.report_base import Report, Sum, Table, joined, percent, plotting
 from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report import lost_constants, trials
@@ -29,6 +29,7 @@ _LARGE = 0.1
 _WORTH_A_RULE = 0.02
 
 #: Up to so many rows are shown by direction, in the order of the program; of more the largest.
+_LINES = 16
 _SHORT = 10
 
 #: Shares below this are not named in a verdict.
@@ -269,11 +270,11 @@ class Drift(Report):
         columns = ("place", "of", "operation", "introduced ", "total ", "share ", "of the loss ")
         cells = []
         for row in sorted(self.rows, key=lambda row: -max(row.share, row.loss_share)):
-            _, _, operation, introduced, _, total, _, share = _cells(row)
-            of = _SHORT_NAMES[row.direction]
-            cells.append((row.place, of, operation, introduced, total, share, percent(row.loss_share)))
+            _, _, operation, introduced, _, total, *_ = _cells(row)
+            shares = Sum(row.share, percent), Sum(row.loss_share, percent)
+            cells.append((row.place, _SHORT_NAMES[row.direction], operation, introduced, total, *shares))
         title = f"{self.function}: where most of the error is from"
-        return [Table(columns, cells, title, most=_SHORT), *self._furthest()]
+        return [Table(columns, cells, title, most=_LINES, largest_first=True), *self._furthest()]
 
     def _tables(self) -> Sequence[Table]:
         columns = ["module", "line", "operation", "introduced ", "inherited ", "total ", "largest ", "share "]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, joined, plotting
+from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, joined, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import Estimate, Gain, Kernel, kernel_seconds, plot_roofline
 from jmp_policy._src.report.lowering.products import FEW_BITS
@@ -184,8 +184,11 @@ def _products_table(report: LoweringReport) -> Table:
         )
         runs[row] += kernel.times
         if target is not None:
-            seconds[row] += kernel.times * kernel_seconds(kernel, target)[0]  # type: ignore[assignment]
-    rows = [[*row, count, f"{1e6 * seconds[row]:.3g}" if seconds else ""] for row, count in runs.items()]
+            seconds[row] += 1e6 * kernel.times * kernel_seconds(kernel, target)[0]  # type: ignore[assignment]
+    rows = [
+        [*row, Sum(count), Sum(seconds[row], "{:.3g}".format) if seconds else ""]
+        for row, count in runs.items()
+    ]
     title = f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
     if all(row[7] == "aligned" for row in rows):
         columns, *rows = ([*row[:7], *row[8:]] for row in (columns, *rows))

@@ -194,11 +194,12 @@ def recommend(
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     with progress.showing("recommend"):
-        for name in dtypes:
-            traced = TracedLoss(loss, name, batches)
-            found.append(_in(loss, traced, probes, allowed, exact[0], card))
-            if found[-1].fits and len(found[-1].rows) == 1:
-                break
+        with progress.interruptible("bfloat16 was not tried", known=found):
+            for name in dtypes:
+                traced = TracedLoss(loss, name, batches)
+                found.append(_in(loss, traced, probes, allowed, exact[0], card))
+                if found[-1].fits and len(found[-1].rows) == 1:
+                    break
         best = max(found, key=_merit)
         return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
 
@@ -243,29 +244,31 @@ def _in(
         return choice, rules, _error(loss, rules, scale, exact)
 
     choice, rules, measured = run(chosen.within(chosen.overflowing(seen), budget))
-    if measured > budget and traced.decides:
-        # First order has not seen decisions that rounding turns, so it does not say which modules matter.
-        applied = AppliedRounding(traced, seen.loss_scale)
-        choice = chosen.overflowing(applied.own(seen))
-        choice, rules, measured = run(
-            chosen.within(choice, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
-        )
-    for _ in range(_ROUNDS):
-        path = choice.next()
-        if measured <= budget or path is None:
-            break
-        # What is measured may be more than first order says: half of the prediction, before the next run.
-        choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
+    with progress.interruptible("rules with less error were not tried"):
+        if measured > budget and traced.decides:
+            # First order has not seen decisions that rounding turns: it does not say which modules matter.
+            applied = AppliedRounding(traced, seen.loss_scale)
+            wanted = chosen.overflowing(applied.own(seen))
+            choice, rules, measured = run(
+                chosen.within(wanted, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
+            )
+        for _ in range(_ROUNDS):
+            path = choice.next()
+            if measured <= budget or path is None:
+                break
+            # What is measured may be more than first order says: half of the prediction, before the next run.
+            choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
 
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted
     share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
     if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):
-        # Errors that no rounding makes, as of a constant that overflows, are not found module by module.
-        alone = products_alone(PolicyMap(f"mixed_{dtype}"), kinds)
-        error, more = _error(loss, alone, scale, exact), _gains(loss, alone, None)["half_share"]
-        if error <= budget and (measured > budget or more > share):
-            rules, measured, predicted = alone, error, math.nan
-            rows = chosen.rows_of(choice, rules)
+        with progress.interruptible("rules with products alone in half were not tried"):
+            # Errors that no rounding makes, as of a constant that overflows, are not found module by module.
+            alone = products_alone(PolicyMap(f"mixed_{dtype}"), kinds)
+            error, more = _error(loss, alone, scale, exact), _gains(loss, alone, None)["half_share"]
+            if error <= budget and (measured > budget or more > share):
+                rules, measured, predicted = alone, error, math.nan
+                rows = chosen.rows_of(choice, rules)
     return Recommendation(
         function=seen.name,
         dtype=dtype,

@@ -271,13 +271,9 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
     # bfloat16 has float32's range.
     scale = _loss_scale(backward(0, 1.0, batches[0]).first) if traced.dtype == "float16" else 1.0
     runs: list[_Seen] = []
-    for number, arrays in enumerate(progress.steps("backward passes", batches)):
-        try:
+    with progress.interruptible("errors are means over those before it", known=runs):
+        for number, arrays in enumerate(progress.steps("backward passes", batches)):
             runs.append(jax.device_get(backward(number + 1, scale, arrays)))
-        except KeyboardInterrupt:
-            if not runs:
-                raise
-            break  # The mean of what is known is an estimate too.
     found = dict.fromkeys(traced.sinks, Effect())
     for number, seen in enumerate(runs):
         # Counts are those of one batch; squares are means.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.report_base import Report, Table, count_text, joined, row_of
+from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joined, row_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
@@ -92,7 +92,9 @@ class Sensitivity(Report):
         rows = []
         for row in self.rows:
             path, predicted, loss, *counts = dataclasses.astuple(row)
-            rows.append((path or "(all)", f"{predicted:.1e}", f"{loss:.1e}", *map(count_text, counts)))
+            rows.append(
+                (path or "(all)", f"{predicted:.1e}", f"{loss:.1e}", *(Sum(n, count_text) for n in counts))
+            )
         how = "with rounding applied" if self.measured else "to first order"
         return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
 
@@ -170,13 +172,9 @@ def sensitivity(
             tops = [(path, [path]) for path in _paths(found)]
         applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
         rows = list[SensitivityRow]()
-        for name, paths in progress.steps("modules", tops):
-            try:
+        with progress.interruptible("modules from there on have no rows", known=rows):
+            for name, paths in progress.steps("modules", tops):
                 rows.append(_row(found, name, paths, applied))
-            except KeyboardInterrupt:
-                if not rows:
-                    raise
-                break  # What is known of some modules is a report too.
         if not candidates:
             rows = [_with_inside(row, rows) for row in rows]
         rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.report_base import Report, Table, count_text, joined, percent, plotting
+from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joined, percent, plotting
 from jmp_policy._src.report.spectrum.histogram import LOWEST, take_apart
 
 #: Powers of two whose effect a report shows; 3 and 15 are those of NVIDIA's figure.
@@ -134,9 +134,8 @@ def magnitudes(path: str, kind: str, vector: np.ndarray, largest: float | None) 
     return Magnitudes(path, kind, *counts, exponents, float(largest), share(float16), share(bfloat16))
 
 
-def add_up(rows: Sequence[Magnitudes], kind: str) -> Magnitudes:
-    """Adds up the counts of all tensors of a kind."""
-    rows = [row for row in rows if row.kind == kind]
+def add_up(rows: Sequence[Magnitudes], kind: str = "") -> Magnitudes:
+    """Adds up the counts of tensors of a kind."""
     sizes = np.array([row.size for row in rows])
     largest = max((row.largest for row in rows), default=0.0)
 
@@ -180,7 +179,7 @@ class GradientSpectrum(Report):
 
     def overall(self, kind: str = "weight gradient") -> Magnitudes:
         """The magnitudes of all tensors of a kind together."""
-        return add_up(self.tensors, kind)
+        return add_up([row for row in self.tensors if row.kind == kind], kind)
 
     def of(self, path: str, kind: str = "weight gradient") -> Magnitudes:
         """The row of one tensor by its path, or the end of it.
@@ -265,15 +264,21 @@ class GradientSpectrum(Report):
             rows = [row for row in self.tensors if row.kind == kind]
             if not rows:
                 continue
-            columns = ["tensor", "values ", "zero ", "largest ", "-> 0 ", "subnormal ", "inf "]
-            cells = [_cells(row) for row in (dataclasses.replace(self.overall(kind), path="all"), *rows)]
-            title = f"{kind}s; as float16"
-            if dtype := _FLOAT8.get(kind):
-                columns.append("8 bits -> 0 ")
-                title = f"{title}, and {dtype} with a scale for each"
-                # All together have no scale.
-                lost = ["", *(percent(row.in_float8(dtype).zero) for row in rows)]
-                cells = [[*row[:-1], zero, row[-1]] for row, zero in zip(cells, lost, strict=True)]
+            dtype = _FLOAT8.get(kind)
+            columns = [
+                "tensor",
+                "values ",
+                "zero ",
+                "largest ",
+                "-> 0 ",
+                "subnormal ",
+                "inf ",
+                "8 bits -> 0 ",
+            ]
+            # All together have no scale.
+            cells = [_cells(dataclasses.replace(self.overall(kind), path="all"))]
+            cells += [_cells(row, dtype) for row in rows]
+            title = f"{kind}s; as float16" + (f", and {dtype} with a scale for each" if dtype else "")
             tables.append(Table([*columns, "log2|x| -40 to 15"], cells, title))
         return tables
 
@@ -336,10 +341,30 @@ def _added(rows: Sequence[Magnitudes]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def _cells(row: Magnitudes) -> list[Any]:
-    lost = (row.float16.zero, row.float16.subnormal, row.float16.infinite)
-    first = [row.path, count_text(row.size), percent(row.zeros / (row.size or 1)), f"{row.largest:.3g}"]
-    return [*first, *map(percent, lost), row.bars()]
+def _cells(row: Magnitudes, float8: str | None = None) -> list[Any]:
+    return [
+        row.path,
+        *(Sum(row, show, add_up, _weight) for show in _SHOWN),
+        "" if float8 is None else percent(row.in_float8(float8).zero),
+        Sum(row, lambda row: row.bars().rstrip().replace(" ", "\N{NO-BREAK SPACE}"), add_up, _weight),
+    ]
+
+
+def _weight(row: Magnitudes) -> float:
+    """The number of values that are lost; 0 for a few."""
+    lost = row.float16.zero + row.float16.infinite
+    return lost * row.size if lost > 0.01 else 0.0
+
+
+#: What is shown of a tensor, or of those of equal layers together.
+_SHOWN: tuple[Callable[[Magnitudes], str], ...] = (
+    lambda row: count_text(row.size),
+    lambda row: percent(row.zeros / (row.size or 1)),
+    lambda row: f"{row.largest:.3g}",
+    lambda row: percent(row.float16.zero),
+    lambda row: percent(row.float16.subnormal),
+    lambda row: percent(row.float16.infinite) if row.float16.infinite else "",
+)
 
 
 #: The least share that is drawn, in per cent.
