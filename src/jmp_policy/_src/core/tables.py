@@ -95,9 +95,7 @@ class Table:
         head, *lines = min(layouts, key=lambda layout: sum(map(len, layout)))
         if not full:
             heights = list(itertools.accumulate(map(len, lines)))
-            # What says that a line is left out takes its place.
-            is_cut = bool(heights) and heights[-1] > self.most + 1
-            count = max(1, bisect.bisect(heights, self.most)) if is_cut else len(lines)
+            count = max(1, bisect.bisect(heights, self.most))
             rows, lines = rows[:count], lines[:count]
         shown = [line for row in lines for line in row]
         rule = " " + "─" * (max(map(len, [*head, *shown])) - 1)
@@ -127,15 +125,15 @@ class Table:
             else "counted together"
         )
         left = len(self.rows) - sum(len(row.rows) if isinstance(row, Folded) else 1 for row in rows)
-        parts = [f"(n x): n equal layers, {added}"] * bool(sums)
-        return "; ".join([*parts, *[f"... and {left} more row{'s' * (left > 1)}"] * bool(left)])
+        more = f"{'' if sums else '... and '}{left} more row{'s' * (left > 1)}"
+        return "; ".join([*[f"(n x): equal layers, {added}"] * bool(sums), *[more] * bool(left)])
 
     def _shown(self) -> Sequence[Sequence[Any]]:
         """The rows that are shown where each takes a line."""
         rows = folded(self.columns, self.rows)
         if self.largest_first:
             rows.sort(key=lambda row: -max(cell.weight(cell.value) for cell in row if isinstance(cell, Sum)))
-        return rows[: self.most] if len(rows) > self.most + 1 else rows
+        return rows[: self.most]
 
 
 def _used(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:

@@ -160,16 +160,16 @@ def _gains_table(gains: Sequence[Gain], title: str, columns: Sequence[str]) -> T
     rows = []
     for gain in gains:
         seconds = [gain.before_seconds, gain.seconds, gain.saved_seconds, gain.added_seconds]
-        shown = map(_seconds_text, seconds[: len(columns) - 2])
+        shown = (Sum(part, _seconds_text) for part in seconds[: len(columns) - 2])
         rows.append([gain.path, gain.precision, *shown, f"{gain.speedup:.2f}x"])
-    return Table([*columns, "gain "], rows, title)
+    return Table([*columns, "gain "], rows, title, most=5, largest_first=True)
 
 
 def _products_table(report: LoweringReport) -> Table:
     """Makes the table of products, in which equal products of a module share a row."""
     target = target_of_device(report.target)
     units = "Tensor Cores" if target is None or target.platform == "cuda" else "passes"
-    columns = ["module", "pass", "by", "size ", "operands", "sums", units, "alignment", "runs ", "us "]
+    columns = ["module", "pass", "by", "size ", "operands -> sums", units, "alignment", "runs ", "us "]
     runs, seconds = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for kernel in report.matrix_kernels:
         row = (
@@ -177,8 +177,7 @@ def _products_table(report: LoweringReport) -> Table:
             "backward" if kernel.backward else "forward",
             kernel.kind,
             kernel.size,
-            " x ".join(dict.fromkeys(kernel.operands.split(" x "))),
-            kernel.accumulation,
+            f"{' x '.join(dict.fromkeys(kernel.operands.split(' x ')))} -> {kernel.accumulation}",
             kernel.arithmetic if kernel.tensor_cores else "no",
             kernel.alignment,
         )
@@ -190,9 +189,9 @@ def _products_table(report: LoweringReport) -> Table:
         for row, count in runs.items()
     ]
     title = f"Matrix kernels of {report.function} on {report.target} (us: all runs, at best)"
-    if all(row[7] == "aligned" for row in rows):
-        columns, *rows = ([*row[:7], *row[8:]] for row in (columns, *rows))
-    return Table(columns, rows, title)
+    if all(row[6] == "aligned" for row in rows):
+        columns, *rows = ([*row[:6], *row[7:]] for row in (columns, *rows))
+    return Table(columns, rows, title, most=8)
 
 
 def _seconds_text(seconds: float) -> str:

@@ -283,11 +283,13 @@ class GradientSpectrum(Report):
         return tables
 
     def _lines(self) -> Sequence[str]:
-        saved = {k: share for k, share in self.recovered.items() if not math.isnan(share)}
+        saved = [f"2^{k} {percent(share)}" for k, share in self.recovered.items() if share >= 0]
         lines = []
         if saved:
-            text = ", ".join(f"2^{k} {percent(share)}" for k, share in saved.items())
-            lines.append(f"Of the gradients that float16 makes zero, a scale saves: {text}.")
+            # Larger scales save all, too.
+            last = next((i for i, text in enumerate(saved) if text.endswith(" 100 %")), len(saved))
+            shares = ", ".join(saved[: last + 1])
+            lines.append(f"Of gradients that become zero, a scale saves: {shares}.")
         if unseen := [row.path for row in self.tensors if row.kind == "activation" and not row.size]:
             lines.append(f"Not counted, since no gradient flows through it: {joined(unseen)}.")
         return [*lines, self.verdict]
