@@ -23,7 +23,7 @@ ON_CPU = {
     "times.overhead": ("overhead", "grad_dtype_cost", "zoo_cost"),
     "times.nnx": ("nnx_cost", "nnx_calls"),
     "times.autocast": ("autocast_cost",),
-    "times.reports": ("report_cost", "first_call", "drift_cost"),
+    "times.reports": ("report_cost", "first_call", "lines_printed", "drift_cost"),
     "times.optimizers": ("rounding_cost",),
     "accuracy.gradient_errors": ("gradient_errors",),
     "accuracy.tasks": ("accuracy",),

@@ -250,7 +250,7 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((zoo.performance,),),
     "docs/reliability.md": ((agents,),),
-    "docs/reports.md": ((reports,), (planted_faults, healthy_models, planted_parts)),
+    "docs/reports.md": ((reports,), ("lines", planted_faults, healthy_models, planted_parts)),
     "docs/scaling_out.md": ((scaling_out,),),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (

@@ -6,6 +6,8 @@ same step without looking; a step that is taken every 100 steps counts as a hund
 `first_call`: what the first call of each report takes, beside that of the gradient in float32: tracing,
 compiling and running, in CPU seconds.
 
+`lines_printed`: the lines that a report on 16 equal layers takes, and all its rows.
+
 `drift_cost`: time and memory of a second run beside those of the loss and its gradients in float32. Times are
 of this process's CPU. What `drift` runs once is compiled for that: sooner done, and slower.
 """
@@ -20,7 +22,8 @@ import jax
 import jmp_policy as jmpp
 from benchmarks import measure, steps
 from benchmarks.accuracy.modules import loss_and_params, under
-from benchmarks.models import MODELS, small
+from benchmarks.models import MODELS, gpt, small
+from benchmarks.models._model import cross_entropy
 from benchmarks.table import Table
 from jmp_policy._src.report import pieces
 from jmp_policy._src.report.drift.comparison import Comparison
@@ -192,9 +195,37 @@ def first_calls(model: str) -> list[dict[str, Any]]:
     return [{**ratios, "gradient": round(seconds["gradient"], 1)}]
 
 
+def lines_printed() -> list[dict[str, Any]]:
+    """Lines of each report on a GPT of 16 layers."""
+    module = gpt.GPT(vocabulary=64, length=16, hidden=32, heads=2, mlp=64, layers=16)
+    (tokens,), targets = gpt.draw(jax.random.key(0), module.vocabulary, 4, module.length)
+    params = module.init(jax.random.key(1), tokens)
+
+    def loss(params: Any) -> Any:
+        return cross_entropy(module.apply(params, tokens), targets)
+
+    def half(params: Any) -> Any:
+        return cross_entropy(jmpp.wrap(module, "mixed_float16").apply(params, tokens), targets)
+
+    found = {
+        "summary": jmpp.summary(module, "mixed_float16", tokens),
+        "audit": jmpp.audit(half, params, grad=True),
+        "gradient_spectrum": jmpp.gradient_spectrum(loss, params),
+        "drift": jmpp.drift(half, params),
+        "sensitivity": jmpp.sensitivity(loss, params, probes=1),
+        "memory_report": jmpp.memory_report(jax.value_and_grad(half), params),
+        "lowering_report": jmpp.lowering_report(jax.value_and_grad(half), params, target="H100"),
+    }
+    return [
+        {"report": name, "lines": len(str(r).splitlines()), "all": len(r.table(full=True).splitlines())}
+        for name, r in found.items()
+    ]
+
+
 LOOKED_AT = ("CNN + BatchNorm", "Transformer")
 TABLES = (
     Table("report_cost", look_rows, by={"model": LOOKED_AT}, about={"repeats": REPEATS}),
     Table("first_call", first_calls, by={"model": MODELS}),
+    Table("lines_printed", lines_printed),
     Table("drift_cost", drift_rows, by={"model": small.TABLE}, about={"repeats": DRIFT_REPEATS}),
 )

@@ -19,9 +19,8 @@ _FEW = 3
 #: A number, with the text before it: "layer_7", but not the line of a file.
 _NUMBER = re.compile(r"(?<![^/\s,(])([^/\s,(:]*?)(\d+)(?=[/\s,.)\]]|$)")
 
-#: A figure with its unit: "4.16 k", "< 0.1 %", "1.2e-05".
-_FIGURE = re.compile(r"^(?:[<>] )?(-?[\d.,]+(?:e[-+]?\d+)?|inf)\s*([kMGTP]?)(.*)$")
-_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+#: The number of a figure: of "1.2e-05", "< 0.1 %", "0.86x".
+_FIGURE = re.compile(r"-?[\d.]+(?:e[-+]?\d+)?|inf")
 
 #: Where text may be broken, and where a figure. "layer_0", "a.py:3" and "(16 x)" stay whole.
 _BREAKS = re.compile(
@@ -95,7 +94,7 @@ class Table:
         head, *lines = min(layouts, key=lambda layout: sum(map(len, layout)))
         if not full:
             heights = list(itertools.accumulate(map(len, lines)))
-            count = max(1, bisect.bisect(heights, self.most))
+            count = max(1, bisect.bisect(heights, self.most + (not self.is_cut)))
             rows, lines = rows[:count], lines[:count]
         shown = [line for row in lines for line in row]
         rule = " " + "─" * (max(map(len, [*head, *shown])) - 1)
@@ -133,7 +132,8 @@ class Table:
         rows = folded(self.columns, self.rows)
         if self.largest_first:
             rows.sort(key=lambda row: -max(cell.weight(cell.value) for cell in row if isinstance(cell, Sum)))
-        return rows[: self.most]
+        # What says that one is left out takes its place.
+        return rows[: self.most + (len(rows) == self.most + 1)]
 
 
 def _used(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
@@ -306,9 +306,5 @@ def _range(column: Sequence[str]) -> str:
 
 
 def _size(figure: str) -> float:
-    found = _FIGURE.match(figure)
-    if found is None:
-        return -1.0
-    number = float(found[1].replace(",", ""))
-    # "< 0.1 %" is below "0.1 %".
-    return number * _FACTORS[found[2]] - (1e-9 if figure.startswith("<") else 0)
+    found = _FIGURE.search(figure)
+    return float(found[0]) if found else -1.0
