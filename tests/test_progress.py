@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_policy as jmpp
+from jmp_policy._src.api import command_line
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.drift import drift
 from jmp_policy._src.report.sensitivity import recommend, rounding_errors
@@ -91,6 +92,15 @@ def test_an_interrupt_keeps_the_backward_passes_so_far(monkeypatch):
     calls[:] = [None]
     with pytest.raises(KeyboardInterrupt, match="^$"):
         jmpp.sensitivity(loss, W, X, probes=4, measure=False)
+
+
+def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
+    def interrupted(given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_report", interrupted)
+    assert command_line.main(["formats"]) == 130
+    assert capsys.readouterr().err.endswith("formats: interrupted before anything was known\n")
 
 
 def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):

@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"{parser.prog} {given.command}: {_error_text(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog} {given.command}: interrupted before anything was known", file=sys.stderr)
+        return 130
     print(_as_json(report.to_dict()) if given.json else report)
     return 0
 
