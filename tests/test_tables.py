@@ -41,6 +41,14 @@ def test_names_are_whole_in_every_width(path, width, full):
         assert "(16 x)" in " ".join(lines)
 
 
+def test_all_rows_have_whole_names_where_there_is_room():
+    rows = [(f"Layer_{i}/MultiHeadDotProductAttention_0/query", "f16", "1") for i in range(3)]
+    whole, short = (table(rows, ("module", "in", "size ")).as_text(True, width) for width in (60, 40))
+    assert whole[2].split() == [rows[0][0], "f16", "1"]
+    assert [line.split()[0] for line in short[2:4]] == ["Layer_0/", "MultiHead…Attention_0/query"]
+    assert max(map(len, short)) <= 40
+
+
 def test_a_wide_table_has_a_line_for_each_row():
     lines = table(rows_of(3)).as_text(True, 120)
     assert len(lines) == 2 + 9 + 1

@@ -29,7 +29,9 @@ _BREAKS = re.compile(
 _BREAKS_OF_FIGURES = re.compile(r"(?<=\.\.\. )")
 
 #: The words of a long name of a class: the first ones, the last, and what is left out between them.
-_LONG_NAME = re.compile(r"\b(?=\w{20})((?:[A-Z][a-z0-9]+){1,2})(?:[A-Z][a-z0-9]+)+([A-Z][a-z0-9]+)\b")
+_LONG_NAME = re.compile(
+    r"\b(?=\w{20})((?:[A-Z][a-z0-9]+){1,2})(?:[A-Z][a-z0-9]+)+([A-Z][a-z0-9]+)(?![a-zA-Z])"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +89,14 @@ class Table:
         """
         rows = self.rows if full else self._shown()
         columns = [[self.columns[i], *(str(row[i]) for row in rows)] for i in _used(self.columns, rows)]
-        layouts = [_laid_out(columns, width)]
-        if not full:
-            shorter = [[_LONG_NAME.sub(r"\1…\2", cell) for cell in cells] for cells in columns]
-            layouts.append(_laid_out(shorter, width))
-        head, *lines = min(layouts, key=lambda layout: sum(map(len, layout)))
+        shorter = [[_LONG_NAME.sub(r"\1…\2", cell) for cell in cells] for cells in columns]
+
+        def cost(layout: list[list[str]]) -> tuple[bool, int]:
+            # Whoever asks for everything gets whole names, if there is room for them.
+            is_wide = any(len(line) > width for row in layout for line in row)
+            return is_wide, 0 if full else sum(map(len, layout))
+
+        head, *lines = min((_laid_out(each, width) for each in (columns, shorter)), key=cost)
         if not full:
             heights = list(itertools.accumulate(map(len, lines)))
             count = max(1, bisect.bisect(heights, self.most + (not self.is_cut)))

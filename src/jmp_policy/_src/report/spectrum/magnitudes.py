@@ -256,7 +256,7 @@ class GradientSpectrum(Report):
             return self._tables()
         worst = sorted(self.tensors, key=lambda row: -(row.float16.zero + row.float16.infinite))
         tables = dataclasses.replace(self, tensors=tuple(worst))._tables()
-        return [dataclasses.replace(table, most=_SHORT) for table in tables]
+        return [dataclasses.replace(table, most=_SHORT - 1) for table in tables]
 
     def _tables(self) -> Sequence[Table]:
         tables = []
@@ -332,7 +332,7 @@ class GradientSpectrum(Report):
         return figure
 
 
-#: Of more tensors than these of each kind, those are shown that lose most.
+#: Of more tensors than these of each kind, those are shown that lose most, in one line less.
 _SHORT = 5
 
 
