@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 import jmp_policy as jmpp
-from jmp_policy._src.autocast import joined_parts
+from jmp_policy._src.autocast import parts
 
 ROWS, WIDTH = 16, 64
 HALVES = ("float16", "bfloat16")
@@ -74,7 +74,7 @@ def loss_without_parts(function, half, monkeypatch):
 
     def unjoined(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(joined_parts, "join", lambda plan: plan.program)
+            patch.setattr(parts, "join", lambda plan: plan.program)
             return loss(*args)
 
     return unjoined
@@ -222,12 +222,12 @@ def test_a_part_is_traced_once_however_often_it_occurs():
             x = jax.nn.gelu(x @ ws[name], approximate=False)
         return jnp.sum(x @ ws["w"])
 
-    joined_parts.kept_function.cache_clear()
+    parts.kept_function.cache_clear()
     loss = jmpp.autocast(f, "float16")
     jax.make_jaxpr(jax.grad(loss))(X, PARAMS)
-    assert joined_parts.kept_function.cache_info().misses == 1
+    assert parts.kept_function.cache_info().misses == 1
     jax.make_jaxpr(jax.grad(loss))(X, PARAMS)
-    assert joined_parts.kept_function.cache_info().misses == 1
+    assert parts.kept_function.cache_info().misses == 1
 
 
 @pytest.mark.slow

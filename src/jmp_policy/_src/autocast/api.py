@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-from jmp_policy._src.autocast import call_rules, joined_parts, operation_rules
-from jmp_policy._src.autocast.planner import Plan, Planner, Rule, results, traced
-from jmp_policy._src.autocast.values import LEAVES_MARKED
+from jmp_policy._src.autocast import call_rules, operation_rules, parts
+from jmp_policy._src.autocast.planner import LEAVES_MARKED, Plan, Planner, Rule, results, traced
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_half
@@ -103,9 +102,7 @@ class Settings:
             seen = [stack.enter_context(framework.marking(self.policy_map)) for framework in frameworks]
             flat = flattened(fn, args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
-        planner = Planner(
-            regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, joined_parts.join
-        )
+        planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, parts.join)
         opened = compat.open_jaxpr(flat.jaxpr)
         leaves = [traced(var, "leaf") for var in opened.invars]
         plan = planner.plan(flat.jaxpr, leaves, [True] * len(opened.outvars), regions.outermost)

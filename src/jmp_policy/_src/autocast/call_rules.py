@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from jmp_policy._src.autocast.list_rules import AS_TRACED, as_traced
 from jmp_policy._src.autocast.planner import (
     Case,
+    CastCache,
     Demand,
     EqnPlan,
     Plan,
@@ -20,7 +21,6 @@ from jmp_policy._src.autocast.planner import (
     run,
     traced_as,
 )
-from jmp_policy._src.autocast.values import CastCache
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32

@@ -17,16 +17,17 @@ from jax import lax
 
 from jmp_policy._src.autocast.planner import (
     Case,
+    CastCache,
     Demand,
     EqnPlan,
     How,
     Rule,
     Run,
+    Value,
     as_planned,
     rebound,
     traced,
 )
-from jmp_policy._src.autocast.values import CastCache, Value
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32

@@ -31,8 +31,18 @@ from jmp_policy._src.autocast.list_rules import (
     reads_in,
     results_in,
 )
-from jmp_policy._src.autocast.planner import Case, Demand, EqnPlan, How, Rule, Run, as_planned, traced
-from jmp_policy._src.autocast.values import CastCache, Value
+from jmp_policy._src.autocast.planner import (
+    Case,
+    CastCache,
+    Demand,
+    EqnPlan,
+    How,
+    Rule,
+    Run,
+    Value,
+    as_planned,
+    traced,
+)
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.device_dispatch import has_known_sizes
 from jmp_policy._src.jaxpr.ir import FLOAT32

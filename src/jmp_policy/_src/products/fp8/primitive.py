@@ -237,8 +237,8 @@ def _exchanged(operands: Sequence[Any], params: dict[str, Any]) -> tuple[dict[st
 
     JAX computes a weight gradient as the transpose of cotangent times input, where input times cotangent is
     the gradient as it is. XLA computes neither transpose, but gives the first the layout of its transpose,
-    and with it all that shares a scale broadcast to the same shape: in a Transformer with as many tokens as
-    features that was the gradient of its input, whose normalisation then took three more kernels.
+    and with it all that shares its operands: the gradients of two Transformer layers of 1024 features then
+    take 201 kernels instead of 185 and move 8 % more bytes of an H100 (JAX 0.12.0).
     """
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     batch, rank = len(left_batch), sum(x.ndim for x in operands) - 2 * len(left) - len(left_batch)
