@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from jmp_policy._src.autocast import call_rules, operation_rules, parts
-from jmp_policy._src.autocast.planner import LEAVES_MARKED, Plan, Planner, Rule, results, traced
+from jmp_policy._src.autocast.planner import LEAVES_MARKED, Plan, Planner, Rule, traced
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_half
@@ -255,7 +255,7 @@ def lowered(fn: F, settings: Settings) -> F:
     def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = compat.open_jaxpr(plan.jaxpr).outvars
         dtypes = [ir.FLOAT32 if ir.is_float32(atom) else None for atom in atoms]
-        return binding.run_program(plan.jaxpr, arrays, lambda *arrays: results(plan, arrays, dtypes))
+        return binding.run_program(plan.jaxpr, arrays, lambda *arrays: plan.results(arrays, dtypes))
 
     return in_half  # type: ignore[return-value]
 

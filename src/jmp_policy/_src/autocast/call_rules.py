@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jmp_policy._src.autocast.list_rules import AS_TRACED, as_traced
+from jmp_policy._src.autocast.list_rules import AS_TRACED
 from jmp_policy._src.autocast.planner import (
     Case,
     CastCache,
@@ -14,12 +14,8 @@ from jmp_policy._src.autocast.planner import (
     Planner,
     Rule,
     Value,
-    as_function,
     planned_dtypes,
     rebound,
-    results,
-    run,
-    traced_as,
 )
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
@@ -38,7 +34,7 @@ def _with_inside(do: _Do | None, case: Case, ins: Any, outs: Any, *plans: Plan) 
         if step.is_unchanged:
             return rebound(step, caches)
         if do is None or calls.is_inlined(eqn):
-            return run(plans[0], caches)
+            return plans[0].run(caches)
         return list(map(CastCache, do(case.planner, step, step.operands(caches))))
 
     reads = planned_dtypes(ins, eqn.invars)
@@ -56,7 +52,7 @@ class Call(Rule):
 
     def plan(self, case: Case) -> EqnPlan:
         if ir.has_references(case.eqn):
-            return as_traced(case.eqn, "as traced: it takes references")
+            return case.as_traced("as traced: it takes references")
         inner = case.planner.plan(_jaxpr(case.eqn), case.ins, case.outs, case.region)
         return _with_inside(self._do, case, inner.ins, inner.outs, inner)
 
@@ -69,12 +65,12 @@ def _jaxpr(eqn: Any) -> Any:
 
 def _function(step: EqnPlan) -> control_flow.Function:
     """What the plan inside does, with results as those of the operation."""
-    return as_function(step.inner[0], step.dtypes)
+    return step.inner[0].as_function(step.dtypes)
 
 
 def _retraced(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
     """The same operation with other jaxprs inside; small calls are inlined."""
-    jaxprs = [traced_as(plan, step.dtypes) for plan in step.inner]
+    jaxprs = [plan.traced_as(step.dtypes) for plan in step.inner]
     return control_flow.with_jaxprs(step.eqn, jaxprs, arrays, binding.bind)
 
 
@@ -95,7 +91,7 @@ def _with_derivative(rebuilt: Any, planner: Planner, step: EqnPlan, arrays: Sequ
         wanted = dtypes or [None] * len(compat.open_jaxpr(jaxpr).outvars)
         demands = [dtypes is not None and dtype in (None, FLOAT32) for dtype in wanted]
         plan = planner.plan(jaxpr, [Value(array.dtype) for array in arrays], demands, step.region)
-        return results(plan, arrays, wanted)
+        return plan.results(arrays, wanted)
 
     return rebuilt(step.eqn, _function(step), arrays, run_planned, step.dtypes)
 
@@ -119,7 +115,7 @@ class CustomVJP(Call):
                 "a custom_vjp holds matrix products, which stay in float32: its backward pass was written "
                 "for the dtypes of its forward pass. autocast(..., lower={'custom_vjp_call'}) lowers both"
             )
-        return as_traced(case.eqn, "custom_vjp: as traced", note)
+        return case.as_traced("custom_vjp: as traced", note)
 
     @staticmethod
     def _is_opened(case: Case) -> bool:
@@ -168,7 +164,7 @@ class Loop(Rule):
         planner, eqn, ins, _, region = case
         loop = control_flow.loop(eqn, ins)
         if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
-            return as_traced(eqn, "as traced: it takes references")
+            return case.as_traced("as traced: it takes references")
         wanted, atoms = self._wanted(case, loop), eqn.outvars[: len(loop.start)]
 
         def planned(carry: Sequence[Value]) -> Plan:
@@ -191,7 +187,7 @@ class Loop(Rule):
 
 def _while(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
     body, test = step.inner
-    jaxprs = [traced_as(body, step.dtypes), traced_as(test, (None,))]
+    jaxprs = [body.traced_as(step.dtypes), test.traced_as((None,))]
     return control_flow.with_jaxprs(step.eqn, jaxprs, arrays, binding.bind)
 
 

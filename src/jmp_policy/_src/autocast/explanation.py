@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jmp_policy._src.autocast.api import Settings, check_function
-from jmp_policy._src.autocast.list_rules import as_traced
-from jmp_policy._src.autocast.planner import EqnPlan, How, Plan
+from jmp_policy._src.autocast.planner import EqnPlan, How, Plan, as_traced
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines

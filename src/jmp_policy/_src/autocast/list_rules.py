@@ -22,11 +22,9 @@ from jmp_policy._src.autocast.planner import (
     EqnPlan,
     How,
     Rule,
-    Run,
     Value,
     as_planned,
     rebound,
-    traced,
 )
 from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
@@ -42,21 +40,6 @@ from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
 from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
 from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
-
-
-def are_float32(eqn: Any) -> list[bool]:
-    """Whether each operand is a float32 array, as it was traced."""
-    return [ir.is_float32(atom) for atom in eqn.invars]
-
-
-def reads_in(eqn: Any, dtype: Any) -> tuple[np.dtype | None, ...]:
-    """A dtype for each float32 operand, None for others."""
-    return tuple([dtype if is_float else None for is_float in are_float32(eqn)])
-
-
-def results_in(eqn: Any, dtype: Any) -> tuple[Value, ...]:
-    """Results in a dtype for those that are float32, others as traced."""
-    return tuple([Value(dtype) if ir.is_float32(var) else traced(var) for var in eqn.outvars])
 
 
 def _wanted_full(case: Case) -> bool:
@@ -80,17 +63,12 @@ class AsTraced(Rule):
             inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
             # What a solver is made of is nothing that the user wrote.
-            if products and any(are_float32(eqn)) and eqn.primitive.name != "custom_linear_solve":
+            if products and any(case.are_float32) and eqn.primitive.name != "custom_linear_solve":
                 note = (
                     f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
                     "float32: autocast doesn't look into it"
                 )
-        return as_traced(eqn, why, note)
-
-
-def as_traced(eqn: Any, why: str, note: str = "") -> EqnPlan:
-    """Returns the step of an operation in its traced dtypes."""
-    return EqnPlan(eqn, reads_in(eqn, FLOAT32), tuple(map(traced, eqn.outvars)), why, note=note)
+        return case.as_traced(why, note)
 
 
 AS_TRACED = AsTraced()
@@ -128,16 +106,16 @@ class Lower(Rule):
     def plan(self, case: Case) -> EqnPlan:
         eqn, ins, region = case.eqn, case.ins, case.region
         if not self._is_lowered(eqn):
-            if any(are_float32(eqn)) and ir.asks_for_precision(eqn):
-                return as_traced(eqn, "full: it asks for a precision of its own")
+            if any(case.are_float32) and ir.asks_for_precision(eqn):
+                return case.as_traced("full: it asks for a precision of its own")
             if jax_sources.is_drawn(eqn):
-                return as_traced(eqn, "full: draws random numbers")
+                return case.as_traced("full: draws random numbers")
             return AS_TRACED.plan(case)
         half, reason = region.half, case.planner.table[eqn.primitive.name][1]
         if "preferred_element_type" not in eqn.params:
-            return self._plan_other(eqn, region)
-        if self._is_small(case) and not _are_half(eqn, ins, half):
-            return as_traced(eqn, f"full: {few_terms_text(terms_of(eqn))}")
+            return self._plan_other(case)
+        if self._is_small(case) and not _are_half(case):
+            return case.as_traced(f"full: {few_terms_text(terms_of(eqn))}")
         wanted = _wanted_full(case) and not region.lower
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         if wanted and in_float8 is None:
@@ -145,28 +123,26 @@ class Lower(Rule):
             stays = f", in {half} and not in float8" if region.recipe else ""
             stays = why if SCORES in of_attention(region.recipe) else stays
             why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
-            return _lowered(eqn, half, results_in(eqn, FLOAT32), why, _run_with_float32_output)
-        return _lowered(eqn, half, results_in(eqn, half), f"lower: {reason}{why}", in_float8 or _run_in_half)
+            return case.planned(half, FLOAT32, why, _run_with_float32_output, How.LOWERED)
+        return case.planned(half, half, f"lower: {reason}{why}", in_float8 or _run_in_half, How.LOWERED)
 
-    def _plan_other(self, eqn: Any, region: Region) -> EqnPlan:
+    @staticmethod
+    def _plan_other(case: Case) -> EqnPlan:
         """Plans a primitive that the caller has put on the list: what it makes of half it must say."""
-        reads = reads_in(eqn, region.half)
+        eqn, half = case.eqn, case.region.half
+        step = case.planned(half, half, "lower: as the caller asked", how=How.LOWERED)
         operands = [
             atom.aval if dtype is None else jax.ShapeDtypeStruct(atom.aval.shape, dtype)
-            for atom, dtype in zip(eqn.invars, reads, strict=True)
+            for atom, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
         try:
             made = jax.eval_shape(lambda *values: binding.bind(eqn, *values), *operands)
         except Exception as error:
             text = str(error).partition("\n")[0]
-            note = f"a {eqn.primitive.name} does not take {region.half.name} ({text}), and stays in float32"
-            return as_traced(eqn, f"full: it takes no {region.half.name}", note)
-        results = tuple(Value(out.dtype) for out in made)
-        return _lowered(eqn, region.half, results, "lower: as the caller asked", rebound)
-
-
-def _lowered(eqn: Any, half: Any, outs: tuple[Value, ...], why: str, run: Run) -> EqnPlan:
-    return EqnPlan(eqn, reads_in(eqn, half), outs, why, run, how=How.LOWERED)
+            note = f"a {eqn.primitive.name} does not take {half.name} ({text}), and stays in float32"
+            return case.as_traced(f"full: it takes no {half.name}", note)
+        step.outs = tuple(Value(out.dtype) for out in made)
+        return step
 
 
 def _run_with_float32_output(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
@@ -177,12 +153,13 @@ def _run_in_half(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCac
     return [CastCache(product(step.eqn, step.operands(caches), step.outs[0].dtype))]
 
 
-def _are_half(eqn: Any, ins: Sequence[Value], half: np.dtype) -> bool:
+def _are_half(case: Case) -> bool:
     """Returns whether a product with few terms is one of half values, and of weights if it sums any."""
-    operands = [value for value, is_float in zip(ins, are_float32(eqn), strict=True) if is_float]
+    half, sums = case.region.half, terms_of(case.eqn) > 1
+    operands = [value for value, is_float in zip(case.ins, case.are_float32, strict=True) if is_float]
     made = [value.dtype == half for value in operands if value.source == "computed"]
     weights_fit = all(
-        value.fits(half) if value.source == "constant" else terms_of(eqn) > 1
+        value.fits(half) if value.source == "constant" else sums
         for value in operands
         if value.source != "computed"
     )
@@ -199,11 +176,11 @@ class Promote(Rule):
 
     def plan(self, case: Case) -> EqnPlan:
         eqn = case.eqn
-        if not any(are_float32(eqn)) or ir.holds_jaxpr(eqn):
+        if not any(case.are_float32) or ir.holds_jaxpr(eqn):
             return AS_TRACED.plan(case)
         dtype, why = self._choose(case)
         run = _run_broadcasting if eqn.primitive.name in op_table.BROADCASTING else rebound
-        return EqnPlan(eqn, reads_in(eqn, dtype), results_in(eqn, dtype), why, run)
+        return case.planned(dtype, dtype, why, run)
 
     def _choose(self, case: Case) -> tuple[np.dtype, str]:
         eqn, half = case.eqn, case.region.half

@@ -25,11 +25,7 @@ from jmp_policy._src.autocast.list_rules import (
     Full,
     Lower,
     Promote,
-    are_float32,
-    as_traced,
     is_shared,
-    reads_in,
-    results_in,
 )
 from jmp_policy._src.autocast.planner import (
     Case,
@@ -60,7 +56,7 @@ class DataMovement(Promote):
 
     def plan(self, case: Case) -> EqnPlan:
         eqn, ins = case.eqn, case.ins
-        if not any(are_float32(eqn)):
+        if not any(case.are_float32):
             step = AS_TRACED.plan(case)
             if ins[0].source == "constant" and len(eqn.outvars) == len(ins) == 1:
                 # An integer that is to become a float (1 in `x + 1`).
@@ -74,7 +70,7 @@ class DataMovement(Promote):
         if len(ins) != len(eqn.outvars):
             return super().plan(case)
         # Several arrays, each for itself (optimization_barrier).
-        reads = tuple(v.dtype if f else None for v, f in zip(ins, are_float32(eqn), strict=True))
+        reads = tuple(v.dtype if f else None for v, f in zip(ins, case.are_float32, strict=True))
         kept = tuple(value._replace(source="computed") for value in ins)
         return EqnPlan(eqn, reads, kept, "follow: identity")
 
@@ -111,11 +107,6 @@ def _run_at_use(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCach
     return [cache.view(step.outs[0].dtype, make)]
 
 
-def inside_float32(eqn: Any, half: Any, reason: str) -> EqnPlan:
-    """Returns the step of an operation in float32 whose results are handed on in half."""
-    return EqnPlan(eqn, reads_in(eqn, FLOAT32), results_in(eqn, half), f"inside: {reason}")
-
-
 class Float32Internal(Promote):
     """An operation in float32 inside, so that its derivative is; what comes of half is returned in half."""
 
@@ -124,7 +115,7 @@ class Float32Internal(Promote):
         if eqn.primitive.name == "pad" and case.ins[1].source == "constant":
             return step
         if ir.is_float32(eqn.invars[0]) and step.outs[0].dtype == half:
-            return inside_float32(eqn, half, case.planner.table[eqn.primitive.name][1])
+            return case.planned(FLOAT32, half, f"inside: {case.planner.table[eqn.primitive.name][1]}")
         return step
 
 
@@ -174,7 +165,7 @@ class IntegerPower(Promote):
 
     def plan(self, case: Case) -> EqnPlan:
         if self._is_full(case):
-            return as_traced(case.eqn, "full: exceeds float16 easily")
+            return case.as_traced("full: exceeds float16 easily")
         return super().plan(case)
 
 
@@ -197,8 +188,8 @@ class Quotient(Promote):
         if not is_half or not _is_narrow(region) or divisor.source == "constant":
             return step
         if numerator.source != "computed":
-            return as_traced(eqn, "full: a quotient of a number exceeds float16 easily")
-        return inside_float32(eqn, region.half, "its derivative exceeds float16 easily")
+            return case.as_traced("full: a quotient of a number exceeds float16 easily")
+        return case.planned(FLOAT32, region.half, "inside: its derivative exceeds float16 easily")
 
 
 class Gather(Float32Internal):

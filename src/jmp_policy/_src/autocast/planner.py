@@ -101,11 +101,6 @@ class CastCache:
 LEAVES_MARKED = jax.make_user_context(default_value=False)
 
 
-def argument(value: Any, known: Value) -> CastCache:
-    """Returns the cache of casts of an argument."""
-    return CastCache(value, is_weight=known.source == "leaf" and LEAVES_MARKED.value)
-
-
 def cast(value: Any, dtype: Any) -> Any:
     """Casts an array."""
     return value if value.dtype == dtype else binding.converted(value, dtype)
@@ -214,6 +209,50 @@ class Plan:
     last_uses: list[list[Any]] = dataclasses.field(default_factory=list)
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
+    def run(self, caches: Sequence[CastCache]) -> list[CastCache]:
+        """Runs the operations, on behalf of the lines of code they come from; casts are kept in `caches`."""
+        steps = iter(self.program)
+
+        def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
+            planned = next(steps)
+            with compat.eqn_context(planned.at or eqn):
+                return planned.run(planned, operands)
+
+        return evaluate(
+            self.jaxpr,
+            caches,
+            step,
+            constant=_constant,
+            literal=_literal,
+            eqns=[step.eqn for step in self.program],
+            last_uses=self.last_uses,
+        )
+
+    def results(self, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        """The results for some arguments, in dtypes; None for results as they come."""
+        is_marked = LEAVES_MARKED.value
+        values = zip(arrays, self.ins, strict=True)
+        caches = [CastCache(x, is_weight=known.source == "leaf" and is_marked) for x, known in values]
+        return [cache.read(dtype) for cache, dtype in zip(self.run(caches), dtypes, strict=True)]
+
+    def as_function(self, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+        """A function of arrays in the dtypes that it was planned for; `dtypes` as for `results`."""
+
+        def function(*arrays: Any) -> list[Any]:
+            with binding.program(is_body=True):
+                return self.results(arrays, dtypes)
+
+        return function
+
+    def traced_as(self, dtypes: tuple[Any, ...]) -> Any:
+        """Its jaxpr; the same object each time, so that it is compiled once. `dtypes` as for `results`."""
+        if dtypes not in self.traced:
+            atoms = compat.open_jaxpr(self.jaxpr).invars
+            held = zip(atoms, planned_dtypes(self.ins, atoms), strict=True)
+            types = [a.aval if d in (None, FLOAT32) else ir.retyped(a.aval, d) for a, d in held]
+            self.traced[dtypes] = jax.make_jaxpr(self.as_function(dtypes))(*types)
+        return self.traced[dtypes]
+
 
 class Case(NamedTuple):
     """An operation, where it is planned.
@@ -231,6 +270,29 @@ class Case(NamedTuple):
     ins: Sequence[Value]
     outs: Sequence[Demand]
     region: Region
+
+    @property
+    def are_float32(self) -> list[bool]:
+        """Whether each operand is a float32 array, as it was traced."""
+        return [ir.is_float32(atom) for atom in self.eqn.invars]
+
+    def planned(
+        self, reads: Any, results: Any, why: str, run: Run = rebound, how: How = How.AS_PLANNED
+    ) -> EqnPlan:
+        """What is done with the operation where float32 operands, and results, get one dtype each."""
+        operands = tuple([reads if is_float else None for is_float in self.are_float32])
+        outs = [Value(results) if ir.is_float32(var) else traced(var) for var in self.eqn.outvars]
+        return EqnPlan(self.eqn, operands, tuple(outs), why, run, how=how)
+
+    def as_traced(self, why: str, note: str = "") -> EqnPlan:
+        """What is done with the operation in the dtypes that it was traced in."""
+        return as_traced(self.eqn, why, note)
+
+
+def as_traced(eqn: Any, why: str, note: str = "") -> EqnPlan:
+    """The step of an operation in its traced dtypes."""
+    reads = tuple([FLOAT32 if ir.is_float32(atom) else None for atom in eqn.invars])
+    return EqnPlan(eqn, reads, tuple(map(traced, eqn.outvars)), why, note=note)
 
 
 class Rule:
@@ -410,34 +472,6 @@ def of_constant(var: Any, value: Any) -> Value:
     return traced(var, "leaf")
 
 
-def run(plan: Plan, caches: Sequence[CastCache]) -> list[CastCache]:
-    """Runs the operations of a plan, on behalf of the lines of code they come from.
-
-    Args:
-      plan: what is to be done.
-      caches: the arguments. Casts made of them are kept in them.
-
-    Returns:
-      The results.
-    """
-    steps = iter(plan.program)
-
-    def step(eqn: Any, operands: list[CastCache]) -> Sequence[CastCache]:
-        planned = next(steps)
-        with compat.eqn_context(planned.at or eqn):
-            return planned.run(planned, operands)
-
-    return evaluate(
-        plan.jaxpr,
-        caches,
-        step,
-        constant=_constant,
-        literal=_literal,
-        eqns=[step.eqn for step in plan.program],
-        last_uses=plan.last_uses,
-    )
-
-
 def _constant(var: Any, value: Any) -> CastCache:
     # It may be a parameter.
     return CastCache(value, ir.dtype_of(var), is_weight=LEAVES_MARKED.value)
@@ -447,39 +481,3 @@ def _literal(atom: Any) -> CastCache:
     # An array: what it is handed to as an argument may ask for its shape, which a Python number has not.
     value = np.asarray(atom.val, ir.dtype_of(atom))
     return CastCache(value, value.dtype, value.astype)
-
-
-def traced_as(plan: Plan, dtypes: tuple[Any, ...]) -> Any:
-    """Returns the jaxpr of a plan; the same object each time, so that it is compiled once.
-
-    Args:
-      plan: what is to be done.
-      dtypes: of each result; None for results as they come.
-    """
-    if dtypes not in plan.traced:
-        atoms = compat.open_jaxpr(plan.jaxpr).invars
-        held = zip(atoms, planned_dtypes(plan.ins, atoms), strict=True)
-        types = [var.aval if dtype in (None, FLOAT32) else ir.retyped(var.aval, dtype) for var, dtype in held]
-        plan.traced[dtypes] = jax.make_jaxpr(as_function(plan, dtypes))(*types)
-    return plan.traced[dtypes]
-
-
-def as_function(plan: Plan, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
-    """Returns a plan as a function of arrays in the dtypes it was made for.
-
-    Args:
-      plan: what is to be done.
-      dtypes: of each result; None for results as they come.
-    """
-
-    def function(*arrays: Any) -> list[Any]:
-        with binding.program(is_body=True):
-            return results(plan, arrays, dtypes)
-
-    return function
-
-
-def results(plan: Plan, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """The results of a plan for some arguments, in dtypes; None for results as they come."""
-    outs = run(plan, list(map(argument, arrays, plan.ins)))
-    return [cache.read(dtype) for cache, dtype in zip(outs, dtypes, strict=True)]
