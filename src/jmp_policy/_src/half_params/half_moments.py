@@ -12,7 +12,6 @@ block, differ by 2**36. A square root that is not zero does not become zero eith
 would be divided by `eps` alone.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -156,21 +155,21 @@ def _dtype(name: str, given: Any) -> Any:
 
 def _map_moments(change: Callable[[Any, str], Any], state: Any) -> Any:
     """The state with other arrays in the place of the moments, in the order of the state's leaves."""
-    names = getattr(state, "_fields", None)
-    if names is not None and isinstance(state, tuple):
-        kinds = _FIELDS if _is_of_optax(state) else {}
-        return type(state)(
-            *(
-                jax.tree.map(functools.partial(_changed, change, kinds[name]), part, is_leaf=is_block_scaled)
-                if name in kinds
-                else _map_moments(change, part)
-                for name, part in zip(names, state, strict=True)
-            )
-        )
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_block_scaled)
+    return structure.unflatten(
+        [change(x, kind) if kind else x for x, kind in zip(leaves, _kinds(state), strict=True)]
+    )
+
+
+def _kinds(state: Any, kind: str = "") -> list[str]:
+    """Which of the two dtypes is that of each leaf of a state, `kind` of those around; "" for no moment."""
     children, structure = jax.tree.flatten(state, is_leaf=lambda node: node is not state)
-    if jax.tree_util.treedef_is_leaf(structure):
-        return state
-    return jax.tree.unflatten(structure, [_map_moments(change, child) for child in children])
+    if is_block_scaled(state) or structure == jax.tree.structure(0):
+        is_array = is_floating_array(state) and state.ndim > 0 and state.dtype.itemsize in (2, 4)
+        return [kind if is_array or is_block_scaled(state) else ""]
+    names = getattr(state, "_fields", ()) if _is_of_optax(state) else ()
+    kinds = [_FIELDS.get(name, kind) for name in names] or [kind] * len(children)
+    return [found for child, kind in zip(children, kinds, strict=True) for found in _kinds(child, kind)]
 
 
 def _is_of_optax(state: Any) -> bool:
@@ -178,11 +177,6 @@ def _is_of_optax(state: Any) -> bool:
     name = type(state).__name__
     is_like = type(state).__module__.partition(".")[0] == "optax" or name.startswith("ScaleBy")
     return is_like and name not in _EXACT
-
-
-def _changed(change: Callable[[Any, str], Any], kind: str, x: Any) -> Any:
-    is_array = is_floating_array(x) and x.ndim > 0 and x.dtype.itemsize in (2, 4)
-    return change(x, kind) if is_array or is_block_scaled(x) else x
 
 
 def _widen(x: Any, kind: str) -> Any:
@@ -203,15 +197,10 @@ def _narrow(x: Any, kind: str, dtypes: dict[str, Any], bits: Any) -> Any:
 
 def _bits(state: Any, dtypes: dict[str, Any], count: Any, seed: Any) -> list[Any]:
     """Draws the random bits for each of the moments, None for those that stay float32."""
-    halves: list[Any] = []
-
-    def note(x: Any, kind: str) -> Any:
-        dtype = jnp.bfloat16 if dtypes[kind] == FP8_BLOCK else dtypes[kind]
-        halves.append(jax.ShapeDtypeStruct(x.shape, dtype))
-        return x
-
-    _map_moments(note, state)
-    return random_bits(seed, count, halves)
+    halves = {kind: jnp.bfloat16 if dtype == FP8_BLOCK else dtype for kind, dtype in dtypes.items()}
+    leaves = zip(jax.tree.leaves(state, is_leaf=is_block_scaled), _kinds(state), strict=True)
+    moments = [jax.ShapeDtypeStruct(x.shape, halves[kind]) for x, kind in leaves if kind]
+    return random_bits(seed, count, moments)
 
 
 class BlockScaled(NamedTuple):

@@ -33,29 +33,38 @@ def _training_half(
     inner: Transformation,
     wrapper: str,
     state_type: Any,
-    start: Callable[[PyTree], tuple[Any, ...]],
-    exact: Callable[..., PyTree],
-    finish: Callable[..., tuple[PyTree, tuple[Any, ...]]],
-    needs_half: str,
+    kept: str,
+    start: Callable[[Any], Any],
+    exact: Callable[[Any, Any], Any],
+    finish: Callable[..., tuple[Any, Any]],
+    seed: Any = None,
+    needs_half: str = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation, which computes in float32 on more digits than half parameters hold.
 
     Args:
       inner: what is wrapped.
       wrapper: the wrapper's name, for messages.
-      state_type: the class of its state: `inner_state`, and then fields of its own.
-      start: `params -> own`, the first values of these fields.
-      exact: `(params, *own) -> params32`, the parameters that `inner` gets.
-      finish: `(params, params32, steps, *own) -> (updates, own)`, given the updates of `inner`.
+      state_type: the class of its state: `inner_state`, what it keeps of each parameter, `count` of updates.
+      kept: the name of what it keeps; "" for nothing.
+      start: `p -> own`, what is kept of a parameter at first.
+      exact: `(p, own) -> p32`, the parameter that `inner` gets.
+      finish: `(p, p32, step, own, bits) -> (update, own)`, given the update of `inner` and random bits.
+      seed: of the bits; None for no bits.
       needs_half: what says in a message that there must be a half parameter; empty where it need not.
     """
     transformation = check_inner(inner, wrapper)
 
+    def state_of(inner_state: Any, own: Any, count: Any) -> Any:
+        fields = {"inner_state": inner_state, kept: own, "count": count}
+        return state_type(**{name: fields[name] for name in state_type._fields})
+
     def init(params: PyTree) -> Any:
         if needs_half:
             check_some_half(params, needs_half)
-        own = start(params)
-        return state_type(init_inner(transformation, tree_to_float32(params), params), *own)
+        own = jax.tree.map(start, params)
+        inner_state = init_inner(transformation, tree_to_float32(params), params)
+        return state_of(inner_state, own, None if seed is None else jnp.int32(0))
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
         check_state(state, state_type, wrapper)
@@ -66,11 +75,15 @@ def _training_half(
             )
         if needs_half:
             check_some_half(params, needs_half)
-        inner_state, *own = state
-        params32 = exact(params, *own)
-        steps, inner_state = run_inner(transformation, updates, inner_state, params32, extra_args)
-        new_updates, new = finish(params, params32, steps, *own)
-        return new_updates, state_type(inner_state, *new)
+        nothing = jax.tree.map(lambda p: None, params)
+        own, bits, count = getattr(state, kept) if kept else nothing, nothing, getattr(state, "count", None)
+        params32 = jax.tree.map(exact, params, own)
+        steps, inner_state = run_inner(transformation, updates, state.inner_state, params32, extra_args)
+        if seed is not None:
+            bits, count = random_bits(seed, count, params), optax.safe_increment(count)
+        both = jax.tree.map(finish, params, params32, steps, own, bits)
+        new_updates, own = (jax.tree.map(lambda p, pair, i=i: pair[i], params, both) for i in range(2))
+        return new_updates, state_of(inner_state, own, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -150,21 +163,13 @@ def master_weights(
         raise TypeError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}.")
     check_seed(seed)
 
-    def start(params: PyTree) -> tuple[PyTree, Any]:
-        return jax.tree.map(_master, params), jnp.int32(0) if stochastic_rounding else None
+    def exact(p: Any, master: Any) -> Any:
+        return _current(p, master, stochastic_rounding)
 
-    def exact(params: PyTree, masters: PyTree, count: Any) -> PyTree:
-        return jax.tree.map(lambda p, m: _current(p, m, stochastic_rounding), params, masters)
-
-    def finish(params: PyTree, old: PyTree, steps: PyTree, masters: PyTree, count: Any) -> Any:
-        bits = jax.tree.map(lambda p: None, params)
-        if stochastic_rounding:
-            bits, count = random_bits(seed, count, params), optax.safe_increment(count)
-        new = jax.tree.map(_stepped, params, old, steps)
-        return jax.tree.map(_update, params, old, new, steps, bits), (new, count)
-
-    needs_half = "master_weights(..., stochastic_rounding=True)" if stochastic_rounding else ""
-    return _training_half(inner, "master_weights", MasterWeightsState, start, exact, finish, needs_half)
+    name = "master_weights"
+    is_random = {"seed": seed, "needs_half": f"{name}(..., stochastic_rounding=True)"}
+    options = is_random if stochastic_rounding else {}
+    return _training_half(inner, name, MasterWeightsState, "masters", _master, exact, _stepped, **options)
 
 
 def _has_master(p: Any) -> bool:
@@ -179,10 +184,6 @@ def _master(p: Any) -> Any:
         )
     # A copy of float32 parameters too: states may be donated together with the parameters.
     return jnp.array(p, jnp.float32) if _has_master(p) else optax.MaskedNode()
-
-
-def _stepped(p: Any, old: Any, step: Any) -> Any:
-    return old + jnp.asarray(step, jnp.float32) if _has_master(p) else optax.MaskedNode()
 
 
 def _current(p: Any, m: Any, stochastic: bool) -> Any:
@@ -202,17 +203,18 @@ def _current(p: Any, m: Any, stochastic: bool) -> Any:
     return lax.select(is_current, m, p)
 
 
-def _update(p: Any, old: Any, new: Any, step: Any, bits: Any) -> Any:
-    """The update that takes a parameter to its new master, rounded to the parameter's dtype."""
+def _stepped(p: Any, old: Any, step: Any, master: Any, bits: Any) -> tuple[Any, Any]:
+    """The update that takes a parameter to its new master, rounded to the parameter's dtype; the master."""
     if not _has_master(p):
-        return step
-    p32 = jnp.asarray(p, jnp.float32)
+        return step, master
+    step, p32 = jnp.asarray(step, jnp.float32), jnp.asarray(p, jnp.float32)
+    new = old + step
     if not is_half_array(p):
         # Where the parameter was the master itself, adding the step gives the new one to the last bit.
-        return jnp.where(p32 == old, jnp.asarray(step, jnp.float32), change(p32, new))
+        return jnp.where(p32 == old, step, change(p32, new)), new
     if bits is None:
-        return change(p32, rounded(new, p.dtype))
-    return change(p32, jnp.where(new == old, p32, rounded(new, p.dtype, bits)))
+        return change(p32, rounded(new, p.dtype)), new
+    return change(p32, jnp.where(new == old, p32, rounded(new, p.dtype, bits))), new
 
 
 class StochasticRoundingState(NamedTuple):
@@ -271,26 +273,21 @@ def stochastic_rounding(inner: Transformation, seed: Any = 0) -> optax.GradientT
     """
     check_seed(seed)
 
-    def start(params: PyTree) -> Any:
-        return (jnp.int32(0),)
+    def nothing(p: Any) -> None:
+        return None
 
-    def exact(params: PyTree, count: Any) -> PyTree:
-        return tree_to_float32(params)
-
-    def finish(params: PyTree, params32: PyTree, steps: PyTree, count: Any) -> Any:
-        bits = random_bits(seed, count, params)
-        updates = jax.tree.map(_randomly_rounded, params, steps, bits)
-        return updates, (optax.safe_increment(count),)
+    def exact(p: Any, own: Any) -> Any:
+        return tree_to_float32(p)
 
     name = "stochastic_rounding"
-    return _training_half(inner, name, StochasticRoundingState, start, exact, finish, needs_half=name)
+    rules = nothing, exact, _randomly_rounded
+    return _training_half(inner, name, StochasticRoundingState, "", *rules, seed=seed, needs_half=name)
 
 
-def _randomly_rounded(p: Any, step: Any, bits: Any) -> Any:
+def _randomly_rounded(p: Any, p32: Any, step: Any, own: Any, bits: Any) -> tuple[Any, None]:
     if not is_half_array(p):
-        return step
-    p32 = jnp.asarray(p, jnp.float32)
-    return change(p32, rounded(p32 + jnp.asarray(step, jnp.float32), p.dtype, bits))
+        return step, None
+    return change(p32, rounded(p32 + jnp.asarray(step, jnp.float32), p.dtype, bits)), None
 
 
 class KahanSummationState(NamedTuple):
@@ -350,20 +347,8 @@ def kahan_summation(inner: Transformation) -> optax.GradientTransformationExtraA
       Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al., "Revisiting
       BFloat16 Training", 2020, section 4.
     """
-
-    def start(params: PyTree) -> Any:
-        return (jax.tree.map(_no_compensation, params),)
-
-    def exact(params: PyTree, compensation: PyTree) -> PyTree:
-        return jax.tree.map(_sum, params, compensation)
-
-    def finish(params: PyTree, params32: PyTree, steps: PyTree, compensation: PyTree) -> Any:
-        both = jax.tree.map(_compensated, params, compensation, steps)
-        updates = jax.tree.map(lambda p, x: x[0], params, both)
-        return updates, (jax.tree.map(lambda p, x: x[1], params, both),)
-
-    name = "kahan_summation"
-    return _training_half(inner, name, KahanSummationState, start, exact, finish, needs_half=name)
+    name, rules = "kahan_summation", (_no_compensation, _sum, _compensated)
+    return _training_half(inner, name, KahanSummationState, "compensation", *rules, needs_half=name)
 
 
 def _no_compensation(p: Any) -> Any:
@@ -392,7 +377,7 @@ def _sum(p: Any, compensation: Any) -> Any:
     return jnp.asarray(p, jnp.float32) + _rounding_error(p, compensation)
 
 
-def _compensated(p: Any, compensation: Any, step: Any) -> tuple[Any, Any]:
+def _compensated(p: Any, _: Any, step: Any, compensation: Any, bits: None) -> tuple[Any, Any]:
     """The update, which rounds parameter plus step plus compensation, and the new compensation."""
     if not is_half_array(p):
         return step, compensation
