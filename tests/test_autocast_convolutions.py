@@ -10,7 +10,7 @@ from helpers import equations
 from jax import lax
 
 import jmp_policy as jmpp
-from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
+from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 6, 4))
 W = jax.random.normal(jax.random.key(1), (3, 3, 4, 8))

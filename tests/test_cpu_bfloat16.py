@@ -26,8 +26,7 @@ import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.binding import bind_product
-from jmp_policy._src.products.functions import are_chosen
-from jmp_policy._src.products.primitives import CONV_GENERAL_DILATED, DOT_GENERAL, primitive_for
+from jmp_policy._src.products.functions import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_policy as jmpp
 from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.products.fp8.functions import Float8DotGeneral
-from jmp_policy._src.products.fp8.random_rounding import data_of
+from jmp_policy._src.products.fp8.nvfp4 import data_of
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)

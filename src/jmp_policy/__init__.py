@@ -49,7 +49,7 @@ from jmp_policy._src.policy.regions import full_precision as full_precision
 from jmp_policy._src.policy.regions import region as region
 from jmp_policy._src.policy.rules import PolicyMap as PolicyMap
 from jmp_policy._src.policy.rules import get_policy as get_policy
-from jmp_policy._src.products.fp8.random_rounding import rounding_key as rounding_key
+from jmp_policy._src.products.fp8.nvfp4 import rounding_key as rounding_key
 
 __version__ = "0.2.0"
 

@@ -37,7 +37,7 @@ from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
-from jmp_policy._src.products.primitives import CONV_WITH_FLOAT32_RESULT
+from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT
 from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 

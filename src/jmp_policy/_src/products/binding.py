@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.products.primitives import JAXS, primitive_for
+from jmp_policy._src.products.functions import primitive_for
 
 #: How often each operation was bound to values of each type in this program so far; None in bodies, which are
 #: differentiated whole.
@@ -26,9 +26,7 @@ _OFTEN = 1
 def bind_product(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds a primitive to values, a product to the implementation that suits them; results as a list."""
     # Ours, in a program that was traced before, goes back to JAX's for operands of other dtypes.
-    if primitive in JAXS or any(getattr(value, "dtype", None) == jax.numpy.bfloat16 for value in values):
-        primitive = primitive_for(primitive, values, params)
-    return compat.bind_primitive(primitive, values, params)
+    return compat.bind_primitive(primitive_for(primitive, values, params), values, params)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,221 @@
-"""`lax.dot_general` and `lax.conv_general_dilated`, with bfloat16 products that are fast on a CPU.
+"""JAX's products as functions and primitives of our own: the same, but for how a platform computes them.
 
-Flax's layers and `jnp.einsum` take such functions as arguments, so the policy hands them these.
+Flax's layers and `jnp.einsum` take functions in place of `lax.dot_general` and `lax.conv_general_dilated` as
+arguments, so the policy hands them these.
+
+A product has to know what it was written for when it is lowered, once the platform is known, and its
+derivatives have to know it too. `lax.platform_dependent` does not carry that far: it is differentiated branch
+by branch, so the CPU's branch would be transposed into a product of float32 with bfloat16, which is slow, and
+`lax.scan` would save a copy of the weights for every step. A primitive of our own is one equation, before
+and after differentiation.
+
+Everything else about it is JAX's: it has JAX's name and parameters, its shapes, shardings, derivatives and
+batching are those of JAX's primitive, and on devices that need no other way it is lowered to JAX's operation,
+so that the program is the same. No rule is registered for a primitive of JAX's.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal, Primitive, primitives
+from jax.interpreters import ad, batching, mlir
 
-from jmp_policy._src.products.primitives import Bind, bind_suited, evaluated
+from jmp_policy._src.jaxpr import compat, ir, op_table
+from jmp_policy._src.jaxpr.device_dispatch import GPUS
+from jmp_policy._src.products import cpu_products
+
+#: Binds the product of an equation of JAX's to operands.
+Bind = Callable[[Any, Sequence[Any]], Any]
+
+#: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
+#: JAX's own operation.
+_Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
+
+
+def product_primitive(
+    like: Primitive,
+    abstract: Callable[..., Any],
+    batched: Callable[..., Any],
+    lowerings: Mapping[str | None, Callable[..., Any]],
+) -> Primitive:
+    """Makes a primitive that stands in for one of JAX's products; its derivatives are added by the caller.
+
+    Args:
+      like: JAX's primitive, whose name it has.
+      abstract: gives the type of the result, as JAX's does.
+      batched: its rule for `vmap`.
+      lowerings: how each platform computes it; None for all others.
+    """
+    primitive = Primitive(like.name)
+
+    def run_alone(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # Or it would call itself.
+            return _jitted(primitive, tuple(params.items()))(*operands)
+
+    primitive.def_impl(run_alone)
+    primitive.def_effectful_abstract_eval(abstract)
+    batching.fancy_primitive_batchers[primitive] = batched
+    for platform, function in lowerings.items():
+        mlir.register_lowering(primitive, function, platform=platform)
+    compat.set_checkpoint_rule(primitive, functools.partial(_checkpointed, like))
+    return primitive
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+
+
+def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """How a platform computes a primitive: as a function of its operands and parameters."""
+    return mlir.lower_fun(function, multiple_results=False)
+
+
+def evaluated(jaxpr: Any, values: Sequence[Any], bind: Bind) -> Any:
+    """The first result of a jaxpr whose products are bound by a function, on the current source line."""
+
+    def step(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in op_table.LOWERED:
+            return [bind(eqn, operands)]
+        return compat.bind_primitive(eqn.primitive, operands, eqn.params)
+
+    return ir.evaluate(jaxpr, values, step)[0]
+
+
+def batched_as(
+    like: Primitive, bind: Bind, axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """Batches a product as JAX batches its own; `bind` does that of the whole batch."""
+    out_dim = None
+
+    def call(*operands: Any) -> Any:
+        nonlocal out_dim
+        out, out_dim = batching.fancy_primitive_batchers[like](axis, operands, dims, **params)
+        return out
+
+    return evaluated(jax.make_jaxpr(call)(*map(jax.typeof, operands)), operands, bind), out_dim
+
+
+@functools.lru_cache(maxsize=4096)
+def transposed_jaxpr(like: Any, place: int, types: tuple[Any, ...], params: tuple[Any, ...], _: Any) -> Any:
+    """The jaxpr of JAX's transpose of a product by one operand.
+
+    Args:
+      like: JAX's primitive.
+      place: of the operand.
+      types: of the cotangent, the other operand, this one and further operands.
+      params: items of the product's parameters.
+      _: the mesh, on which the transpose depends too.
+    """
+    cotangent, other, linear, *more = types
+
+    def call(cotangent: Any, other: Any, *more: Any) -> Any:
+        operands = [other, other, *more]
+        operands[place] = ad.UndefinedPrimal(linear)
+        return ad.primitive_transposes[like](cotangent, *operands, **dict(params))[place]
+
+    return jax.make_jaxpr(call)(cotangent, other, *more)
+
+
+def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+    """Says what `jax.checkpoint` does with a product: policies that save JAX's save ours as well."""
+    needed = [
+        var
+        for var, is_there in zip(eqn.invars, instantiated, strict=True)
+        if not is_there and not isinstance(var, Literal)
+    ]
+    if any(unknown):
+        return None, eqn, [True], [True], needed
+    operands = (var.aval for var in eqn.invars[:2])
+    if compat.is_saved(saveable(like, *operands, **eqn.params)):
+        return eqn, None, [False], [False], []
+    return eqn, eqn, [False], [True], needed
+
+
+def _bilinear(like: Primitive, lowerings: Mapping[str, Callable[..., Any]]) -> Primitive:
+    """A primitive that is one of JAX's bilinear ones, computed in another way on some platforms."""
+
+    def batched(*args: Any, **params: Any) -> Any:
+        return batched_as(like, lambda eqn, values: primitive.bind(*values, **eqn.params), *args, **params)
+
+    def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+        other, mesh = operands[1 - place], jax.sharding.get_abstract_mesh()
+        types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
+        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
+        return evaluated(jaxpr, (cotangent, other), bind_suited)
+
+    primitive = product_primitive(like, like.abstract_eval, batched, {None: lowered(like.bind), **lowerings})
+    ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
+    return primitive
+
+
+def _for_cpu(like: Primitive, choose: _Chooser) -> Callable[..., Any]:
+    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+        function = (is_bfloat16 and choose(ctx.avals_in, ctx.avals_out[0], params)) or like.bind
+        return lowered(function)(ctx, *operands, **params)
+
+    return on_cpu
+
+
+def _convolved_in_half(lhs: Any, rhs: Any, *, preferred_element_type: Any, **params: Any) -> Any:
+    """Computes a convolution in the dtype of its operands, and casts the result to the dtype asked for.
+
+    cuDNN has no convolution of half operands with a float32 result: XLA casts the operands to float32. The
+    step of a U-Net whose last convolution is read by a float32 loss moves 20 % more bytes so on an H100, and
+    on cards without TF32 that convolution misses the Tensor Cores.
+    """
+    out = primitives.conv_general_dilated_p.bind(lhs, rhs, preferred_element_type=lhs.dtype, **params)
+    return lax.convert_element_type(out, preferred_element_type)
+
+
+DOT_GENERAL = _bilinear(
+    primitives.dot_general_p, {"cpu": _for_cpu(primitives.dot_general_p, lambda *_: cpu_products.product)}
+)
+_CONV_FOR_CPU = {"cpu": _for_cpu(primitives.conv_general_dilated_p, cpu_products.convolution)}
+CONV_GENERAL_DILATED = _bilinear(primitives.conv_general_dilated_p, _CONV_FOR_CPU)
+#: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
+CONV_WITH_FLOAT32_RESULT = _bilinear(
+    primitives.conv_general_dilated_p, _CONV_FOR_CPU | dict.fromkeys(GPUS, lowered(_convolved_in_half))
+)
+
+_OURS = {
+    primitives.dot_general_p: DOT_GENERAL,
+    primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
+}
+#: JAX's primitive for each of ours that stands in for it.
+JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
+
+
+def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns the primitive to bind in place of another, for these operands.
+
+    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other products, and any other primitive itself,
+    `CONV_WITH_FLOAT32_RESULT` too.
+
+    Args:
+      primitive: JAX's or ours.
+      operands: arrays, or their types.
+      params: of the operation.
+    """
+    jaxs = JAXS.get(primitive, primitive)
+    if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
+        return jaxs
+    result = params.get("preferred_element_type")
+    fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
+    is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
+    return _OURS[jaxs] if is_ours else jaxs
+
+
+def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:
+    """Does a product of operands, which may be in other dtypes, by the primitive that suits them."""
+    return primitive_for(eqn.primitive, operands, eqn.params).bind(*operands, **eqn.params)
 
 
 @functools.wraps(lax.dot_general)

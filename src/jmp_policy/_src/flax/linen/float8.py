@@ -8,7 +8,7 @@ import flax.linen as nn
 
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, passes_of
 from jmp_policy._src.products.fp8.functions import STATE, Float8DotGeneral, delayed_product
-from jmp_policy._src.products.fp8.random_rounding import STREAM, as_key, data_of
+from jmp_policy._src.products.fp8.nvfp4 import STREAM, as_key, data_of
 
 
 def float8_product(module: nn.Module, recipe: str, is_asked_for: bool, instead_of: Any) -> Float8DotGeneral:

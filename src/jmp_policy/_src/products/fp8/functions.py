@@ -22,7 +22,6 @@ from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.scales import GRADIENT, VALUE, float8_scale, largest_of
-from jmp_policy._src.products.primitives import bind_suited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +54,11 @@ class Float8DotGeneral:
 
         def bind(eqn: Any, operands: Sequence[Any]) -> Any:
             if stays_because(eqn, self.recipe, self.is_asked_for):
-                return bind_suited(eqn, operands)
+                return functions.bind_suited(eqn, operands)
             size = size_of(eqn)
             if loses(size, self.recipe):
                 with staying(self.recipe, size):
-                    return bind_suited(eqn, operands)
+                    return functions.bind_suited(eqn, operands)
             return self.product(operands, eqn.params, (lhs, rhs))
 
         return functions.bound_by(bind, lax.dot_general, lhs, rhs, *args, **kwargs)

@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, parts_of_nvfp4, passes_of
-from jmp_policy._src.products.fp8 import nvfp4, ragged, random_rounding
+from jmp_policy._src.products.fp8 import nvfp4, ragged
 from jmp_policy._src.products.fp8.scales import (
     BLOCKS,
     FLOAT4,
@@ -51,7 +51,7 @@ from jmp_policy._src.products.fp8.scales import (
     scale_of,
     scaled_product,
 )
-from jmp_policy._src.products.primitives import (
+from jmp_policy._src.products.functions import (
     batched_as,
     evaluated,
     lowered,
@@ -105,7 +105,7 @@ def bind_float8(
     formats = formats or [_value_format(this)] * 2
     *own_scales, third = scales
     if third is None:
-        third = random_rounding.next_key() if needs_key(recipe) else none
+        third = nvfp4.next_key() if needs_key(recipe) else none
     if this is None or has_blocks(this):
         own_scales = [none, none]
     contracted, batch = ragged.axes_of(params)
@@ -289,7 +289,7 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
     bits = operands[6 - place] if is_rounded else np.float32(1)
     new = operands[4] if recipe == DELAYED and format == GRADIENT else None
     if needs_key(recipe):
-        random_rounding.check_key(operands[4])
+        nvfp4.check_key(operands[4])
 
     def product(eqn: Any, operands_and_sizes: Sequence[Any]) -> Any:
         values = operands_and_sizes[:2]

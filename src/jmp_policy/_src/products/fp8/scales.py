@@ -27,7 +27,7 @@ from jax.extend.core import primitives
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.device_dispatch import by_devices
 from jmp_policy._src.policy.recipes import parts_of_nvfp4
-from jmp_policy._src.products.primitives import primitive_for
+from jmp_policy._src.products.functions import primitive_for
 
 #: Types of values, with three binary digits after the point and a range of 2**17, and of gradients, with two
 #: and 2**32.
