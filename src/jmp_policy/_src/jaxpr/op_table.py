@@ -109,14 +109,19 @@ _WEIGHT = _COPIED_WEIGHT | _EXACT_TRANSPOSE
 _CURVE = _ELEMENTWISE | _NONLINEAR
 _EACH = _BROADCASTS | _ELEMENTWISE
 
+#: Sums of two, and of many.
+_PLUS = _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION
+_SUM = _ACCUMULATES | _REDUCES | _KEEPS_SIGN
+
+#: What nobody looks into, and runs as it was written.
+_CLOSED = _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
+
+_TENSOR_CORES = "Tensor Cores take half operands and accumulate in float32"
+
 OPERATIONS: Mapping[str, Operation] = {
     # Matrix products: Tensor Cores.
-    "dot_general": Operation(
-        "lower", "Tensor Cores take half operands and accumulate in float32", _PRODUCT | _COSTLY
-    ),
-    "conv_general_dilated": Operation(
-        "lower", "Tensor Cores take half operands and accumulate in float32", _PRODUCT | _COSTLY
-    ),
+    "dot_general": Operation("lower", _TENSOR_CORES, _PRODUCT | _COSTLY),
+    "conv_general_dilated": Operation("lower", _TENSOR_CORES, _PRODUCT | _COSTLY),
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
     "exp": Operation("full", "exceeds float16 above 11.1", _CURVE | _NOT_NEGATIVE),
@@ -155,17 +160,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "acosh": Operation("full", "a logarithm", _CURVE),
     "atanh": Operation("full", "a logarithm, steep near 1", _CURVE),
     "reduce_sum": Operation(
-        "full",
-        "many terms: half stops growing at 2048 times a term",
-        _EXACT_TRANSPOSE | _ACCUMULATES | _REDUCES | _KEEPS_SIGN,
+        "full", "many terms: half stops growing at 2048 times a term", _EXACT_TRANSPOSE | _SUM
     ),
     "reduce_prod": Operation("full", "many factors: leaves float16's range", _ACCUMULATES),
     "cumsum": Operation("full", "as reduce_sum", _COSTLY | _EXACT_TRANSPOSE | _ACCUMULATES | _KEEPS_SIGN),
     "cumprod": Operation("full", "as reduce_prod", _COSTLY | _ACCUMULATES),
     "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY | _ACCUMULATES),
-    "reduce_window_sum": Operation(
-        "full", "as reduce_sum (average pooling)", _COSTLY | _ACCUMULATES | _REDUCES | _KEEPS_SIGN
-    ),
+    "reduce_window_sum": Operation("full", "as reduce_sum (average pooling)", _COSTLY | _SUM),
     "psum": Operation("full", "a sum over devices", _COSTLY | _COLLECTIVE | _ACCUMULATES),
     "psum_invariant": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
     "reduce_scatter": Operation("full", "a sum over devices", _COLLECTIVE | _ACCUMULATES),
@@ -175,11 +176,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "sort": Operation("full", "a decision: ties that half would make", _COSTLY | _COMBINER | _EXACT | _RANKS),
     "top_k": Operation("full", "a decision: ties that half would make", _EXACT | _RANKS),
     # As the widest operand.
-    "add": Operation(
-        "follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION | _TAKES_BIAS
-    ),
-    "add_any": Operation("follow", "a sum of two cotangents", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
-    "sub": Operation("follow", "exact to half's rounding", _EACH | _EXACT_TRANSPOSE | _ADDS | _ADDITION),
+    "add": Operation("follow", "exact to half's rounding", _PLUS | _TAKES_BIAS),
+    "add_any": Operation("follow", "a sum of two cotangents", _PLUS),
+    "sub": Operation("follow", "exact to half's rounding", _PLUS),
     "mul": Operation("follow", "exact to half's rounding", _EACH | _NONLINEAR | _TAKES_BIAS),
     "div": Operation(
         "follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _NONLINEAR | _POLE
@@ -257,17 +256,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "convert_element_type": Operation(None, "a cast", _VIEW),
     "reduce_precision": Operation(None, "rounds to fewer bits, in the same dtype", _VIEW | _COMBINER),
     "cholesky": Operation(None, "linear algebra", _COSTLY),
-    "custom_partitioning": Operation(
-        None, "a function with a partitioning of its own", _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
-    ),
+    "custom_partitioning": Operation(None, "a function with a partitioning of its own", _CLOSED),
     "eigh": Operation(None, "linear algebra", _COSTLY),
     "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
     "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY),
     "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
     "lu": Operation(None, "linear algebra", _COSTLY),
-    "pallas_call": Operation(
-        None, "a kernel written for its dtypes", _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
-    ),
+    "pallas_call": Operation(None, "a kernel written for its dtypes", _CLOSED),
     "pure_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
     "qr": Operation(None, "linear algebra", _COSTLY),
     "random_bits": Operation(None, "draws random numbers", _COSTLY),

@@ -387,47 +387,31 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
 
     def forward(operands: Any, fp32: Any) -> Any:
         taken = [operand.value for operand in operands]
-        asked = [operand.perturbed for operand in operands]
-        asked_fp32 = [w is not None and w.perturbed for w in fp32]
-        return bound(*taken), (taken, _Static((asked, asked_fp32)))
+        # An empty tuple where a derivative is asked for: structure, which is known when this is traced.
+        asked = [() if operand.perturbed else None for operand in operands]
+        asked_fp32 = [None if w is None or not w.perturbed else () for w in fp32]
+        return bound(*taken), (taken, asked, asked_fp32)
 
     def backward(residuals: Any, ct: Any) -> Any:
-        taken, static = residuals
-        asked, asked_fp32 = static.value
+        taken, asked, asked_fp32 = residuals
         if isinstance(ct, jax.custom_derivatives.SymbolicZero):
             return (None,) * len(taken), (None,) * len(taken)
         linear = bound
         if cotangent is not None:
             ct = lax.convert_element_type(ct, cotangent)
             linear = functools.partial(bound, preferred_element_type=cotangent)
-        places = range(len(taken))
-        return (
-            tuple(_transposed(linear, taken, i)(ct)[0] if asked[i] else None for i in places),
-            tuple(
-                _float32_derivative(_transposed(linear, taken, i), ct) if asked_fp32[i] else None
-                for i in places
-            ),
-        )
+
+        def transposed(place: int) -> Callable[[Any], Any]:
+            function = lambda x: linear(*taken[:place], x, *taken[place + 1 :])  # noqa: E731
+            return jax.linear_transpose(function, taken[place])
+
+        own = [None if is_asked is None else transposed(i)(ct)[0] for i, is_asked in enumerate(asked)]
+        wide = enumerate(asked_fp32)
+        fp32 = [None if is_asked is None else _float32_derivative(transposed(i), ct) for i, is_asked in wide]
+        return tuple(own), tuple(fp32)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A value that is known when the program is traced, among the residuals."""
-
-    value: Any
-
-
-def _transposed(linear: Any, taken: Sequence[Any], place: int) -> Callable[[Any], Any]:
-    """The transpose of a product by one operand, as JAX has it."""
-
-    def of_operand(x: Any) -> Any:
-        return linear(*taken[:place], x, *taken[place + 1 :])
-
-    return jax.linear_transpose(of_operand, taken[place])
 
 
 def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
