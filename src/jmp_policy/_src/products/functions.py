@@ -253,11 +253,11 @@ def stand_in(function: Any, dtype: Any) -> Any:
     Any other function comes back as it is: a user's own wins. So does JAX's while another library has
     replaced it, as those that quantise do.
     """
-    return _OURS[function] if is_jaxs_own(function) and are_chosen(dtype) else function
+    return _STAND_INS[function] if is_jaxs_own(function) and are_chosen(dtype) else function
 
 
-_OURS = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
-_CODE = {function: function.__code__ for function in _OURS}
+_STAND_INS = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
+_CODE = {function: function.__code__ for function in _STAND_INS}
 
 
 def is_jaxs_own(function: Any) -> bool:
