@@ -75,8 +75,8 @@ def _training_half(
             )
         if needs_half:
             check_some_half(params, needs_half)
-        nothing = jax.tree.map(lambda p: None, params)
-        own, bits, count = getattr(state, kept) if kept else nothing, nothing, getattr(state, "count", None)
+        bits, count = jax.tree.map(lambda p: None, params), getattr(state, "count", 0)
+        own = getattr(state, kept) if kept else bits
         params32 = jax.tree.map(exact, params, own)
         steps, inner_state = run_inner(transformation, updates, state.inner_state, params32, extra_args)
         if seed is not None:
@@ -167,9 +167,9 @@ def master_weights(
         return _current(p, master, stochastic_rounding)
 
     name = "master_weights"
-    is_random = {"seed": seed, "needs_half": f"{name}(..., stochastic_rounding=True)"}
-    options = is_random if stochastic_rounding else {}
-    return _training_half(inner, name, MasterWeightsState, "masters", _master, exact, _stepped, **options)
+    rules = _master, exact, _stepped
+    random = (seed, f"{name}(..., stochastic_rounding=True)") if stochastic_rounding else ()
+    return _training_half(inner, name, MasterWeightsState, "masters", *rules, *random)
 
 
 def _has_master(p: Any) -> bool:

@@ -188,18 +188,9 @@ def is_of_float8(eqn: Any) -> bool:
 TERMS = 32
 
 
-class Block(NamedTuple):
-    """Values of an operand that share a scale: so many rows (or columns), and so many terms of each sum."""
-
-    rows: int
-    terms: int
-
-
-#: Of each recipe with blocks, those of activations and gradients, and those of weights.
-BLOCKS = {
-    "fp8_block": (Block(1, 128), Block(128, 128)),
-    "mxfp8": (Block(1, 32), Block(1, 32)),
-}
+#: Values of an operand that share a scale: so many rows (or columns), and so many terms of each sum. Of each
+#: recipe with blocks, those of activations and gradients, and those of weights.
+BLOCKS = {"fp8_block": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
 
 
 def has_blocks(recipe: str | None) -> bool:
@@ -279,10 +270,11 @@ def scaled_product(
     return out.reshape(result.shape).astype(result.dtype)
 
 
-def rounded_by_blocks(x: Any, format: str, block: Block) -> Scaled:
-    """Rounds (batch, rows, terms) to float8."""
+def rounded_by_blocks(x: Any, format: str, block: tuple[int, int]) -> Scaled:
+    """Rounds (batch, rows, terms) to float8, with a scale for each block of so many rows and terms."""
+    rows, terms = block
     scales = float8_scale(in_parts(x, TERMS), format, (3,), ())[..., 0]
-    scales = shared(shared(scales, 2, block.terms // TERMS), 1, block.rows)
+    scales = shared(shared(scales, 2, terms // TERMS), 1, rows)
     return Scaled(quantised(x, repeated(scales, TERMS, x.shape[2]), format), scales, TERMS)
 
 
