@@ -26,7 +26,6 @@ from jmp_policy._src.core.dtypes import is_floating_array
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
 from jmp_policy._src.loss_scaling.transformation import check_inner, check_state, init_inner
-from jmp_policy._src.products.fp8.scales import in_parts
 
 #: Fields of optax's states that hold moments, and which of the two dtypes is theirs.
 _FIELDS = {"mu": "mu", "trace": "mu", "m": "mu", "nu": "nu", "nu_max": "nu", "n": "nu"}
@@ -256,7 +255,10 @@ def _block_scales(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Of blocks of zeros the scale is 1; numbers that are not finite do not count.
     """
-    largest = in_parts(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), BLOCK).max(-1)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)]
+    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    blocks = jnp.pad(finite, padding).reshape(*x.shape[:-1], -(-x.shape[-1] // BLOCK), BLOCK)
+    largest = blocks.max(-1)
     fraction, exponent = jnp.frexp(largest / _MAX)
     exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
     return jnp.where(fraction > 0, jnp.ldexp(np.float32(1), jnp.maximum(exponent, -100)), 1), largest

@@ -279,8 +279,8 @@ def rounded_by_blocks(x: Any, format: str, block: tuple[int, int]) -> Scaled:
 
 
 def in_parts(x: Any, terms: int) -> Any:
-    """Returns (..., terms) as (..., parts, so many terms), padded with zeros."""
-    return _padded(x, x.ndim - 1, terms).reshape(*x.shape[:-1], -(-x.shape[-1] // terms), terms)
+    """Returns (batch, rows, terms) as (batch, rows, parts, so many terms), padded with zeros."""
+    return _padded(x, 2, terms).reshape(*x.shape[:2], -(-x.shape[2] // terms), terms)
 
 
 def shared(scales: Any, axis: int, count: int) -> Any:
