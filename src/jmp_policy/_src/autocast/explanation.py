@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jmp_policy._src.autocast.api import Settings, check_function
-from jmp_policy._src.autocast.planner import EqnPlan, How, Plan, as_traced
+from jmp_policy._src.autocast.planner import EqnPlan, How, as_traced
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
@@ -103,31 +103,23 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         plan, _ = settings.trace(fn, args, kwargs)
-        return Explanation(tuple(_rows(plan, ())))
+        return Explanation(tuple(_rows(plan.steps, ())))
 
     return explained
 
 
-def _rows(plan: Plan, outer: tuple[str, ...]) -> Iterator[Operation]:
-    for step in plan.steps:
+def _rows(steps: Sequence[EqnPlan], outer: tuple[str, ...]) -> Iterator[Operation]:
+    for step in steps:
         names = compat.scopes(step.eqn)
         path = (*outer, *(name for name in names if not is_marker(name)))
         if step.inner:
             for inner in step.inner:
-                yield from _rows(inner, path)
+                yield from _rows(inner.steps, path)
         elif any(map(ir.is_float32, (*step.eqn.invars, *step.eqn.outvars))):
             yield _row(step, "/".join(path))
-            yield from _rows_as_traced(step, step.eqn, path)
-
-
-def _rows_as_traced(step: EqnPlan, outer: Any, path: tuple[str, ...]) -> Iterator[Operation]:
-    """Yields the operations inside one that runs as it was traced: custom_vjps, solvers."""
-    for jaxpr in calls.inner_jaxprs(outer):
-        for eqn in compat.open_jaxpr(jaxpr).eqns:
-            inside = (*path, *filter(lambda name: not is_marker(name), compat.scopes(eqn)))
-            if any(map(ir.is_float32, (*eqn.invars, *eqn.outvars))):
-                yield _row(as_traced(eqn, step.why), "/".join(inside))
-            yield from _rows_as_traced(step, eqn, inside)
+            # What is inside of one that runs as it was traced: custom_vjps, solvers.
+            inside = [eqn for j in calls.inner_jaxprs(step.eqn) for eqn in compat.open_jaxpr(j).eqns]
+            yield from _rows([as_traced(eqn, step.why) for eqn in inside], path)
 
 
 def _row(step: EqnPlan, path: str) -> Operation:
