@@ -27,7 +27,7 @@ from jmp_policy._src.autocast.planner import (
     rebound,
 )
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, op_table, source_lines
+from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
@@ -100,7 +100,7 @@ class Lower(Rule):
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
             and not ir.asks_for_precision(eqn)
-            and not source_lines.is_drawn(eqn)
+            and not jax_sources.is_drawn(eqn)
         )
 
     def plan(self, case: Case) -> EqnPlan:
@@ -108,7 +108,7 @@ class Lower(Rule):
         if not self._is_lowered(eqn):
             if any(case.are_float32) and ir.asks_for_precision(eqn):
                 return case.as_traced("full: it asks for a precision of its own")
-            if source_lines.is_drawn(eqn):
+            if jax_sources.is_drawn(eqn):
                 return case.as_traced("full: draws random numbers")
             return AS_TRACED.plan(case)
         half, reason = region.half, case.planner.table[eqn.primitive.name][1]

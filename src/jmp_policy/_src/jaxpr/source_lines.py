@@ -1,12 +1,9 @@
-"""Where an operation of a jaxpr was written: in which line of a user's code, in which function of JAX's."""
+"""Where in a user's code an operation of a jaxpr was written."""
 
 import ast
 import functools
-import importlib.util
 import inspect
-import itertools
 import linecache
-import os
 import re
 from typing import Any
 
@@ -14,6 +11,7 @@ import jax
 
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr.jax_sources import directory_of, files_of
 from jmp_policy._src.jaxpr.op_table import PYTHON_OPERATORS
 
 
@@ -163,26 +161,3 @@ def _statements(file: str) -> list[Any]:
     except (SyntaxError, ValueError):
         return []
     return [node for node in ast.walk(parsed) if isinstance(node, ast.stmt)]
-
-
-def is_drawn(eqn: Any) -> bool:
-    """Whether an operation is one of those with which jax.random draws numbers."""
-    drawing, inside = files_of(jax.random.normal, jax.random.multivariate_normal), directory_of("jax")
-    frames = itertools.takewhile(lambda frame: frame.file_name.startswith(inside), compat.frames(eqn))
-    return any(frame.file_name in drawing for frame in frames)
-
-
-@functools.cache
-def files_of(*functions: Any) -> tuple[str, ...]:
-    """The files in which functions of JAX are."""
-    return tuple({inspect.unwrap(function).__code__.co_filename for function in functions})
-
-
-@functools.cache
-def directory_of(name: str) -> str:
-    """The directory of a package, with a slash at its end; "" if it is not installed."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    return "" if found is None or not found.origin else os.path.dirname(found.origin) + os.sep

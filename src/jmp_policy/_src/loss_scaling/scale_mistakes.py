@@ -17,7 +17,7 @@ import optax
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
-from jmp_policy._src.jaxpr.source_lines import directory_of
+from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.loss_scaling.protocol import FromDict
 
 
