@@ -8,8 +8,8 @@ from helpers import paired, products
 from jax import lax
 
 import jmp_policy as jmpp
-from jmp_policy._src.flax.linen.framework import tapped
-from jmp_policy._src.policy import watching
+from jmp_policy._src.flax.linen.framework import FRAMEWORK
+from jmp_policy._src.policy.frameworks import looking
 from jmp_policy._src.report import tapping
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
@@ -268,7 +268,7 @@ def test_reports_name_it_by_its_whole_path():
     assert rows[""] == ("default", F16)
     assert sum(row.parameters for row in shown.modules) == sum(x.size for x in jax.tree.leaves(variables))
     for one in (model, jmpp.wrap(model, "mixed_float16")):
-        with tapped(), watching.looking(tapping.Calls()) as met:
+        with FRAMEWORK.tapped(), looking(tapping.Calls()) as met:
             jax.eval_shape(one.apply, variables, TOKENS)
         names = [call.name for call, _ in met.calls]
         assert names.index("LanguageModel/cls/inner/Dense_0") == names.index("LanguageModel/cls/inner") - 1

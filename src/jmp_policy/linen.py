@@ -10,16 +10,15 @@ _publish(__name__, globals())
 
 if _typing.TYPE_CHECKING:
     from jmp_policy._src.api.train_state import TrainState as TrainState
+    from jmp_policy._src.flax.linen.framework import intercept as intercept
     from jmp_policy._src.flax.linen.framework import policy_of as policy_of
     from jmp_policy._src.flax.linen.framework import wrap_part as wrap_part
-    from jmp_policy._src.flax.linen.intercept import intercept as intercept
 else:
     __getattr__, __dir__ = _publish_later(
         __name__,
         globals(),
         {
             "jmp_policy._src.api.train_state": ["TrainState"],
-            "jmp_policy._src.flax.linen.framework": ["policy_of", "wrap_part"],
-            "jmp_policy._src.flax.linen.intercept": ["intercept"],
+            "jmp_policy._src.flax.linen.framework": ["intercept", "policy_of", "wrap_part"],
         },
     )

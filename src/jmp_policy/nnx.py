@@ -32,11 +32,11 @@ _publish(
 
 if _typing.TYPE_CHECKING:
     from jmp_policy._src.api.nnx_optimizer import Optimizer as Optimizer
-    from jmp_policy._src.flax.nnx.autocast import autocast as autocast
-    from jmp_policy._src.flax.nnx.autocast import explain as explain
     from jmp_policy._src.flax.nnx.framework import cast_params as cast_params
     from jmp_policy._src.flax.nnx.framework import policy_of as policy_of
     from jmp_policy._src.flax.nnx.framework import wrap_part as wrap_part
+    from jmp_policy._src.flax.nnx.states import autocast as autocast
+    from jmp_policy._src.flax.nnx.states import explain as explain
     from jmp_policy._src.report.spectrum.of_nnx import spectrum_value_and_grad as spectrum_value_and_grad
 else:
     __getattr__, __dir__ = _publish_later(
@@ -44,7 +44,7 @@ else:
         globals(),
         {
             "jmp_policy._src.api.nnx_optimizer": ["Optimizer"],
-            "jmp_policy._src.flax.nnx.autocast": ["autocast", "explain"],
+            "jmp_policy._src.flax.nnx.states": ["autocast", "explain"],
             "jmp_policy._src.flax.nnx.framework": ["cast_params", "policy_of", "wrap_part"],
             "jmp_policy._src.report.spectrum.of_nnx": ["spectrum_value_and_grad"],
         },

@@ -6,8 +6,8 @@ from jmp_policy._src.autocast.explanation import Explanation as Explanation
 from jmp_policy._src.autocast.explanation import Operation as Operation
 from jmp_policy._src.core.public import publish as _publish
 from jmp_policy._src.core.public import publish_later as _publish_later
+from jmp_policy._src.policy.frameworks import tap as tap
 from jmp_policy._src.policy.recipes import worthwhile as worthwhile
-from jmp_policy._src.policy.watching import tap as tap
 
 _publish(__name__, globals())
 

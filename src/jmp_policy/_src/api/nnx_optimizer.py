@@ -9,7 +9,7 @@ from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_
 from jmp_policy._src.flax.nnx.framework import policy_of
 from jmp_policy._src.flax.nnx.model_state import keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
-from jmp_policy._src.loss_scaling.transformation import Transformation
+from jmp_policy._src.loss_scaling.state import Transformation
 
 T = TypeVar("T")
 

@@ -21,9 +21,8 @@ from jmp_policy._src.loss_scaling.loss_scaled import loss_scaled
 from jmp_policy._src.loss_scaling.loss_scales import check_losses
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state
 from jmp_policy._src.loss_scaling.protocol import SPELLINGS
-from jmp_policy._src.loss_scaling.transformation import Transformation
-from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.policy_text import POLICY_KEYS
+from jmp_policy._src.loss_scaling.state import Transformation
+from jmp_policy._src.policy.policy import POLICY_KEYS, Policy
 from jmp_policy._src.policy.rules import (
     FLAGS,
     PolicyMap,

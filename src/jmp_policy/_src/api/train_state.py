@@ -8,10 +8,10 @@ from flax.training import train_state
 
 from jmp_policy._src.api.precision import check_one_loss_scale, from_config
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.flax.linen.intercept import intercept
+from jmp_policy._src.flax.linen.framework import intercept
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.selection import select_tree
-from jmp_policy._src.loss_scaling.transformation import Transformation
+from jmp_policy._src.loss_scaling.state import Transformation
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 
 S = TypeVar("S", bound="TrainState")

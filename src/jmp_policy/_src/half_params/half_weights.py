@@ -26,7 +26,7 @@ from jmp_policy._src.half_params.rounding import (
     run_inner,
 )
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
-from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
+from jmp_policy._src.loss_scaling.state import Transformation, check_inner, check_state, init_inner
 
 
 def _training_half(

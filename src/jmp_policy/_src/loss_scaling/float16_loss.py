@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmp_policy._src.core.dtypes import promote_dtype
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float8_state import map_derivatives
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.protocol import LossScale
 
 #: The largest power of two in float16.
 _LARGEST_FLOAT16 = 2.0**15

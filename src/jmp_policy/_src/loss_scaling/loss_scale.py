@@ -1,4 +1,4 @@
-"""Defines the loss scales: pure pytrees that multiply the loss, divide the gradients, and adapt.
+"""The loss scale: a pure pytree that multiplies the loss, divides the gradients, and adapts.
 
 The state machine of `DynamicLossScale` is torch's `GradScaler`'s (growth after exactly `growth_interval`
 clean steps) with Megatron's hysteresis, a floor and a ceiling. The functional shape is jmp's.
@@ -19,7 +19,7 @@ from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
 from jmp_policy._src.core.settings import number, positive_int
 from jmp_policy._src.core.types import ArrayLike, PyTree
-from jmp_policy._src.loss_scaling import scale_mistakes
+from jmp_policy._src.loss_scaling import float16_loss, scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.gradients import divide, is_inexact
@@ -240,3 +240,32 @@ def bounded_scale(loss_scale: Any, low: Any, high: Any) -> dict[str, Any]:
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
     return {"loss_scale": scale_leaf(loss_scale, low, high), "min_loss_scale": low, "max_loss_scale": high}
+
+
+def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Splits what a loss function returned into the loss and the auxiliary output."""
+    if has_aux and isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    if has_aux or jax.tree.structure(out) != jax.tree.structure(0):
+        raise scale_mistakes.no_loss(out, has_aux)
+    return out, None
+
+
+def scale_loss(scale: LossScale, loss: Any) -> Any:
+    """Multiplies the loss by its scale in float32; gradients of a loss that is not finite become NaN."""
+    dtype = getattr(loss, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
+    # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
+    # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
+    # x - x is 0 for every finite number, and NaN for inf and NaN.
+    promoted = loss.astype(promote_dtype(dtype))
+    one_if_finite = lax.stop_gradient(promoted - promoted) + 1
+    if dtype == jnp.float16:
+        return promoted * (float16_loss.checked_cotangent(scale) * one_if_finite)
+    return scale.scale(loss) * one_if_finite
+
+
+def restore_scale(scale: LossScale, loss: Any, grads: PyTree) -> PyTree:
+    """Multiplies gradients of a float16 loss by the part of the scale that its cotangent could not hold."""
+    return float16_loss.restore(scale, grads) if getattr(loss, "dtype", None) == jnp.float16 else grads

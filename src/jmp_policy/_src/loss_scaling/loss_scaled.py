@@ -38,8 +38,14 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     tree_to_float32,
 )
 from jmp_policy._src.loss_scaling.metrics import Groups, check_groups, magnitudes_by_loss
-from jmp_policy._src.loss_scaling.state import LossScaledState, check_no_number
-from jmp_policy._src.loss_scaling.transformation import Transformation, check_inner, check_state, init_inner
+from jmp_policy._src.loss_scaling.state import (
+    LossScaledState,
+    Transformation,
+    check_inner,
+    check_no_number,
+    check_state,
+    init_inner,
+)
 
 
 def loss_scaled(

@@ -14,9 +14,14 @@ from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import next_histories
-from jmp_policy._src.loss_scaling.loss_scale import LossScale, holds_float8_state
+from jmp_policy._src.loss_scaling.loss_scale import (
+    LossScale,
+    holds_float8_state,
+    restore_scale,
+    scale_loss,
+    split_loss,
+)
 from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
-from jmp_policy._src.loss_scaling.scaled_loss import restore_scale, scale_loss, split_loss
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 T = TypeVar("T")

@@ -1,15 +1,32 @@
-"""Defines what a module framework (Flax Linen, Flax NNX) implements, and finds the framework of a module.
+"""What a module framework (Flax Linen, Flax NNX) implements, and what it shows to reports.
 
 `flax.linen` and `flax.nnx` each implement `Framework`. The rooms below Flax look frameworks up here, and so
 never import Flax: a framework's implementation is loaded when one of its modules is met.
+
+A report that counts values, or lists calls, is a `Watcher`. Frameworks show it the result of every public
+method with `returned`; functions without modules use `tap`. Without a watcher both give back the very value
+that they were given::
+
+    class Printer(Watcher):
+        def returned(self, name, module, args, kwargs, out):
+            print(name)
+            return out
+
+    with framework.tapped(), looking(Printer()):
+        model.apply(variables, x)
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from jmp_policy._src.core.classes import imported_attr, is_instance_of
+
+T = TypeVar("T")
+W = TypeVar("W", bound="Watcher")
 
 
 class Framework:
@@ -95,3 +112,64 @@ def imported_frameworks() -> Iterator[Framework]:
     for module, (base, load) in _FRAMEWORKS.items():
         if imported_attr(module, base) is not None:
             yield load()
+
+
+class Watcher:
+    """What sees the results of modules, and the values that are named with `tap`."""
+
+    def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
+        """Sees what a method of a module returns; its own result is returned instead.
+
+        Args:
+          name: name of the model's class, and of the attributes that lead to the module: "Net/Dense_0".
+          module: the module.
+          args, kwargs: arguments of the method.
+          out: its result.
+        """
+        return out
+
+    def tapped(self, x: T, name: str) -> T:
+        """Sees a value that `tap` names; its own result is used instead."""
+        return x
+
+
+_CONTEXT = jax.make_user_context(default_value=None)
+
+
+def current_watcher() -> Watcher | None:
+    """The active watcher of this thread."""
+    return _CONTEXT.value
+
+
+@contextlib.contextmanager
+def looking(watcher: W) -> Iterator[W]:
+    """Makes a watcher the active one for the length of a with-block."""
+    with _CONTEXT(watcher):
+        yield watcher
+
+
+def returned(name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
+    """Shows the result of a module's method to the active watcher."""
+    watcher = current_watcher()
+    return out if watcher is None else watcher.returned(name, module, args, kwargs, out)
+
+
+def tap(x: T, name: str) -> T:
+    """Names a value for `gradient_spectrum`, in functions without Flax modules.
+
+    Args:
+      x: an array, or a pytree whose floating arrays are counted.
+      name: name in the report; where there are several arrays, the path of each is added. Counts of equal
+        names add up.
+
+    Returns:
+      The same value; the very same object outside of `gradient_spectrum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones(3)
+      >>> tap(x, "hidden") is x
+      True
+    """
+    watcher = current_watcher()
+    return x if watcher is None else watcher.tapped(x, name)

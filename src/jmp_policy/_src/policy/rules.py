@@ -14,8 +14,7 @@ from jmp_policy._src.core.settings import flag
 from jmp_policy._src.policy.half_errors import check_grad_dtype
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import HoldsRules, Pattern, Rules, checked_pairs, path_inside
-from jmp_policy._src.policy.policy import Policy
-from jmp_policy._src.policy.policy_text import parse_policy
+from jmp_policy._src.policy.policy import Policy, parse_policy
 from jmp_policy._src.policy.recipes import arithmetic_of
 
 #: What the public functions take where they need one policy.

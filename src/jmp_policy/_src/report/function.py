@@ -17,9 +17,8 @@ from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.ir import is_array, split_arrays
 from jmp_policy._src.loss_scaling.float8_state import is_float8_state
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
-from jmp_policy._src.loss_scaling.loss_scale import LossScale
+from jmp_policy._src.loss_scaling.loss_scale import LossScale, split_loss
 from jmp_policy._src.loss_scaling.scale_types import StaticLossScale
-from jmp_policy._src.loss_scaling.scaled_loss import split_loss
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.policy.frameworks import imported_frameworks
 

@@ -7,13 +7,12 @@ import flax.linen as nn
 import jax
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
-from jmp_policy._src.flax.linen.framework import bare, policy_of, tapped
+from jmp_policy._src.flax.linen.framework import FRAMEWORK, bare, intercept, policy_of
 from jmp_policy._src.flax.linen.governing import governed
-from jmp_policy._src.flax.linen.intercept import intercept
 from jmp_policy._src.flax.linen.layers import has_dtype_of_parent
 from jmp_policy._src.flax.linen.unused_rules import check_used
 from jmp_policy._src.flax.linen.wrapped import bare_class
-from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import looking
 from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
 from jmp_policy._src.policy.scope import ACTIVE
@@ -54,7 +53,7 @@ def described(
 
     def apply(variables: Any, *inputs: Any, **kwargs: Any) -> Any:
         # What comes first is outermost: it sees what callers give and get.
-        with tapped(), watching.looking(calls), under_rules as scope:
+        with FRAMEWORK.tapped(), looking(calls), under_rules as scope:
             out = model.apply(
                 variables, *inputs, rngs={"params": key, "dropout": key}, mutable=mutable, **kwargs
             )

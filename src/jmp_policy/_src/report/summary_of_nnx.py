@@ -14,7 +14,7 @@ from jmp_policy._src.flax.nnx import (
     stored_arrays,
     wrap_module,
 )
-from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import looking
 from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.recipes import recipe_note
 from jmp_policy._src.policy.rules import PolicyMap, as_policy_map
@@ -37,7 +37,7 @@ def described(
     function = as_function(half, inputs, kwargs, "summary")
 
     def call(arrays: Any) -> Any:
-        with watching.looking(calls):
+        with looking(calls):
             return function.call(arrays)
 
     jaxpr = jax.make_jaxpr(call)(function.arrays)

@@ -21,9 +21,7 @@ import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.compat import varying
-from jmp_policy._src.policy import watching
-from jmp_policy._src.policy.frameworks import imported_frameworks
-from jmp_policy._src.policy.watching import Watcher
+from jmp_policy._src.policy.frameworks import Watcher, imported_frameworks, looking
 
 T = TypeVar("T")
 
@@ -81,7 +79,7 @@ def watching_modules(watcher: Watcher) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for framework in imported_frameworks():
             stack.enter_context(framework.tapped())
-        stack.enter_context(watching.looking(watcher))
+        stack.enter_context(looking(watcher))
         yield
 
 

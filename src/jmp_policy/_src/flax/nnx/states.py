@@ -1,4 +1,4 @@
-"""Functions of NNX modules, as functions of arrays: what tracing one takes, and transforming one.
+"""Functions of NNX modules, as functions of arrays: what tracing takes, and what `autocast` transforms.
 
 A transformation of functions of arrays (`autocast`, float32 gradients) is given a function of states, and
 what that changes is written to the modules afterwards::
@@ -19,19 +19,23 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
 
+from jmp_policy._src.autocast import api, explanation
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.flax.nnx import graph_nodes, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import is_node, key_of
-from jmp_policy._src.policy import watching
+from jmp_policy._src.policy.frameworks import current_watcher, returned
 from jmp_policy._src.policy.patterns import path_text, unused_error
 from jmp_policy._src.policy.regions import region
-from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
+from jmp_policy._src.policy.scope import in_trial
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Stands for a node.
 _NODE = object()
@@ -123,17 +127,17 @@ class Split:
 
     Args:
       args, kwargs: what the function of modules takes.
-      in_trial: gives for a node what makes of its copies those that follow other rules in a trial.
+      trial_of: gives for a node what makes of its copies those that follow other rules in a trial.
 
     Attributes:
       state: a pytree of the arrays of all nodes; each Variable's once, however often it is shared.
       others: the other arguments, with gaps for the nodes; structured as `structure` says.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], in_trial: Callable[[Any], Any]):
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], trial_of: Callable[[Any], Any]):
         self.structure, self.others, nodes = _taken_apart((tuple(args), kwargs))
         self._graph, self.state = nnx.split(nodes)
-        self._in_trial = list(map(in_trial, nodes))
+        self._in_trial = list(map(trial_of, nodes))
 
     def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
         """The function's result with new nodes of a state, and the values of their Variables afterwards."""
@@ -219,7 +223,7 @@ def _scoped_class(bare: type, scope: _Scope) -> type:
         value = bare.__getattribute__(self, name)  # type: ignore[call-arg]
         if name not in names or not isinstance(value, types.MethodType) or value.__self__ is not self:
             return value
-        if _HERE.get() == scope and watching.current() is None:
+        if _HERE.get() == scope and current_watcher() is None:
             return value  # The scope is named already: a method that a module asks for is the author's.
         return types.MethodType(_scoped(value.__func__, f".{name}", scope), self)
 
@@ -245,6 +249,95 @@ def _scoped(method: Callable[..., Any], suffix: str, scope: _Scope) -> Callable[
             token = _HERE.set(scope)
             stack.callback(_HERE.reset, token)
             out = method(*args, **kwargs)
-        return watching.returned("/".join(scope.names) + suffix, args[0], args[1:], kwargs, out)
+        return returned("/".join(scope.names) + suffix, args[0], args[1:], kwargs, out)
 
     return scoped
+
+
+def autocast(fn: F, policy: "PolicyMapLike | None" = None, **options: Any) -> F:
+    """Returns `jmp_policy.autocast` of a function that takes NNX modules.
+
+    Stands where the function stands, under `nnx.jit` and inside `nnx.value_and_grad` or
+    `jmp_policy.nnx.scaled_value_and_grad`. What the function changes in its modules (batch statistics,
+    caches, counts of random streams) is changed in them afterwards, in the dtypes it had. Modules are scopes
+    for `rules=`: "Net/layers/0/linear".
+
+    Args:
+      fn: a function of modules, other NNX nodes (`nnx.Rngs`) and whatever `jmp_policy.autocast` takes.
+      policy: a half dtype, a policy or its text, or a `PolicyMap`, whose rules mean what they mean to `wrap`.
+      options: as `jmp_policy.autocast` takes them: `rules`, `lower`, `full`, `follow`, `ops`.
+
+    Returns:
+      A function with the same signature, output structure and output dtypes.
+
+    Raises:
+      TypeError, ValueError: as `jmp_policy.autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+      >>> half = autocast(lambda model, x: model(x).sum(), "float16")
+      >>> loss, grads = nnx.value_and_grad(half)(model, jnp.ones((2, 4)))
+      >>> loss.dtype, grads.layers[0].kernel.dtype
+      (dtype('float32'), dtype('float32'))
+    """
+    named_fn, rules = _checked(fn, policy, options, "autocast")
+    settings = api.Settings(PolicyMap(rules.default), marked_by=rules, **options)
+    return transformed(named_fn, lambda pure: api.lowered(pure, settings))  # type: ignore[return-value]
+
+
+def explain(
+    fn: Callable[..., Any], policy: "PolicyMapLike | None" = None, **options: Any
+) -> Callable[..., explanation.Explanation]:
+    """Shows what `autocast` would do with a function of NNX modules.
+
+    Args:
+      fn, policy, options: as `autocast` takes them.
+
+    Returns:
+      A function of the same arguments that traces `fn`, changes nothing and returns an `Explanation`.
+
+    Raises:
+      TypeError, ValueError: as `autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+      >>> found = explain(lambda model, x: model(x), "float16")(model, jnp.ones((1, 8)))
+      >>> found.of("dot_general")[0].operands
+      'float16'
+    """
+    named_fn, rules = _checked(fn, policy, options, "explain")
+    pure = Pure(named_fn)
+    explained = explanation.explain(pure, PolicyMap(rules.default), **options)
+
+    @functools.wraps(fn)
+    def of_arguments(*args: Any, **kwargs: Any) -> explanation.Explanation:
+        with nnx.update_context(pure):
+            return explained(*pure.split(args, kwargs)[1])
+
+    return of_arguments
+
+
+def _checked(fn: F, policy: Any, options: dict[str, Any], name: str) -> tuple[F, PolicyMap]:
+    """The function with modules that name scopes and mark their policy, and the rules.
+
+    Those have the recipe that was given as `lower`, which is taken from there.
+    """
+    recipe, options["lower"] = api.taken_recipe(options.get("lower", ()))
+    if isinstance(fn, nnx.Module) or not callable(fn):
+        raise TypeError(
+            f"nnx.{name} takes a function of modules, got {type(fn).__name__}. For a module give it "
+            "`lambda model, x: model(x)`."
+        )
+    rules = api.autocast_policy(policy, recipe)
+
+    @functools.wraps(fn)
+    def named_fn(*args: Any, **kwargs: Any) -> Any:
+        nodes = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_node) if is_node(leaf)]
+        with named(nodes, in_trial(rules)):
+            return fn(*args, **kwargs)
+
+    return named_fn, rules  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import flax.nnx as nnx
 
 from jmp_policy._src.flax.nnx import graph_nodes
-from jmp_policy._src.loss_scaling.scaled_loss import restore_scale, scale_loss, split_loss
+from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.policy.patterns import path_text
 

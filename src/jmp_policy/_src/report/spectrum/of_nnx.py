@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jmp_policy._src.flax.nnx.states import named
-from jmp_policy._src.loss_scaling.scaled_loss import split_loss
+from jmp_policy._src.loss_scaling.loss_scale import split_loss
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report.spectrum import spectrum
 

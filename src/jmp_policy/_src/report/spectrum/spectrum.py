@@ -17,7 +17,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr.ir import is_array
 from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
-from jmp_policy._src.loss_scaling.scaled_loss import restore_scale, scale_loss, split_loss
+from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.report import progress, tapping
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale, replaced, trained_arguments
 from jmp_policy._src.report.pieces import compiled_quickly
