@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.loss_scaling.gradients import fusable_flag
+from jmp_policy._src.loss_scaling.gradients import Decision
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.float32(3.0)}
 SCALES = {"reconstruction": jmpp.StaticLossScale(8.0), "adversarial": jmpp.DynamicLossScale(4.0)}
@@ -595,7 +595,7 @@ def test_one_scale_adds_nothing():
         grads = state.loss_scale.unscale(grads)
         finite = jmpp.all_finite(grads)
         updates, inner = optax.sgd(0.5).update(grads, state.inner_state, params)
-        for_small = fusable_flag(finite)
+        for_small = Decision(finite).for_small
         skipped = ~for_small
         updates = jax.tree.map(lambda u: jax.lax.select(for_small, u, jax.lax.full_like(u, -0.0)), updates)
         scale = state.loss_scale.adjust(for_small)

@@ -17,8 +17,6 @@ _PUBLIC: dict[str, str] = {}
 def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
     """Puts a Flax module under a precision policy.
 
-    It is the first of the three lines that make a training step mixed-precision.
-
     Args:
       module: an instance of `flax.linen.Module` or `flax.nnx.Module`. It is not changed.
       policy: `"mixed_float16"`, `"fp16"` or another policy's text, a `Policy`, a `PolicyMap` with a policy
@@ -26,18 +24,15 @@ def wrap(module: T, policy: PolicyMapLike, **keywords: Any) -> T:
       **keywords: what the wrap of the module's framework takes besides: `methods=` of `jmp_policy.nnx.wrap`.
 
     Returns:
-      A module of the same kind, with the same variables and the same checkpoints: parameters are kept in
-      param dtype and cast to compute dtype where they are used, inputs are cast to compute dtype where a
-      product of a layer reads them (but for products of few terms, unless a `PolicyMap` has
-      `keep_small_inputs=False`), and outputs to output dtype where they leave the governed part of the
-      model. See `jmp_policy.linen.wrap` and `jmp_policy.nnx.wrap`; an NNX module shares its Variables with
-      the original.
+      A module of the same kind, with the same variables and checkpoints. Parameters stay in param dtype and
+      are cast to compute dtype where they are used, inputs where a product of at least 8 terms reads them
+      (`keep_small_inputs` of a `PolicyMap`), and outputs to output dtype where they leave the governed part
+      of the model. An NNX module shares its Variables with the original.
 
     Raises:
-      TypeError: for something that is not a module.
-      ValueError: for an unknown policy; for a module that is wrapped already, under another one; for rules
-        that match no module (Linen: at the first `init` or `apply`; NNX: at once), and for NNX parameters
-        that are not in param dtype.
+      TypeError, ValueError: for what is no module or policy; for a module that is wrapped already, under
+        another one; for rules that match no module (Linen: at the first `init` or `apply`), and for NNX
+        parameters that are not in param dtype.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

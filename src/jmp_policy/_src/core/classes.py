@@ -64,9 +64,6 @@ def make_subclass(
       root: base class that the framework defines; `bare` derives from it.
       metaclass: a subclass of the class's metaclass; left out, that one itself.
       finish: what the framework's own hook has to do for the new class.
-
-    Raises:
-      TypeError: for a class that Python does not let anyone subclass.
     """
     meta: Any = metaclass or type(bare)
     packages = sys.stdlib_module_names | {root.__module__.partition(".")[0]}

@@ -110,7 +110,7 @@ def strip_weak_type(x: Any) -> Any:
 
 def cast_leaf(x: Any, dtype: np.dtype) -> Any:
     """Casts one floating array to `dtype`, and returns anything else as the same object."""
-    if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or x.dtype == dtype:
+    if not is_floating_array(x) or x.dtype == dtype:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=dtype)
@@ -128,9 +128,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
       dtype: a floating dtype.
 
     Returns:
-      The tree with every float, bfloat16 and float8 array in `dtype`. Integers, booleans, complex
-      numbers, PRNG keys, `float0`, None, strings and Python scalars are the same objects as before,
-      and so is the whole tree where nothing changed.
+      The tree with every float, bfloat16 and float8 array in `dtype`. All else (complex numbers, PRNG keys,
+      Python scalars) is the same object as before, and so is the whole tree where nothing changed.
     """
     dtype = np.dtype(dtype)
     return map_changed(functools.partial(cast_leaf, dtype=dtype), tree)

@@ -18,11 +18,7 @@ _FLAGS = {
 
 
 def flag(value: Any, name: str) -> bool:
-    """Reads a setting that is on or off: a boolean, or a word for one in YAML.
-
-    Raises:
-      ValueError: for anything else, 0 and 1 included.
-    """
+    """Reads a boolean, or a word for one in YAML; refuses anything else, 0 and 1 included."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     known = _FLAGS.get(value.strip().lower()) if isinstance(value, str) else None

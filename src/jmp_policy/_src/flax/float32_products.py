@@ -8,10 +8,9 @@ parameter, `self.variables`, the table of another module), and one float32 opera
             return x @ self.embed.embedding[...].T  # float32: not a parameter of Net's own
 
 How it was read does not matter, only what the program does with it. So when the outermost governed call ends,
-the operations that it has put into the program being traced are looked at. Where no product of 8 terms has a
-float32 operand, that is all; else `uncast_operands` follows what is stored.
-
-What runs outside of `jax.jit` and its like is no program, and draws no warning.
+the operations that it has put into the program being traced are looked at (outside of `jax.jit` and its like
+there is none). Where no product of 8 terms has a float32 operand, that is all; else `uncast_operands` follows
+what is stored.
 """
 
 import contextlib

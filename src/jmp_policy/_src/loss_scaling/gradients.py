@@ -139,19 +139,14 @@ class Decision:
 
     @functools.cached_property
     def for_small(self) -> jax.Array:
-        """The flag as an element of an array, so that XLA merges the operations that read it."""
-        return fusable_flag(self.flag)
+        """The same boolean scalar, such that XLA fuses what reads it."""
+        return _flag(self.flag)[0]
 
     def select(self, on_true: jax.Array, on_false: jax.Array) -> jax.Array:
         """The first array where the boolean holds, else the second; both of one shape and dtype."""
         # Large arrays are selected by the scalar: a kernel that reads and writes dozens of them saves
         # launches, but no time that anybody has measured.
         return lax.select(self.for_small if is_small(on_true) else self.flag, on_true, on_false)
-
-
-def fusable_flag(flag: jax.Array) -> jax.Array:
-    """The same boolean scalar, such that XLA fuses what reads it."""
-    return _flag(flag)[0]
 
 
 _flag = by_devices(

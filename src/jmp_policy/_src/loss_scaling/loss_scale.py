@@ -70,18 +70,12 @@ class Scaling(FromDict):
     loss_scale: jax.Array
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating and complex leaves of a pytree by the loss scale, half ones as float32.
-
-        A loss of 3 * 2**15 times a float16 scale would be infinite. All other leaves are untouched.
-        """
+        """Multiplies floating and complex leaves of a pytree by the loss scale, half ones as float32."""
         SCALE_USE.note_product(self, tree)
         return map_gradients(lambda x: _times(_leaf_to_float32(x), self.loss_scale), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Divides floating and complex leaves by the loss scale, half ones as float32.
-
-        All others are untouched, and the state that Flax's float8 layers keep in gradients, too.
-        """
+        """Divides floating and complex leaves, without the state of float8 layers, half ones as float32."""
         gradients = derivatives(tree) if holds_float8_state(tree) else tree
         quotients = iter(divide(list(filter(is_inexact, jax.tree.leaves(gradients))), self.loss_scale))
         return map_gradients(lambda x: next(quotients) if is_inexact(x) else x, tree)

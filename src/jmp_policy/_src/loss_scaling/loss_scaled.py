@@ -9,9 +9,9 @@ One step::
     inner_state = new_inner_state if finite else inner_state
     scale = scale.adjust(finite)                    # grown, backed off, or the same
 
-Of several losses each has a scale: the first two lines and the last run for each, by its name, and `inner`
-gets the sum. One loss is several with the name "". Different from the peers, the outcome is selected and not
-branched to (as Keras does for 3.4x the temporary memory), and `inner` only ever sees float32.
+Of several losses, by name, the first two lines and the last run for each, and `inner` gets the sum. One loss
+is several with the name "". Different from the peers, the outcome is selected and not branched to (as Keras
+does for 3.4x the temporary memory), and `inner` only ever sees float32.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jmp_policy._src.core.dtypes import is_number
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import float8_state, loss_scales, scale_mistakes
 from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
-from jmp_policy._src.loss_scaling.gradients import Decision, all_finite, fusable_flag
+from jmp_policy._src.loss_scaling.gradients import Decision, all_finite
 from jmp_policy._src.loss_scaling.loss_scale import (
     LossScale,
     check_loss_scale,
@@ -59,8 +59,7 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take scaled gradients, and skip the steps on which they are not finite.
 
-    What looks at gradients belongs inside: `loss_scaled(optax.chain(clip, optax.adamw(1e-3)), scale)`,
-    `loss_scaled(optax.MultiSteps(tx, k), scale)`.
+    What looks at gradients belongs inside: `loss_scaled(optax.chain(clip, optax.adamw(1e-3)), scale)`.
 
     Args:
       inner: an optax transformation, or an object with its `init` and `update`.
@@ -155,7 +154,7 @@ def loss_scaled(
         skipped = ~step.for_small
         new_updates = jax.tree.map(lambda u: _update_unless_skipped(step, u), new_updates)
         inner_state = _state_unless_skipped(step, inner_state, state.inner_state, count_mode)
-        small = {n: step.for_small if f is finite else fusable_flag(f) for n, f in each_finite.items()}
+        small = {n: step.for_small if f is finite else Decision(f).for_small for n, f in each_finite.items()}
         adjusted = {
             n: _adjust(scales[n], small[n], left_out.get(n), gradients[n], axis_name) for n in initial
         }

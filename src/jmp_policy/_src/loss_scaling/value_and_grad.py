@@ -12,15 +12,9 @@ import jax
 from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import scale_mistakes
+from jmp_policy._src.loss_scaling import loss_scale, scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import next_histories
-from jmp_policy._src.loss_scaling.loss_scale import (
-    LossScale,
-    holds_float8_state,
-    restore_scale,
-    scale_loss,
-    split_loss,
-)
+from jmp_policy._src.loss_scaling.protocol import LossScale
 from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
@@ -100,16 +94,16 @@ def scaled_value_and_grad(
 
     def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
         def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            unscaled, aux = split_loss(fun(*args, **kwargs), has_aux)
-            return scale_loss(scale, unscaled), (unscaled, aux)
+            unscaled, aux = loss_scale.split_loss(fun(*args, **kwargs), has_aux)
+            return loss_scale.scale_loss(scale, unscaled), (unscaled, aux)
 
         gradient = jax.value_and_grad(scaled_loss, argnums, True, holomorphic, allow_int)
         (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
-        if holds_float8_state(grads):
+        if loss_scale.holds_float8_state(grads):
             params = tuple(args[i] for i in argnums) if isinstance(argnums, Sequence) else args[argnums]
             grads = next_histories(grads, params)
         value = (unscaled, aux) if has_aux else unscaled
-        return value, restore_scale(scale, unscaled, grads)
+        return value, loss_scale.restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         numbers = argnums if isinstance(argnums, Sequence) else (argnums,)

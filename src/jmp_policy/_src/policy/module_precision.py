@@ -31,16 +31,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jmp_policy._src.core.dtypes import (
-    ARRAYS,
-    cast_leaf,
-    is_floating,
-    is_half,
-    is_number,
-    is_wide,
-    map_changed,
-    promote_dtype,
-)
+from jmp_policy._src.core import dtypes
 from jmp_policy._src.policy import carries
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import role_of
@@ -50,9 +41,9 @@ from jmp_policy._src.policy.recipes import role_of
 class ModulePrecision:
     """Policy of one module, and whether the module is a float32 island.
 
-    An island computes in float32 inside a half-precision model (a normalisation layer, or one whose product
-    sums fewer than `LEAST_TERMS` numbers); it takes and returns the compute dtype of its policy. A recipe is
-    asked for where a rule with one names the module itself, by its path or a predicate.
+    An island (a normalisation layer, a product of fewer than `LEAST_TERMS` terms) computes in float32, and
+    takes and returns the compute dtype of its policy. A recipe is asked for where a rule with one names the
+    module itself, by its path or a predicate.
     """
 
     policy: Policy
@@ -68,7 +59,7 @@ class ModulePrecision:
     @functools.cached_property
     def param_dtype(self) -> np.dtype:
         """The dtype in which parameters are stored."""
-        return promote_dtype(self.policy.param_dtype) if self.island else self.policy.param_dtype
+        return dtypes.promote_dtype(self.policy.param_dtype) if self.island else self.policy.param_dtype
 
     @functools.cached_property
     def used_param_dtype(self) -> np.dtype:
@@ -127,10 +118,10 @@ class GovernedCall:
         self._inputs, self._own, self._is_leaf = (args, kwargs), own, is_leaf
         outer, leaves = _RANK.value, jax.tree.leaves((args, kwargs), is_leaf)
         # No boolean masks, and no keys. A number is an input where there is nothing else.
-        numbers = [x for x in leaves if isinstance(x, ARRAYS) and is_number(x.dtype)]
+        numbers = [x for x in leaves if isinstance(x, dtypes.ARRAYS) and dtypes.is_number(x.dtype)]
         numbers = numbers or [np.float32(0) for x in leaves if isinstance(x, float)]
-        half_ranks = [len(x.shape) for x in numbers if is_half(x.dtype)]
-        wide = [x for x in numbers if is_wide(x.dtype)]
+        half_ranks = [len(x.shape) for x in numbers if dtypes.is_half(x.dtype)]
+        wide = [x for x in numbers if dtypes.is_wide(x.dtype)]
         # Up to which rank a float32 output is a sum or a mean over an axis, such as a likelihood.
         self._reduced = min(1, max((len(x.shape) for x in numbers), default=0) - 1)
         # Floating inputs of up to this rank are small; -1 if none are.
@@ -144,7 +135,7 @@ class GovernedCall:
         self._wide_ranks, self._has_half = {len(x.shape) for x in wide}, bool(half_ranks)
         # Shapes of masks: the leading axes of a larger input, `(batch, time)`, or those of ids.
         self._positions = {
-            x.shape[:n] for x in numbers for n in range(2, len(x.shape) + (not is_floating(x.dtype)))
+            x.shape[:n] for x in numbers for n in range(2, len(x.shape) + (not dtypes.is_floating(x.dtype)))
         }
         is_few = precision.keeps_small_inputs and self._are_small and not precision.island and _sum_few(own)
         self.precision = precision.as_island() if is_few else precision
@@ -156,23 +147,22 @@ class GovernedCall:
     def cast_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, floating ones in compute dtype but for those that stay as they came.
 
-        Those are no wider than float32, or than the parameters. An island normalises what arrives in float32
-        (an image, positions) as such: half would lose its range.
+        An island normalises what arrives in float32 (an image, positions) as such: half would lose its range.
         """
         if self.precision.island:
             return self._inputs
-        dtype, widest = self.precision.compute_dtype, promote_dtype(self.precision.policy.param_dtype)
+        dtype, widest = self.precision.compute_dtype, dtypes.promote_dtype(self.precision.policy.param_dtype)
 
         def cast(x: Any) -> Any:
-            if not (isinstance(x, ARRAYS) and is_floating(x.dtype)) or is_half(x.dtype) or not is_half(dtype):
-                return cast_leaf(x, dtype)
+            if not dtypes.is_floating_array(x) or dtypes.is_half(x.dtype) or not dtypes.is_half(dtype):
+                return dtypes.cast_leaf(x, dtype)
             is_kept = _is_small(x, self._rank) and not _convolve(self._own, x.shape)
             is_kept = self.precision.keeps_small_inputs and (is_kept or x.shape in self._positions)
             if not is_kept and _may_meet(self._own, x.shape):
-                return cast_leaf(x, dtype)
-            return cast_leaf(x, widest) if x.dtype.itemsize > widest.itemsize else x
+                return dtypes.cast_leaf(x, dtype)
+            return dtypes.cast_leaf(x, widest) if x.dtype.itemsize > widest.itemsize else x
 
-        return map_changed(cast, self._inputs, self._is_leaf)
+        return dtypes.map_changed(cast, self._inputs, self._is_leaf)
 
     def cast_outputs(
         self,
@@ -199,15 +189,15 @@ class GovernedCall:
 
         def cast(x: Any) -> Any:
             if policy_changes:
-                return cast_leaf(x, policy.output_dtype)
+                return dtypes.cast_leaf(x, policy.output_dtype)
             # Scalars keep their dtype: they cost nothing and are mostly losses, whose cotangent is the scale.
-            is_cast = isinstance(x, ARRAYS) and len(x.shape) > 0 and not is_kept(x)
-            return cast_leaf(x, policy.compute_dtype) if is_cast else x
+            is_cast = isinstance(x, dtypes.ARRAYS) and len(x.shape) > 0 and not is_kept(x)
+            return dtypes.cast_leaf(x, policy.compute_dtype) if is_cast else x
 
         args, _ = self._inputs
         if args and (returns_carry or in_loop):
             return carries.cast_with_carry(out, args[0], cast, in_loop, self._is_leaf)
-        return map_changed(cast, out, self._is_leaf)
+        return dtypes.map_changed(cast, out, self._is_leaf)
 
     def _kept_outputs(self, out: Any, has_params: bool) -> Callable[[Any], bool]:
         if not self.precision.keeps_small_inputs:
@@ -215,7 +205,7 @@ class GovernedCall:
         if self._wide_ranks and not (self._has_half or has_params or self.precision.island):
             return lambda x: True
         leaves = jax.tree.leaves(out, self._is_leaf)
-        largest = max((len(x.shape) for x in leaves if isinstance(x, ARRAYS)), default=0)
+        largest = max((len(x.shape) for x in leaves if isinstance(x, dtypes.ARRAYS)), default=0)
 
         def is_kept(x: Any) -> bool:
             rank = len(x.shape)
@@ -254,10 +244,9 @@ def _sum_few(own: Shapes) -> bool:
 
 
 def policy_changes(caller: Policy | None, policy: Policy) -> bool:
-    """Whether what leaves a module is for code under another policy.
+    """Whether what leaves a module is for code under another policy: of other dtypes, or None for none.
 
-    The caller is None for code outside of every module. A recipe is about products alone: policies that
-    differ in nothing else have no boundary between them.
+    A recipe is about products alone: policies that differ in nothing else have no boundary between them.
     """
     return caller is not policy and (caller is None or _dtypes(caller) != _dtypes(policy))
 

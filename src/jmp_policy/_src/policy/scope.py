@@ -44,8 +44,7 @@ class Scope:
         parameters in half precision, else None; None as a whole outside of such a call.
       last: the last blocks of the outermost module (`recipes.last_blocks`), where a recipe asks for them.
       seen: what has run; shared by all scopes below one entry, to find rules that matched nothing.
-      key: for rules, `mark_only` and caller: all that scopes are compared and hashed by, since jit looks the
-        active one up hundreds of times in a trace.
+      key: of rules, `mark_only` and caller: what scopes are compared by, hundreds of times in a trace.
     """
 
     rules: PolicyMap = dataclasses.field(compare=False)

@@ -9,7 +9,7 @@ another wrap of an equal one. A wrapper module of its own would add a level to e
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -38,20 +38,19 @@ CHECKED = "_jmp_policy_checked"
 _BASE = "_jmp_policy_base"
 
 
-def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = None) -> M:
+def wrap(module: M, policy: PolicyMapLike) -> M:
     """Puts a Linen module under a policy.
 
     Args:
       module: an instance of `flax.linen.Module`; it is not changed.
       policy: a `PolicyMap`, a `Policy` or its text.
-      methods: leave it out. NNX has to be told which methods to govern; of a Linen module all are.
 
     Returns:
       A module with the same fields, variables and names: `init`, `init_with_output`, `apply`, `tabulate`,
       `bind`, `lazy_init`, use as a submodule, hashing, comparing and pickling work as before.
 
     Raises:
-      TypeError: for something that is no Linen module instance, and for `methods`.
+      TypeError: for something that is no Linen module instance.
       ValueError: for a module that is wrapped already, under another policy; at the first `init` or `apply`,
         for rules that match no module, naming the nearest paths.
 
@@ -67,11 +66,6 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] | None = No
         raise TypeError(f"wrap takes a module, not its class: wrap({module.__name__}(...), policy).")
     if not isinstance(module, nn.Module):
         raise TypeError(f"linen.wrap takes a flax.linen.Module, got {type(module).__name__}.")
-    if methods is not None:
-        raise TypeError(
-            f"methods={methods!r} is for NNX modules. Of a Linen module all methods are governed: leave it "
-            "out, and call them as before: model.apply(variables, x, method='encode')."
-        )
     name, old = bare_class(module).__name__, vars(type(module)).get(RULES)
     rules = as_policy_map(policy, name)
     if old not in (None, rules):
