@@ -40,7 +40,7 @@ def loss_and_aux(params: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Ar
 def modules_keep_their_classes(net: Net, nnx_net: NNXNet, precision: jmpp.Precision) -> None:
     assert_type(jmpp.wrap(net, "mixed_float16"), Net)
     assert_type(jmpp.wrap(nnx_net, jmpp.PolicyMap("mixed_float16", {nnx.Linear: "float32"})), NNXNet)
-    assert_type(jmp_policy.linen.wrap(net, "mixed_float16", methods=["encode"]), Net)
+    assert_type(jmp_policy.linen.wrap(net, "mixed_float16"), Net)
     assert_type(jmp_policy.nnx.wrap(nnx_net, "mixed_float16"), NNXNet)
     assert_type(precision.wrap(net).width, int)
 

@@ -5,7 +5,7 @@ import importlib
 from typing import Any, TypeVar
 
 from jmp_policy._src.core.classes import is_instance_of
-from jmp_policy._src.policy.frameworks import Framework, framework_of, register_framework
+from jmp_policy._src.policy.frameworks import FRAMEWORKS, Framework, framework_of
 from jmp_policy._src.policy.rules import PolicyMapLike
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def register_frameworks(linen: str, nnx: str) -> None:
     """
     for kind, public in (("linen", linen), ("nnx", nnx)):
         _PUBLIC[f"flax.{kind}"] = public
-        register_framework(f"flax.{kind}", "Module", functools.partial(_load, kind, public))
+        FRAMEWORKS[f"flax.{kind}"] = functools.cache(functools.partial(_load, kind, public))
 
 
 def _load(kind: str, public: str) -> Framework:

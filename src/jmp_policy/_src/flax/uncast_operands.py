@@ -37,8 +37,11 @@ def products(program: Any, rows: Rows, stored: Iterable[tuple[str, Any]]) -> dic
       rows: those of its operations that are looked at.
       stored: the arrays that are stored for half-precision modules, with their paths.
     """
-    look = _Look([(path, array) for path, array in stored if is_wide(array.dtype)])
-    look.follow(rows, look.arguments() | look.constants(compat.recorded_constants(program).items()))
+    wide = [(path, array) for path, array in stored if is_wide(array.dtype)]
+    traced = ((path, compat.traced_by(array)) for path, array in wide)
+    arguments = {found[0].val: _Origin(path, is_weight=True) for path, found in traced if found}
+    look = _Look({id(array): path for path, array in wide})
+    look.follow(rows, arguments | look.constants(compat.recorded_constants(program).items()))
     return look.found
 
 
@@ -78,21 +81,15 @@ class _Look:
     """One look at a program.
 
     Args:
-      stored: arrays, with their paths.
+      path_of: paths of the stored arrays, by identity.
 
     Attributes:
       found: the first product of each array that is used uncast, by the array's path.
     """
 
-    def __init__(self, stored: Sequence[tuple[str, Any]]):
-        self._stored = stored
-        self._path_of = {id(array): path for path, array in stored}
+    def __init__(self, path_of: dict[int, str]):
+        self._path_of = path_of
         self.found: dict[str, Any] = {}
-
-    def arguments(self) -> dict[Any, _Origin]:
-        """The stored arrays that are traced, by their variables."""
-        traced = ((path, compat.traced_by(array)) for path, array in self._stored)
-        return {found[0].val: _Origin(path, is_weight=True) for path, found in traced if found}
 
     def constants(self, values: Iterable[tuple[Any, Any]]) -> dict[Any, _Origin]:
         """The stored arrays that a program has closed over, by their variables."""

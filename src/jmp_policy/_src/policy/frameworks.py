@@ -17,7 +17,6 @@ that they were given::
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -84,33 +83,21 @@ class Framework:
         return None
 
 
-#: By the package that defines the base class of a framework's modules: the name of that class, and what
-#: returns the implementation.
-_FRAMEWORKS: dict[str, tuple[str, Callable[[], Framework]]] = {}
-
-
-def register_framework(module: str, base: str, load: Callable[[], Framework]) -> None:
-    """Registers a framework.
-
-    Args:
-      module: name of the package that defines the base class of its modules.
-      base: name of that class.
-      load: returns the implementation; called once, for the first of its modules.
-    """
-    _FRAMEWORKS[module] = base, functools.cache(load)
+#: By the package that defines `Module`, the base class of its modules: what gives a framework.
+FRAMEWORKS: dict[str, Callable[[], Framework]] = {}
 
 
 def framework_of(value: Any) -> Framework | None:
     """Returns the framework whose module a value is an instance of, or None."""
-    found = (load for module, (base, load) in _FRAMEWORKS.items() if is_instance_of(value, module, base))
+    found = (load for package, load in FRAMEWORKS.items() if is_instance_of(value, package, "Module"))
     load = next(found, None)
     return None if load is None else load()
 
 
 def imported_frameworks() -> Iterator[Framework]:
     """Yields the frameworks that the program has imported."""
-    for module, (base, load) in _FRAMEWORKS.items():
-        if imported_attr(module, base) is not None:
+    for package, load in FRAMEWORKS.items():
+        if imported_attr(package, "Module") is not None:
             yield load()
 
 
