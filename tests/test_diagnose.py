@@ -205,6 +205,35 @@ def test_rules_are_tried_in_other_kinds_of_models(kind):
     assert found.error_after < 0.01
 
 
+def test_a_rule_that_is_none_for_the_code_that_runs_is_not_tried():
+    """Two parts under autocast of their own: a rule for one matches nothing in the other."""
+    parts = {name: NnxDeep(None) for name in ("one", "two")}
+    halves = [jmpp.nnx.autocast(lambda part, x: part(1e3 * x).mean(), "float16") for _ in parts]
+
+    def loss(parts, x):
+        return sum(half(part, x) for half, part in zip(halves, parts.values(), strict=True))
+
+    found = diagnose(loss, parts, X)
+    assert not found.finite
+    assert dict(found.rule) in ({}, {"layers/0": "float32"})
+
+
+def test_an_error_of_casts_that_the_model_writes_has_no_rule():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="a")(x)
+            h = (1000 + h).astype(jnp.bfloat16).astype(F32) - 1000
+            return nn.Dense(8, name="b")(h)
+
+    model, x = jmpp.wrap(Net(), "mixed_bfloat16"), jax.random.normal(jax.random.key(1), (16, 8))
+    params = model.init(jax.random.key(0), x)
+    found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x)).mean(), params, x)
+    assert found.error > 0.1
+    assert found.advice == ""
+    assert all(tried.error > 0.1 for tried in found.tried)
+
+
 def test_rules_are_tried_for_named_scopes_of_a_function():
     def loss(w, x):
         with jax.named_scope("big"):
@@ -246,7 +275,7 @@ class Decay(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return self.decay * x
+        return jax.lax.scan(lambda mean, row: (self.decay * mean + row, None), x[0], x)[0]
 
 
 class Decaying(nn.Module):

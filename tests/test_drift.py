@@ -311,6 +311,13 @@ def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
         jmpp.assert_drift(step, *args, rtol=0.1)
 
 
+def test_of_a_jitted_function_that_is_called_twice_no_argument_is_named():
+    half = jax.jit(lambda x: x.astype(HALF))
+    found = jmpp.drift(lambda p: jnp.square(1e3 * (half(p["a"]) + half(p["b"]))).astype(jnp.float32).sum(),
+                       {"a": 1e-7 * X, "b": X})  # fmt: skip
+    assert not any(row.argument for row in found.rows)
+
+
 def test_an_argument_whose_cast_rounds_is_named():
     model, x = jmpp.wrap(nn.Dense(8), "mixed_float16"), 1e-8 * X
     params = model.init(jax.random.key(0), x)

@@ -25,7 +25,7 @@ import numpy as np
 
 import jmp_policy as jmpp
 from benchmarks.models import MODELS
-from benchmarks.models.faults import FAULTS, batch
+from benchmarks.models import faults
 from benchmarks.models.structures import STRUCTURES
 from benchmarks.table import Table
 from jmp_policy._src.jaxpr import compat
@@ -37,14 +37,14 @@ BATCHES = 3
 
 def loss_and_params(name: str) -> tuple[Any, Any, Any]:
     """The loss of `(params, batch)`, parameters and batches."""
-    if name in FAULTS:
-        module, params = FAULTS[name].model()
+    if name in faults.FAULTS:
+        module, params = faults.FAULTS[name].model()
 
         def squares(params, batch):
             out = module.apply({"params": params}, batch[0])
             return jnp.mean(jnp.square(out.astype(jnp.float32) - batch[1]))
 
-        return squares, params, list(map(batch, range(BATCHES)))
+        return squares, params, list(map(faults.batch, range(BATCHES)))
     model = STRUCTURES.get(name) or MODELS[name]("tiny")
     batches = [jax.jit(model.batch)(seed) for seed in range(BATCHES)]
     variables = jax.jit(model.module.init)(jax.random.key(0), *batches[0][0])

@@ -1,9 +1,9 @@
 """Do reports find planted faults, and are they silent about models without one?
 
 `planted_faults`: each model of `models/faults.py` under mixed_float16, in Linen and NNX. `diagnose` looks if
-its gradient is not finite, else `drift`. Right is the place if it is the planted part, and the cause if it is one of the
-operations that `FAULTS` names. Then the policy that is advised is applied, and the error measured on other
-data.
+its gradient is not finite, else `drift`. Right is the place if it is the planted part, and the cause if it is
+one of the operations that `FAULTS` names. Then the policy that is advised is applied, and the error measured
+on other data.
 
 `healthy_models`: what `audit`, `diagnose` and `drift` say against models that train well in float16.
 

@@ -61,7 +61,7 @@ class Settings:
     ):
         recipe, lower = taken_recipe(lower)
         self.rules = as_rules(rules) if rules else []
-        self._marked_by = marked_by
+        self._marked_by, self._is_trial = marked_by, False
         self._follow(autocast_policy(policy, recipe), policy)
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
@@ -84,6 +84,7 @@ class Settings:
         if tried is own:
             return self
         other = copy.copy(self)
+        other._is_trial = True
         other.rules = self.rules if tried.overrides or is_half(tried.default.compute_dtype) else []
         other._follow(tried if self._marked_by is None else PolicyMap(tried.default), tried)
         return other
@@ -125,7 +126,7 @@ class Settings:
             for index, (pattern, _) in enumerate(self.policy_map.overrides)
             if index not in by_module and pattern not in regions.matched
         ]
-        if unused:
+        if unused and not self._is_trial:
             paths = regions.paths | (set() if seen is None else seen.paths)
             raise unused_error(unused, f"the function {name}, as autocast sees it", paths)
         texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]

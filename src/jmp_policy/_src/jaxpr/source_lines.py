@@ -41,12 +41,15 @@ def _users_frame(eqn: Any) -> Any:
     return next((f for f in frames if not f.file_name.startswith((*_libraries(), "<frozen"))), None)
 
 
-def caller(eqn: Any) -> tuple[str, int]:
-    """The file and line that called JAX for an operation, be it in a library; ("", 0) if unknown."""
-    for frame in compat.frames(eqn):
-        if not frame.file_name.startswith((directory_of("jax"), directory_of("jmp_policy"), "<frozen")):
-            return frame.file_name, frame.line_num
-    return "", 0
+def callers(eqn: Any) -> tuple[tuple[str, int], ...]:
+    """The files and lines outside of JAX that an operation was traced in, innermost first."""
+    hidden = (directory_of("jax"), directory_of("jmp_policy"), "<frozen")
+    return tuple((f.file_name, f.line_num) for f in compat.frames(eqn) if not f.file_name.startswith(hidden))
+
+
+def is_of_activations(eqn: Any) -> bool:
+    """Whether one of JAX's activation functions does an operation."""
+    return any(frame.file_name in files_of(jax.nn.relu) for frame in compat.frames(eqn))
 
 
 def is_called_by(eqn: Any, package: str) -> bool:
@@ -109,7 +112,7 @@ def written_constants(eqn: Any) -> list[tuple[float, str]]:
       not in the user's expression, but in a function that it calls, the numbers given to calls. None where
       operands have other names, or the source cannot be read.
     """
-    file, line = caller(eqn)
+    file, line = next(iter(callers(eqn)), ("", 0))
     nodes = [node for node in _statement(file, line) if node.lineno <= line <= (node.end_lineno or line)]
     sign = PYTHON_OPERATORS.get(eqn.primitive.name, "")
     like: Any = ast.parse(f"0 {sign} 0", mode="eval").body if sign else None

@@ -92,5 +92,7 @@ def in_trial(rules: PolicyMap) -> PolicyMap:
     trial = TRIAL.value
     if trial is None:
         return rules
+    if trial.rules is not None:
+        return trial.rules
     trial.met[rules] = None
-    return rules if trial.rules is None else trial.rules
+    return rules

@@ -18,7 +18,7 @@ from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.function import as_function, replaced
-from jmp_policy._src.report.lost_constants import LostConstants, Numbers, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import LostConstants, WideNumbers, without_overflow_warnings
 from jmp_policy._src.report.trials import numbers_in_float32
 
 
@@ -52,7 +52,7 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
         function = _with_gradients(function)
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
-    in_float32 = functools.partial(numbers_in_float32, function.call, function.arrays)
+    in_float32 = functools.partial(numbers_in_float32, jaxpr, function.call, function.arrays)
     visitor = AuditVisitor([argument.path for argument in function.arguments], in_float32)
     walk(jaxpr, visitor)
     return visitor.audit(function.name)
@@ -85,7 +85,7 @@ class AuditVisitor(Visitor):
     and the first cast that was written: a product that reads the value is in float32 because of them.
     """
 
-    def __init__(self, arguments: Sequence[str], in_float32: Callable[[], Numbers] = Numbers):
+    def __init__(self, arguments: Sequence[str], in_float32: Callable[[], WideNumbers] = WideNumbers):
         self._arguments = list(arguments)
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}

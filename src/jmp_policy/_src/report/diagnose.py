@@ -108,9 +108,10 @@ def _diagnosed(
       mending: tries rules; None where the program is no loss.
     """
     jaxpr = jax.make_jaxpr(program)(function.arrays)
+    names = list(names)  # Of this trace.
     results, replay = _run(jaxpr, function.arrays)
     loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
-    lost = lost_in(jaxpr, functools.partial(numbers_in_float32, program, function.arrays))
+    lost = lost_in(jaxpr, functools.partial(numbers_in_float32, jaxpr, program, function.arrays))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
         return _with_constants_kept(found, mending)

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
-from jmp_policy._src.jaxpr.source_lines import caller, is_called_by, written_constants
+from jmp_policy._src.jaxpr.source_lines import callers, is_called_by, is_of_activations, written_constants
 from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor, walk
 
 
@@ -53,31 +54,52 @@ def without_overflow_warnings() -> Iterator[None]:
         yield
 
 
+class WideNumbers(NamedTuple):
+    """Numbers of a program in float32.
+
+    Args:
+      read: by the identity of an equation of the program as it is, and the place among its operands.
+      of_lines: those that operations of a line read, by file and line.
+    """
+
+    read: Mapping[tuple[int, int], float] = {}
+    of_lines: Mapping[Any, Collection[float]] = {}
+
+
 class Numbers(Visitor):
-    """The numbers that operations of a program read, by operation and the line that calls JAX for it."""
+    """The numbers that the operations of a program read, in order."""
 
     def __init__(self) -> None:
-        self._texts: dict[Any, dict[float, str]] = {}
+        # By operation and place in the source, for each equation: its identity, and numbers by operand.
+        self._read: dict[Any, list[tuple[int, dict[int, float]]]] = defaultdict(list)
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation, as `Visitor.see`."""
-        for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True)):
-            value = info.constant
-            if value is None or ir.is_traced(value) or np.ndim(value) or not is_floating(ir.dtype_of(atom)):
-                continue
-            sign = PYTHON_OPERATORS.get(eqn.primitive.name, "") if place else ""
-            self._texts.setdefault(_key(eqn), {})[float(value)] = f"{sign} {float(value):.7g}".strip()
+        if eqn.primitive.name not in _NAMED:
+            return
+        read = {
+            place: float(info.constant)
+            for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True))
+            if info.constant is not None and not ir.is_traced(info.constant)
+            if np.ndim(info.constant) == 0 and is_floating(ir.dtype_of(atom))
+        }
+        self._read[eqn.primitive.name, callers(eqn)].append((id(eqn), read))
 
-    def read_by(self, eqn: Any) -> list[tuple[float, str]]:
-        """Those that such an operation reads, each with its text, as of `written_constants`."""
-        return list(self._texts.get(_key(eqn), {}).items())
+    def paired(self, wide: "Numbers") -> WideNumbers:
+        """Those of the same program in float32, for the equations of this one: the n-th is the n-th there."""
+        read, of_lines = dict[tuple[int, int], float](), defaultdict[Any, set[float]](set)
+        for key, there in wide._read.items():
+            of_lines[key[1][:1]].update(number for _, numbers in there for number in numbers.values())
+            here = self._read.get(key, ())
+            for (eqn, _), (_, numbers) in zip(here, there, strict=True) if len(here) == len(there) else ():
+                for place, number in numbers.items():
+                    # A jitted function that is called twice has one equation.
+                    is_one = read.setdefault((eqn, place), number) == number
+                    read[eqn, place] = number if is_one else np.nan
+        return WideNumbers(read, of_lines)
 
 
-def _key(eqn: Any) -> Any:
-    return eqn.primitive.name, *caller(eqn)
-
-
-def lost_in(jaxpr: Any, in_float32: Callable[[], Numbers]) -> "LostConstants":
+def lost_in(jaxpr: Any, in_float32: Callable[[], WideNumbers]) -> "LostConstants":
     """What is lost in a closed jaxpr; `in_float32` as of `LostConstants`."""
     found = LostConstants(in_float32)
     walk(jaxpr, found)
@@ -164,7 +186,7 @@ class LostConstants(Visitor):
         identity of the equation that reads it, and its place among the operands.
     """
 
-    def __init__(self, in_float32: Callable[[], Numbers]) -> None:
+    def __init__(self, in_float32: Callable[[], WideNumbers]) -> None:
         self._in_float32 = functools.cache(in_float32)
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
@@ -220,10 +242,8 @@ class LostConstants(Visitor):
         found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
         if not written:
             numbers = written_constants(eqn)
-            # What an optimizer loses shows in what it returns.
-            is_known = any(_is_lost(n, becomes, dtype) for n, _ in numbers)
-            if not (is_known or is_called_by(eqn, "optax")):
-                numbers += self._in_float32().read_by(eqn)
+            if name in _NAMED and not any(_is_lost(n, becomes, dtype) for n, _ in numbers):
+                numbers += self._by_another_name(eqn, site, place, becomes)
             lost = [(n, text) for n, text in numbers if _is_lost(n, becomes, dtype)]
             if lost:
                 self.numbers[id(eqn), place] = lost[0][0]
@@ -238,6 +258,22 @@ class LostConstants(Visitor):
             elif not _is_meaningless(name, place, becomes, known):
                 return
         self._keep(found)
+
+    def _by_another_name(self, eqn: Any, site: Site, place: int, becomes: str) -> list[tuple[float, str]]:
+        """The number that an operation reads in float32, with its text."""
+        # JAX's own constants are no user's; what an optimizer loses shows in what it returns.
+        is_jaxs = eqn.primitive.name == "max" and is_of_activations(eqn)
+        if is_jaxs or is_called_by(eqn, "optax"):
+            return []
+        wide = self._in_float32()
+        number = wide.read.get((id(eqn), place), np.nan)
+        if becomes == "1" and site.times == 1 and site.counted:
+            # A factor near 1 loses less than a rounding, unless it is one of many: a decay.
+            line = wide.of_lines.get(callers(eqn)[:1], ())
+            if not any(np.isclose(other, 1 - number, rtol=1e-2, atol=0) for other in line):
+                return []
+        sign = PYTHON_OPERATORS.get(eqn.primitive.name, "") if place else ""
+        return [(number, f"{sign} {number:.7g}".strip())]
 
     def _keep(self, found: LostConstant) -> None:
         # The backward pass reads it again.
@@ -290,6 +326,9 @@ _VIEWS, _COMPARISONS = HAVING[Trait.VIEW], HAVING[Trait.COMPARISON]
 _BOUNDS = _COMPARISONS | HAVING[Trait.BOUNDED]
 _POLES = HAVING[Trait.POLE]
 _NOT_NEGATIVE, _KEEPS_SIGN = HAVING[Trait.NOT_NEGATIVE], HAVING[Trait.KEEPS_SIGN]
+
+#: Operations whose numbers may have any name in the source.
+_NAMED = frozenset({*PYTHON_OPERATORS, "max"})
 
 #: Operations in which a factor or base of 1 is no other one nearby: a decay of 0.9999 never decays.
 _SCALES = frozenset({"mul", "pow"})

@@ -25,7 +25,13 @@ from jmp_policy._src.policy.rules import PolicyMap, get_policy
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, value_and_gradients
-from jmp_policy._src.report.lost_constants import LostConstant, Numbers, lost_in, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import (
+    LostConstant,
+    Numbers,
+    WideNumbers,
+    lost_in,
+    without_overflow_warnings,
+)
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
 
@@ -42,16 +48,25 @@ _MOST = 4
 class Trial:
     """Rules that a report tries in place of those that modules were wrapped with.
 
+    Trials of equal rules are equal, and caches of jit that keep one trace the same.
+
     Args:
       rules: the rules; None to leave modules their own.
 
     Attributes:
-      met: the rules of the modules that were met, each once.
+      met: of a trial without rules, those of the modules that were met, each once.
     """
 
     def __init__(self, rules: PolicyMap | None = None):
         self.rules = rules
         self.met: dict[PolicyMap, None] = {}
+
+    def __eq__(self, other: object) -> bool:
+        is_equal = isinstance(other, Trial) and self.rules is not None and self.rules == other.rules
+        return self is other or is_equal
+
+    def __hash__(self) -> int:
+        return id(self) if self.rules is None else hash(self.rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +99,21 @@ class Tried:
         return self.error <= _TOLERABLE
 
 
-def numbers_in_float32(program: Callable[..., Any], arrays: Sequence[Any]) -> Numbers:
-    """The numbers that a program reads where its modules and its half arguments are float32.
+def numbers_in_float32(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> WideNumbers:
+    """The numbers that the operations of a program read where its modules and half arguments are float32.
 
     A trace in half precision shows what became of a number; this one the number, whatever it was called.
+
+    Args:
+      jaxpr: of the program as it is.
+      program, arrays: the program, and what it takes.
     """
-    numbers = Numbers()
+    here, there = Numbers(), Numbers()
+    walk(jaxpr, here)
     # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
     with contextlib.suppress(Exception), TRIAL(Trial(PolicyMap("float32"))):
-        walk(jax.make_jaxpr(program)(list(map(_in_float32, arrays))), numbers)
-    return numbers
+        walk(jax.make_jaxpr(program)(list(map(_in_float32, arrays))), there)
+    return here.paired(there)
 
 
 def _in_float32(array: Any) -> Any:
@@ -173,20 +193,23 @@ class Mending:
             policy = _with_rule(own, rule)
             with TRIAL(Trial(policy)):
                 jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-            numbers = functools.partial(numbers_in_float32, self._program, self._arrays)
+            numbers = functools.partial(numbers_in_float32, jaxpr, self._program, self._arrays)
             return None if lost_in(jaxpr, numbers).found() else Tried(rule, policy, np.nan)
 
     def _try(self, paths: Sequence[str], limit: float) -> None:
         own = self._rules()
         if own is None:
             return
-        self._exact = self._gradient(PolicyMap("float32"))
-        if not all(np.isfinite(g).all() for g in self._exact):
-            return
-        for rule, policy in progress.steps("trying rules", list(self._candidates(own, paths))):
-            self.tried.append(Tried(rule, policy, self._error(policy)))
-            if self.tried[-1].error <= limit:
+        # A rule may be none for the code that runs: then it is not tried.
+        with contextlib.suppress(Exception):
+            self._exact = self._gradient(PolicyMap("float32"))
+            if not all(np.isfinite(g).all() for g in self._exact):
                 return
+            for rule, policy in progress.steps("trying rules", list(self._candidates(own, paths))):
+                with contextlib.suppress(Exception):
+                    self.tried.append(Tried(rule, policy, self._error(policy)))
+                    if self.tried[-1].error <= limit:
+                        return
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""

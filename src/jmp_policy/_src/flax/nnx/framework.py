@@ -3,8 +3,7 @@
 And `Framework`, by which the rooms below Flax, and Linen, ask for it.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -92,12 +91,20 @@ def policy_of(module: Any) -> Policy | None:
     return None if spec is None else spec.precision.policy
 
 
-def _under_trial(rules: PolicyMap | None, model: Any) -> Any:
-    """A model that was wrapped with rules, or in a trial of others one that follows those."""
-    if rules is None or (tried := in_trial(rules)) is rules:
-        return model
-    spec = graph_nodes.own_specification(model)
-    return carried_out(precision_plan.make(model, tried, spec.methods if spec else ()))
+def _in_trial(node: Any) -> Callable[[Any], Any] | None:
+    """What makes of a copy of a wrapped model one that follows the rules of a trial; None for other nodes."""
+    rules = rules_of(node)
+    # A copy does not know which dtypes its layers had before they were wrapped.
+    if rules is None or rules.keep_module_dtypes:
+        return None
+
+    def under_trial(model: Any) -> Any:
+        tried, spec = in_trial(rules), graph_nodes.own_specification(model)
+        if tried is rules:
+            return model
+        return carried_out(precision_plan.make(model, tried, spec.methods if spec else ()))
+
+    return under_trial
 
 
 class NNXFramework(Framework):
@@ -122,7 +129,7 @@ class NNXFramework(Framework):
             return None
         from jmp_policy._src.flax.nnx.states import Split
 
-        return Split(args, kwargs, lambda node: functools.partial(_under_trial, rules_of(node)))
+        return Split(args, kwargs, _in_trial)
 
 
 FRAMEWORK = NNXFramework()

@@ -33,7 +33,7 @@ from jmp_policy._src.policy.frameworks import current_watcher, returned
 from jmp_policy._src.policy.patterns import path_text, unused_error
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
-from jmp_policy._src.policy.scope import in_trial
+from jmp_policy._src.policy.scope import TRIAL, in_trial
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,7 +127,7 @@ class Split:
 
     Args:
       args, kwargs: what the function of modules takes.
-      trial_of: gives for a node what makes of its copies those that follow other rules in a trial.
+      trial_of: gives for a node what makes of its copies those that follow the rules of a trial, or None.
 
     Attributes:
       state: a pytree of the arrays of all nodes; each Variable's once, however often it is shared.
@@ -142,9 +142,13 @@ class Split:
     def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
         """The function's result with new nodes of a state, and the values of their Variables afterwards."""
         nodes = nnx.merge(self._graph, state)
-        called = [under_trial(node) for under_trial, node in zip(self._in_trial, nodes, strict=True)]
+        pairs = zip(nodes, self._in_trial, strict=True)
+        called = [node if under_trial is None else under_trial(node) for node, under_trial in pairs]
         args, kwargs = _filled(self.structure, others, called)
-        with named(called, PolicyMap("float32")):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(named(called, PolicyMap("float32")))
+            if any(self._in_trial):
+                stack.enter_context(TRIAL(None))  # Their parts of Linen have those rules already.
             out = fn(*args, **kwargs)
         out = jax.tree.map(_values, out, is_leaf=is_node)
         return out, [stored_arrays.read(variable) for variable in _variables(nodes)]
@@ -188,8 +192,11 @@ _HERE: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("running m
 
 
 @contextlib.contextmanager
-def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
-    """Lets the modules name scopes, and mark their operations where rules govern them."""
+def named(nodes: Any, rules: PolicyMap, *, is_trial: bool = False) -> Iterator[None]:
+    """Lets the modules name scopes, and mark their operations where rules govern them.
+
+    Rules of a trial may be meant for modules elsewhere.
+    """
     seen: list[Any] = []
     met: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -207,7 +214,7 @@ def named(nodes: Any, rules: PolicyMap) -> Iterator[None]:
                 scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
                 stack.callback(object.__setattr__, module, "__class__", type(module))
                 object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
-        if unused := rules.unused(met):
+        if (unused := rules.unused(met)) and not is_trial:
             raise unused_error(unused, "the function's models", [path_text(path) for path, _ in met])
         token = _HERE.set(_Scope((), rules.default.compute_dtype.name if rules.overrides else None))
         stack.callback(_HERE.reset, token)
@@ -337,7 +344,8 @@ def _checked(fn: F, policy: Any, options: dict[str, Any], name: str) -> tuple[F,
     @functools.wraps(fn)
     def named_fn(*args: Any, **kwargs: Any) -> Any:
         nodes = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_node) if is_node(leaf)]
-        with named(nodes, in_trial(rules)):
+        current = in_trial(rules)
+        with named(nodes, current, is_trial=current is not rules):
             return fn(*args, **kwargs)
 
     return named_fn, rules  # type: ignore[return-value]

@@ -39,7 +39,7 @@ from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
 from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, Stack, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
-from jmp_policy._src.report.lost_constants import Numbers, lost_in
+from jmp_policy._src.report.lost_constants import WideNumbers, lost_in
 
 
 class TwinEvaluation(Interpreter):
@@ -57,7 +57,7 @@ class TwinEvaluation(Interpreter):
         recorder: Recorder,
         every_operation: bool,
         written: Mapping[tuple[int, int], float],
-        cast: Mapping[int, int],
+        cast: Mapping[int, int | None],
     ):
         self.recorder, self._cast = recorder, cast
         self._every_operation = every_operation
@@ -294,12 +294,12 @@ class _Arguments(Visitor):
     The latter are new parameters, and moving averages.
 
     Attributes:
-      cast: by the identity of the equation of such a cast, the index of the argument.
+      cast: by the identity of the equation of such a cast, the index of the argument, None if it has several.
       of: by the key of such a value, the indices of arguments that this may be said of.
     """
 
     def __init__(self) -> None:
-        self.cast: dict[int, int] = {}
+        self.cast: dict[int, int | None] = {}
         self.of: dict[int, list[int]] = {}
         self._arguments: dict[int, int] = {}
 
@@ -309,7 +309,9 @@ class _Arguments(Visitor):
         origins = [self._arguments.get(info.key, info.origin) for info in operands]
         known = [origin for origin in origins if origin is not None]
         if name == "convert_element_type" and known and is_half(ir.dtype_of(eqn.outvars[0])):
-            self.cast[id(eqn)] = known[0]
+            # A jitted function that is called twice has one equation.
+            one = self.cast.setdefault(id(eqn), known[0])
+            self.cast[id(eqn)] = one if one == known[0] else None
         if name in _VIEWS and operands[0].key in self.of:
             self.of[results[0].key] = self.of[operands[0].key]
         elif known and is_half(ir.dtype_of(eqn.outvars[0])):
@@ -337,7 +339,12 @@ class Comparison:
     """
 
     def __init__(
-        self, jaxpr: Any, detail: str, numbers: Callable[[], Numbers] = Numbers, *, quick: bool = False
+        self,
+        jaxpr: Any,
+        detail: str,
+        numbers: Callable[[], WideNumbers] = WideNumbers,
+        *,
+        quick: bool = False,
     ):
         self._jaxpr, self._every = jaxpr, detail == "operation"
         lost = lost_in(jaxpr, numbers)

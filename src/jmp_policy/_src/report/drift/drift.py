@@ -12,6 +12,8 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import (
@@ -31,9 +33,9 @@ from jmp_policy._src.report.function import (
     returns_scalar,
     value_and_gradients,
 )
-from jmp_policy._src.report.lost_constants import Numbers, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import WideNumbers, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.trials import Mending, numbers_in_float32
+from jmp_policy._src.report.trials import Mending, Trial, numbers_in_float32
 
 
 def drift(
@@ -94,10 +96,25 @@ def drift(
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)
         mended = mending.best(named, limit=limit)
-        found = dataclasses.replace(found, tried=tuple(mending.tried))
+        tried = list(mending.tried)
+        if mended is not None:
+            # Casts that are written in the model are in what rules were compared with too.
+            error = _error_under(mended.policy, function, scale, has_aux)
+            if error > max(2 * mended.error, found.error / 2):
+                tried[tried.index(mended)] = mended = dataclasses.replace(mended, error=error)
+        found = dataclasses.replace(found, tried=tuple(tried))
         if mended is None or not mended.error < found.error / 2:
             return found
         return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
+
+
+def _error_under(policy: PolicyMap, function: Function, scale: Any, has_aux: bool) -> float:
+    """The error of the gradient under another policy."""
+    with TRIAL(Trial(policy)):
+        jaxpr, numbers, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
+    compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)
+    whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])
+    return _result("", whole, 1.0).error
 
 
 def _measured(
@@ -155,7 +172,7 @@ def _measured(
 
 
 def _run(
-    jaxpr: Any, numbers: Callable[[], Numbers], detail: str, arrays: Sequence[Any]
+    jaxpr: Any, numbers: Callable[[], WideNumbers], detail: str, arrays: Sequence[Any]
 ) -> tuple[Comparison, Any]:
     """A comparison, and what it gave on the host."""
     known: list[Any] = []
@@ -255,7 +272,7 @@ def _relative(error: Any, exact: Any) -> jax.Array:
 
 def _traced(
     function: Function, grad: bool, loss_scale: Any, has_aux: bool
-) -> tuple[Any, Callable[[], Numbers], list[str], bool]:
+) -> tuple[Any, Callable[[], WideNumbers], list[str], bool]:
     """The jaxpr of what is compared, its numbers, names of its results, whether those are of a loss."""
     # TF32 would be an error of its own.
     with jax.default_matmul_precision("highest"):
@@ -264,8 +281,9 @@ def _traced(
             program, names = value_and_gradients(function, "drift", loss_scale, has_aux)
         else:
             program, names = named_results(function)
-        numbers = functools.partial(numbers_in_float32, program, function.arrays)
-        return jax.make_jaxpr(program)(function.arrays), numbers, names, is_loss
+        jaxpr = jax.make_jaxpr(program)(function.arrays)
+        numbers = functools.partial(numbers_in_float32, jaxpr, program, function.arrays)
+        return jaxpr, numbers, list(names), is_loss
 
 
 def _on_host(number: Any) -> float:
