@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmpp
-from benchmarks.models import MODELS
-from benchmarks.models import faults
+from benchmarks.models import MODELS, faults
 from benchmarks.models.structures import STRUCTURES
 from benchmarks.table import Table
 from jmp_policy._src.jaxpr import compat
