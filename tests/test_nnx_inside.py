@@ -267,6 +267,20 @@ def test_one_class_however_many_threads_ask():
 
 
 @pytest.mark.slow
+def test_shared_modules_at_too_many_paths():
+    class Pair(nnx.Module):
+        def __init__(self, inner):
+            self.a = self.b = inner
+
+    model = linear()
+    for _ in range(20):
+        model = Pair(model)
+    jmpp.wrap(model, "mixed_float16")
+    with pytest.raises(ValueError, match="shared so often that they are at more than 100000 paths"):
+        jmpp.wrap(model, jmpp.PolicyMap("mixed_float16", {"a": "float32"}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", [lambda f: f, nnx.remat, nnx.jit], ids=["plainly", "remat", "jit"])
 def test_transforms_that_are_no_loops_change_no_dtypes(lift):
     class Head(nnx.Module):

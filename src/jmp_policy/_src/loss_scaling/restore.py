@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
+from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 from jmp_policy._src.loss_scaling.gradients import all_finite
@@ -86,7 +87,7 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False, check:
             f"restore_state needs a state to fill, got a transformation ({type(template).__name__}); pass "
             "what its init(params) returns."
         )
-    pairs = list(_match("", template, saved))
+    pairs = _pairs(template, saved)
     _check_structure(pairs)
     pairs = [p for p in pairs if p.wanted is not _ABSENT]
     values = [p.default() if p.field else _converted(p, cast) for p in pairs]
@@ -119,7 +120,7 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
       ValueError: 1 restored value is not of the type that was expected:
         w: float32[2] -> bfloat16[2]: saved in lower precision; the float32 values (masters) are lost
     """
-    pairs = [dataclasses.replace(p, field="") for p in _match("", expected, restored, exact=True)]
+    pairs = [dataclasses.replace(p, field="") for p in _pairs(expected, restored, exact=True)]
     _check_structure(pairs)
     _check_types(pairs)
 
@@ -161,6 +162,12 @@ class _Pair:
                 f"{_NEEDED[self.field]}."
             )
         return jnp.full(self.wanted.shape, self.field == "grads_finite", self.wanted.dtype)
+
+
+def _pairs(template: Any, saved: Any, exact: bool = False) -> list[_Pair]:
+    check_depth(template, "The state", limit=100)
+    check_depth(saved, "What was saved", limit=100)
+    return list(_match("", template, saved, exact=exact))
 
 
 def _match(

@@ -84,6 +84,14 @@ def check_nothing_is_lost(module: nnx.Module, plan: Any) -> None:
             raise wrapped_twice(path_text(path) or name_of(module), str(given), plan.rules)
 
 
+def too_many_paths(most: int) -> ValueError:
+    """For modules that hold each other in so many ways that rules cannot be resolved."""
+    return ValueError(
+        f"The modules of this model are shared so often that they are at more than {most} "
+        "paths: rules cannot be resolved for all of them. Use one policy, or share less."
+    )
+
+
 def two_policies(first: Any, second: Any) -> ValueError:
     """For a module that the rules give another policy at its second path, as planned at both."""
     return ValueError(

@@ -32,6 +32,9 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import last_blocks
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, any_is_nvfp4, as_policy_map
 
+#: A model whose modules are met at more paths than this shares them in a way no rules can be resolved for.
+_MOST_PATHS = 100_000
+
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModule:
@@ -119,6 +122,8 @@ class Plan:
 
     def _note(self, planned: PlannedModule) -> None:
         self.met.append((planned.path, planned.module))
+        if len(self.met) > _MOST_PATHS:
+            raise plan_errors.too_many_paths(_MOST_PATHS)
         first = self.modules.setdefault(id(planned.module), planned)
         if first.precision != planned.precision:
             raise plan_errors.two_policies(first, planned)
