@@ -124,6 +124,11 @@ def _compiled(piece: _Piece) -> Any:
     return jax.jit(piece.run, compiler_options=dict(piece.options) or None)
 
 
+def clear() -> None:
+    """Forgets what was compiled."""
+    _compiled.cache_clear()
+
+
 class Pieces:
     """A traced program in pieces, as a function of a list of its arrays.
 
