@@ -278,6 +278,12 @@ class Decay(nn.Module):
         return jax.lax.scan(lambda mean, row: (self.decay * mean + row, None), x[0], x)[0]
 
 
+class Written(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return 0.9999 * x
+
+
 class Decaying(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -297,6 +303,37 @@ def test_a_rule_that_keeps_constants_is_advised(report):
     assert not report(mended, params, X).constants
     # Of a whole step no rules are tried.
     assert not report(lambda params: [loss(params, X)], params).rule
+
+
+@pytest.mark.parametrize("report", [diagnose, jmpp.drift])
+def test_a_rule_under_which_the_code_fails_keeps_no_constants(report):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = Written(name="decay")(nn.Dense(8, name="in")(x))
+            assert h.dtype == jnp.float16
+            return nn.Dense(8, name="out")(h)
+
+    model = jmpp.wrap(Net(), "mixed_float16")
+    params = model.init(jax.random.key(0), X)["params"]
+    found = report(lambda params, x: model.apply({"params": params}, x).mean(), params, X)
+    assert (len(found.constants), dict(found.rule)) == (1, {})
+
+
+def test_what_lost_its_digits_on_devices_is_no_error():
+    """Equations in a shard_map are of one device, and values of all."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_device(w, x):
+        h = (3000 + x * w).astype(jnp.float16).astype(F32)
+        h = h - h.mean(-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-12)
+        return jax.lax.pmean((h * scale * scale.astype(jnp.float16)).mean().astype(F32), "d")
+
+    loss = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    found = diagnose(loss, jnp.ones(8), 0.05 * jax.random.normal(jax.random.key(0), (4, 8)))
+    assert (found.kind, found.operation, found.lost_digits) == ("overflow", "convert_element_type", None)
+    assert found.largest_in_float32 < 100
 
 
 def test_what_lost_its_digits_long_before_is_traced_to_where():

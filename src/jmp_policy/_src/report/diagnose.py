@@ -218,7 +218,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     infinite = infinite_constant(replay, step)
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
-    if is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype):
+    is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
+    if is_early and not replay.is_stacked:  # Equations are of one device.
         lost = _where_digits_are_lost(replay, wrong)
     kind = "underflow" if zero is not None else "overflow" if in_float32.is_finite else "not finite"
     constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None)

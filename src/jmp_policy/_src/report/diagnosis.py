@@ -77,7 +77,8 @@ class Diagnosis(Report, Placed):
       has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
         been written so.
       constants: all constants of the program that half precision makes infinite, zero or one.
-      rule: overrides for the `PolicyMap` of the model that were tried and mend it; empty without such.
+      rule: overrides for the `PolicyMap` of the model that were tried and mend it, or of a finite result keep
+        all constants; empty without such.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under the policy that is advised; nan without one.
 

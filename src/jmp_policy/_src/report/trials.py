@@ -111,7 +111,7 @@ def numbers_in_float32(jaxpr: Any, program: Callable[..., Any], arrays: Sequence
     here, there = Numbers(), Numbers()
     walk(jaxpr, here)
     # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
-    with contextlib.suppress(Exception), TRIAL(Trial(PolicyMap("float32"))):
+    with contextlib.suppress(Exception), without_overflow_warnings(), TRIAL(Trial(PolicyMap("float32"))):
         walk(jax.make_jaxpr(program)(list(map(_in_float32, arrays))), there)
     return here.paired(there)
 
@@ -185,16 +185,20 @@ class Mending:
 
     def keeping(self, constants: Sequence[LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
-        with without_overflow_warnings():
-            own = self._rules() if constants else None
-            rule = _together(self._named(constant.path for constant in constants)) if own is not None else {}
-            if own is None or not rule:
-                return None
-            policy = _with_rule(own, rule)
+        own = self._rules() if constants else None
+        rule = _together(self._named(constant.path for constant in constants)) if own is not None else {}
+        if own is None or not rule:
+            return None
+        policy = _with_rule(own, rule)
+        missing = "no rule that keeps constants was tried"
+        # A rule may be none for the code that runs.
+        with contextlib.suppress(Exception), without_overflow_warnings(), progress.interruptible(missing):
             with TRIAL(Trial(policy)):
                 jaxpr = jax.make_jaxpr(self._program)(self._arrays)
             numbers = functools.partial(numbers_in_float32, jaxpr, self._program, self._arrays)
-            return None if lost_in(jaxpr, numbers).found() else Tried(rule, policy, np.nan)
+            if not lost_in(jaxpr, numbers).found():
+                return Tried(rule, policy, np.nan)
+        return None
 
     def _try(self, paths: Sequence[str], limit: float) -> None:
         own = self._rules()

@@ -98,8 +98,10 @@ def drift(
         mended = mending.best(named, limit=limit)
         tried = list(mending.tried)
         if mended is not None:
-            # Casts that are written in the model are in what rules were compared with too.
-            error = _error_under(mended.policy, function, scale, has_aux)
+            error = mended.error
+            with progress.interruptible("casts that are written in the model were not looked for"):
+                # They are in what rules were compared with too.
+                error = _error_under(mended.policy, function, scale, has_aux)
             if error > max(2 * mended.error, found.error / 2):
                 tried[tried.index(mended)] = mended = dataclasses.replace(mended, error=error)
         found = dataclasses.replace(found, tried=tuple(tried))
@@ -110,7 +112,7 @@ def drift(
 
 def _error_under(policy: PolicyMap, function: Function, scale: Any, has_aux: bool) -> float:
     """The error of the gradient under another policy."""
-    with TRIAL(Trial(policy)):
+    with without_overflow_warnings(), TRIAL(Trial(policy)):
         jaxpr, numbers, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
     compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)
     whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])

@@ -28,9 +28,11 @@ _LARGE = 0.1
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
 _WORTH_A_RULE = 0.02
 
-#: Up to so many rows are shown by direction, in the order of the program; of more the largest.
-_LINES = 16
+#: Up to so many rows are shown by direction, in the order of the program.
 _SHORT = 10
+
+#: Of more, the largest are, in so many lines.
+_LINES = 16
 
 #: Shares below this are not named in a verdict.
 NAMED = 0.05
@@ -150,8 +152,8 @@ class Drift(Report):
         mean of the squared relative errors of its results.
       expected: what `error` would be if every operation in half precision rounded once, at random.
       loss_scale: what the loss was multiplied by.
-      constants: constants that half precision makes infinite, zero or one; float32 computes with those that
-        stand in the source.
+      constants: constants that half precision makes infinite, zero or one; float32 computes with those whose
+        number is known.
       rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error, or keep
         all constants; empty without such.
       advice: the rule or policy to write, in words; "" if none was found.
