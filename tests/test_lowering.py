@@ -5,6 +5,7 @@ import gzip
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -479,16 +480,34 @@ def test_callbacks_cannot_be_exported():
         lowering_report(fn, jnp.ones(3))
 
 
-@pytest.mark.parametrize("installed", [None, "0.0.1"])
-def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch, installed):
+@pytest.mark.parametrize(
+    ("installed", "ptxas", "command"),
+    [
+        ({}, None, "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12 flatbuffers"),
+        ({"jax-cuda12-plugin": "0.0.1"}, None, "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia"),
+        (
+            {"jax-cuda13-plugin": "0.0.1"},
+            None,
+            "jax-cuda13-plugin=={0} jax-cuda13-pjrt=={0} nvidia-cuda-nvcc f",
+        ),
+        (
+            {"jax-cuda13-plugin": jax.__version__},
+            "/usr/local/cuda/bin/ptxas",
+            "jax-cuda13-pjrt=={0} flatbuffers",
+        ),
+    ],
+)
+def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch, installed, ptxas, command):
+    """The plugin may be for CUDA 12 or 13, and ptxas come with CUDA itself."""
+
     def version(name):
-        if name == "jax-cuda12-plugin" and installed:
-            return installed
+        if name in installed:
+            return installed[name]
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    command = rf"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} nvidia"
-    with pytest.raises(LoweringUnavailableError, match=command):
+    monkeypatch.setattr(shutil, "which", lambda name: ptxas)
+    with pytest.raises(LoweringUnavailableError, match=f"pip install {command.format(jax.__version__)}"):
         xla_compiler.compiled([], GPUS["H100"])
 
 

@@ -23,6 +23,8 @@ def performance() -> str:
     parts = [
         "## On GPUs",
         *(speedups(), _figure("zoo_cards", "Estimated speed-ups of float16 on three cards")),
+        "## By the clock",
+        by_the_clock(),
         "## Beside other libraries",
         *(moved(), _figure("zoo_steps", "What loss scaling adds to a step")),
         "## On a CPU",
@@ -42,6 +44,21 @@ def results() -> str:
         *("## Other libraries", peers(), torch()),
     ]
     return "\n\n".join(parts)
+
+
+def by_the_clock() -> str:
+    """Steps that a GPU has run; the roofline's times beside them."""
+    result = load("zoo_device")
+    rows = {(row["model"], row["variant"]): row for row in result["rows"]}
+    ratios = [row["estimated_ms"] / row["measured_ms"] for row in result["rows"] if "estimated_ms" in row]
+    scaled, plain = (rows["GPT-2", variant]["kernel_ms"] for variant in ("float16", "float16, no scaling"))
+    estimated = next(
+        row["over_tf32"]
+        for row in load("zoo_cards")["rows"]
+        if (row["card"], row["model"], row["precision"]) == ("H100", "GPT-2", "float16")
+    )
+    found = {"scaled": scaled, "plain": plain, "least": min(ratios), "most": max(ratios)}
+    return section("clock", result=result, estimated=estimated, **found)
 
 
 def _figure(name: str, words: str) -> str:

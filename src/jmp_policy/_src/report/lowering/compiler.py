@@ -12,6 +12,7 @@ import importlib.util
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,11 @@ def check_installed(platform: str) -> None:
 def _missing(platform: str) -> dict[str, str]:
     """The packages to install, and the version asked for: "==0.10.2", "==0.0.42.*" or ""."""
     same = f"=={jax.__version__}"
-    needed = {"jax-cuda12-plugin": same, "jax-cuda12-pjrt": same, "nvidia-cuda-nvcc-cu12": ""}
+    # Whatever version of CUDA is here; ptxas may also come with CUDA itself.
+    cuda, nvcc = ("cuda13", "") if _has("jax-cuda13-plugin") else ("cuda12", "-cu12")
+    needed = {f"jax-{cuda}-plugin": same, f"jax-{cuda}-pjrt": same}
+    if not shutil.which("ptxas"):
+        needed[f"nvidia-cuda-nvcc{nvcc}"] = ""
     if platform == "tpu":
         # As JAX's own extra for TPUs asks for it.
         lines = importlib.metadata.requires("jax") or ()
@@ -81,10 +86,15 @@ def _missing(platform: str) -> dict[str, str]:
         needed = {"libtpu": asked.partition(";")[0].replace(" ", "").removeprefix("libtpu")}
     missing = needed | {"flatbuffers": ""}
     for name, asked in list(missing.items()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if fnmatch.fnmatch(importlib.metadata.version(name), asked.removeprefix("==") or "*"):
-                del missing[name]
+        if _has(name, asked.removeprefix("==") or "*"):
+            del missing[name]
     return missing
+
+
+def _has(package: str, version: str = "*") -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return fnmatch.fnmatch(importlib.metadata.version(package), version)
+    return False
 
 
 #: Names of custom calls in JAX's message: as StableHLO shows them.
