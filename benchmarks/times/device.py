@@ -16,6 +16,7 @@ import importlib.util
 import pathlib
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,28 +49,36 @@ def timed(
 
     They are compiled side by side, and start from the same values.
     """
-    batch = model.batch()
-    # On the CPU: XLA compiles random numbers for a GPU for minutes.
-    with jax.default_device(jax.devices("cpu")[0]):
-        first = jax.jit(lambda batch: steps.init(model.module, steps.ADAMW, batch))(model.batch())
+    batch, begin, device = model.batch(), time.perf_counter(), jax.devices()[0]
+    compiled: dict[str, Any] = {}
+
+    def compile_step(name: str, lowered: Any) -> None:
+        compiled[name] = lowered.compile()
+        print(f"{name}: compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = {}
-        for (
-            name,
-            variant,
-        ) in variants.items():  # Traced one by one: `ByHand` changes Flax's modules meanwhile.
+        futures = []
+        # Traced one by one: `ByHand` changes Flax's modules meanwhile.
+        for name, variant in variants.items():
             precision = (precisions or {}).get(name)
             with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
                 step, types = steps.types(variant, model)
-                futures[name] = pool.submit(step.lower(*types).compile)
-    compiled = {name: future.result() for name, future in futures.items()}
-    start = jax.device_put(first, jax.devices()[0])
+                futures.append(pool.submit(compile_step, name, step.lower(*types)))
+        # On the CPU: for a GPU, XLA compiles random numbers for minutes, and each small function for long.
+        with jax.default_device(jax.devices("cpu")[0]):
+            start = jax.jit(lambda batch: steps.init(model.module, steps.ADAMW, batch))(model.batch())
+            states = {
+                name: steps.State(*start[:2], variant.tx.init(start.params), variant.make_scale())
+                for name, variant in variants.items()
+            }
+    for future in futures:
+        future.result()
     runs = {}
-    for name, variant in variants.items():
-        params, stats = jax.tree.map(jnp.copy, (start.params, start.stats))
-        state = steps.State(params, stats, variant.tx.init(params), variant.make_scale())
+    for name in variants:
+        state = jax.tree.map(lambda x: jax.device_put(x, device, may_alias=False), states.pop(name))
         runs[name] = measure.timed_steps(compiled[name], state, batch, STEPS)
         runs[name]()  # The first run is no measurement.
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     return (
         compiled,
         measure.interleaved(runs, repeats),
