@@ -320,6 +320,7 @@ def test_a_rule_under_which_the_code_fails_keeps_no_constants(report):
     assert (len(found.constants), dict(found.rule)) == (1, {})
 
 
+@pytest.mark.once
 def test_what_lost_its_digits_on_devices_is_no_error():
     """Equations in a shard_map are of one device, and values of all."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
