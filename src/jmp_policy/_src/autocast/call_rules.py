@@ -33,7 +33,7 @@ def _with_inside(do: _Do | None, case: Case, ins: Any, outs: Any, *plans: Plan) 
     def run_with_inside(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
         if step.is_unchanged:
             return rebound(step, caches)
-        if do is None or calls.is_inlined(eqn):
+        if do is None or control_flow.is_inlined(eqn):
             return plans[0].run(caches)
         return list(map(CastCache, do(case.planner, step, step.operands(caches))))
 

@@ -32,13 +32,14 @@ from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.policy.marked_regions import Region
+from jmp_policy._src.policy.module_precision import LEAST_TERMS
 from jmp_policy._src.policy.recipes import SCORES, VALUES, of_attention, role_by_name, without_target
 from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
 from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT
-from jmp_policy._src.products.small_products import few_terms_text, gains_nothing, terms_of
+from jmp_policy._src.products.small_products import gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
 
 
@@ -115,7 +116,9 @@ class Lower(Rule):
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(case)
         if self._is_small(case) and not _are_half(case):
-            return case.as_traced(f"full: {few_terms_text(terms_of(eqn))}")
+            terms = terms_of(eqn)
+            summed = f"it sums {terms} terms" if terms > 1 else "it sums nothing"
+            return case.as_traced(f"full: {summed}, and half precision gains from {LEAST_TERMS} on")
         wanted = _wanted_full(case) and not region.lower
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         if wanted and in_float8 is None:

@@ -30,7 +30,7 @@ from jmp_policy._src.autocast.operation_rules import is_summed
 from jmp_policy._src.autocast.planner import CastCache, EqnPlan, How, Plan, Value
 from jmp_policy._src.autocast.softmax import kept_normalized_exp, normalized_exp
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.jaxpr import calls, compat, ir, op_table
+from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, op_table
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.device_dispatch import has_known_sizes
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate
@@ -108,7 +108,7 @@ class Uses:
         if is_wide and is_elementwise(eqn, ir.shape_of(eqn.invars[operand])):
             return self.half_of_all(eqn.outvars[0], through_elementwise)
         if step.inner:
-            if not calls.is_inlined(eqn):
+            if not control_flow.is_inlined(eqn):
                 return None
             if place not in self._inlined:
                 self._inlined[place] = Uses(step.inner[0])
@@ -139,7 +139,7 @@ def is_elementwise(eqn: Any, shape: Any) -> bool:
     out = eqn.outvars[0].aval
     if out.shape != shape or (out.dtype != FLOAT32 and out.dtype.kind not in "biu"):
         return False
-    if kind is Kind.CUSTOM_JVP or (kind is Kind.JIT and calls.is_inlined(eqn)):
+    if kind is Kind.CUSTOM_JVP or (kind is Kind.JIT and control_flow.is_inlined(eqn)):
         called = calls.called(eqn)
         assert called is not None
         inner = compat.open_jaxpr(called.jaxpr)

@@ -1,4 +1,4 @@
-"""Reads dtypes as users write them, refuses those without range, and names the half type of a device."""
+"""Reads and shows dtypes as users do, refuses those without range, and names the half type of a device."""
 
 import contextlib
 import re
@@ -87,6 +87,11 @@ def parse_dtype(word: DTypeLike | None, where: str) -> np.dtype:
         hint = float8_hint(text) or did_you_mean(text.strip("' ").lower(), words)
         raise ValueError(f"Unknown dtype {text} {where}.{hint} Known: {', '.join(words)}.")
     return dtype
+
+
+def array_type_text(x: Any) -> str:
+    """Formats dtype and shape of an array as messages show them: "float32[2,3]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 #: Why a policy has no float8 type, and what to do.

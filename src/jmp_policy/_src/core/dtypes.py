@@ -27,12 +27,6 @@ def is_number(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def is_complex(dtype: Any) -> bool:
-    """Whether a dtype is one of complex numbers."""
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-
-
-@functools.lru_cache(maxsize=256)
 def is_complex_or_integer(dtype: Any) -> bool:
     """Whether a dtype is one of numbers that no policy casts."""
     kinds = jnp.complexfloating, jnp.integer
@@ -55,11 +49,6 @@ def promote_dtype(dtype: Any) -> np.dtype:
     """Float32 for a floating dtype of fewer bits; any other dtype as it is."""
     has_fewer_bits = is_floating(dtype) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if has_fewer_bits else np.dtype(dtype)
-
-
-def array_type_text(x: Any) -> str:
-    """Formats dtype and shape of an array as messages show them: "float32[2,3]"."""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def is_dtype_or_none(value: Any) -> bool:
@@ -85,7 +74,8 @@ def is_floating_array(x: Any) -> bool:
 
 def has_complex(tree: PyTree) -> bool:
     """Whether an array among the leaves of a pytree is complex."""
-    return any(map(is_complex, [x.dtype for x in jax.tree.leaves(tree) if isinstance(x, ARRAYS)]))
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, ARRAYS))
+    return any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays)
 
 
 def map_changed(
@@ -133,8 +123,3 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """
     dtype = np.dtype(dtype)
     return map_changed(functools.partial(cast_leaf, dtype=dtype), tree)
-
-
-def widened(tree: PyTree) -> PyTree:
-    """Casts the floating arrays of fewer than 32 bits in a pytree to float32."""
-    return jax.tree.map(lambda x: cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x, tree)

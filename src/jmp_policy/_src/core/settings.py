@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 
 #: The words of YAML 1.1.
-_FLAGS = {
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
-}
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def flag(value: Any, name: str) -> bool:

@@ -7,7 +7,6 @@ missing. All of it was read in Flax 0.12.8 and 0.12.12. What could change withou
 NNX is imported where it is needed: `import flax` alone does not, and a program of Linen modules should not.
 """
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -69,28 +68,19 @@ def is_compact(method: Callable[..., Any]) -> bool:
 
     Private: the attribute `compact` that the decorator sets. Flax has no public way to ask for it.
     """
-    _check_compact()
+    _require(hasattr(nn.compact(lambda module: None), "compact"), "`compact` from methods under nn.compact")
     return hasattr(method, "compact")
 
 
-@functools.cache
-def _check_compact() -> None:
-    _require(hasattr(nn.compact(lambda module: None), "compact"), "`compact` from methods under nn.compact")
-
-
-def is_managed(method: Any) -> bool:
-    """Returns whether an attribute of a Linen class is a method that Flax shows to interceptors.
+def managed_methods(cls: type[nn.Module]) -> set[str]:
+    """Returns the names of the methods of a Linen class that Flax shows to interceptors.
 
     Private: the attribute `method_handler_wrapped` that Flax sets. It has no public way to list its methods.
     """
-    _check_managed()
-    return hasattr(method, "method_handler_wrapped")
-
-
-@functools.cache
-def _check_managed() -> None:
     found = hasattr(nn.Dense.__call__, "method_handler_wrapped")
     _require(found, "which methods interceptors see from `method_handler_wrapped`")
+    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    return {name for c in own for name, x in vars(c).items() if hasattr(x, "method_handler_wrapped")}
 
 
 def copied_fields(cls: type[nn.Module]) -> dict[str, Any]:
@@ -145,6 +135,33 @@ class VariableView:
 
         nnx.Variable.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
+    @property
+    def _raw_value(self) -> Any:
+        return self._jmp_policy_origin.get_raw_value()
+
+    @_raw_value.setter
+    def _raw_value(self, value: Any) -> None:
+        self._jmp_policy_origin.set_raw_value(value)
+
+    @property
+    def _var_metadata(self) -> dict[str, Any]:
+        # The very dictionary, since Flax writes into it; a hijax Variable's is a copy in any case.
+        origin = self._jmp_policy_origin
+        metadata = origin.get_metadata()
+        return {**metadata, "hijax": False} if metadata.get("hijax") else origin._var_metadata
+
+    @_var_metadata.setter
+    def _var_metadata(self, metadata: dict[str, Any]) -> None:
+        self._jmp_policy_origin._var_metadata = metadata
+
+    @property
+    def _trace_state(self) -> Any:
+        # A hijax Variable can be written to in every trace, and has no state of one.
+        from flax.nnx import tracers
+
+        origin = self._jmp_policy_origin
+        return tracers.TraceState() if origin.get_metadata().get("hijax") else origin._trace_state
+
 
 def view_class(base: Any, methods: dict[str, Any]) -> Any:
     """Returns a subclass of a Variable's class, of the same name, whose objects are views.
@@ -157,7 +174,11 @@ def view_class(base: Any, methods: dict[str, Any]) -> Any:
       base: the class, as `variable.var_type` gives it.
       methods: what views do otherwise than their origins.
     """
-    _check_slots()
+    from flax import nnx
+
+    slots = {"_raw_value", "_var_metadata", "_trace_state"}
+    found = set(nnx.Variable.__slots__) == slots and hasattr(nnx.Variable, "_new")
+    _require(found, "what a Variable stores from `_raw_value`, `_var_metadata` and `_trace_state`")
 
     def new(cls: Any, value: Any, metadata: dict[str, Any]) -> Any:
         return view_of(base._new(value, metadata), cls)
@@ -166,9 +187,6 @@ def view_class(base: Any, methods: dict[str, Any]) -> Any:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__slots__": ("_jmp_policy_origin",),
-        "_raw_value": property(_raw_value, _set_raw_value),
-        "_var_metadata": property(_metadata, _set_metadata),
-        "_trace_state": property(_trace_state),
         "_new": classmethod(new),
         **methods,
     }
@@ -187,42 +205,6 @@ def origin_of(variable: Any) -> Any:
     return variable._jmp_policy_origin if isinstance(variable, VariableView) else variable
 
 
-@functools.cache
-def _check_slots() -> None:
-    from flax import nnx
-
-    slots = {"_raw_value", "_var_metadata", "_trace_state"}
-    found = set(nnx.Variable.__slots__) == slots and hasattr(nnx.Variable, "_new")
-    _require(found, "what a Variable stores from `_raw_value`, `_var_metadata` and `_trace_state`")
-
-
-def _raw_value(view: Any) -> Any:
-    return view._jmp_policy_origin.get_raw_value()
-
-
-def _set_raw_value(view: Any, value: Any) -> None:
-    view._jmp_policy_origin.set_raw_value(value)
-
-
-def _metadata(view: Any) -> dict[str, Any]:
-    # The very dictionary, since Flax writes into it; a hijax Variable's is a copy in any case.
-    origin = view._jmp_policy_origin
-    metadata = origin.get_metadata()
-    return {**metadata, "hijax": False} if metadata.get("hijax") else origin._var_metadata
-
-
-def _set_metadata(view: Any, metadata: dict[str, Any]) -> None:
-    view._jmp_policy_origin._var_metadata = metadata
-
-
-def _trace_state(view: Any) -> Any:
-    # A hijax Variable can be written to in every trace, and has no state of one.
-    from flax.nnx import tracers
-
-    origin = view._jmp_policy_origin
-    return tracers.TraceState() if origin.get_metadata().get("hijax") else origin._trace_state
-
-
 def is_traced_by_loop(stops: Callable[[types.FrameType], bool]) -> bool:
     """Returns whether the code that is running is the body of a `lax.scan`, `lax.while_loop` or `fori_loop`.
 
@@ -232,7 +214,8 @@ def is_traced_by_loop(stops: Callable[[types.FrameType], bool]) -> bool:
     Args:
       stops: whether the search for loops ends at a frame; it goes from the innermost frame outwards.
     """
-    return _is_called_from(_loop_files(), stops)
+    what = "whether a loop traces a function from the frames of its callers"
+    return _is_called_from(compat.checked(_probe_loops, what), stops)
 
 
 def _is_called_from(files: frozenset[str], stops: Callable[[types.FrameType], bool]) -> bool:
@@ -244,13 +227,8 @@ def _is_called_from(files: frozenset[str], stops: Callable[[types.FrameType], bo
     return False
 
 
-@functools.cache
-def _loop_files() -> frozenset[str]:
-    """Returns the files that define JAX's loops, as whole paths: a user's may be called loops.py too."""
-    return compat.checked(_probe_loops, "whether a loop traces a function from the frames of its callers")
-
-
 def _probe_loops() -> frozenset[str] | None:
+    """Finds the files that define JAX's loops, as whole paths: a user's may be called loops.py too."""
     loops = (lax.scan, lax.while_loop, lax.fori_loop)
     files = frozenset(inspect.unwrap(loop).__code__.co_filename for loop in loops)
     found = []

@@ -41,9 +41,6 @@ KINDS: Mapping[str, Kind] = {
     "cond": Kind.COND,
 }
 
-#: Jits of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
-_SMALL = 24
-
 #: Operations whose jaxpr is a combiner or a kernel, not a program that runs once.
 _NO_CALL = HAVING[Trait.COMBINER] | HAVING[Trait.KERNEL]
 
@@ -108,10 +105,3 @@ def inner_jaxprs(eqn: Any) -> Sequence[Any]:
 def is_bound(eqn: Any) -> bool:
     """Whether a jit says how its arguments are laid out, or that they may be overwritten."""
     return any(eqn.params.get("donated_invars", ())) or ir.has_shardings(eqn.params)
-
-
-def is_inlined(eqn: Any) -> bool:
-    """Whether the operations of a call take its place: a plain one's, and those of a small and free jit."""
-    if kind_of(eqn) is not Kind.JIT:
-        return kind_of(eqn) is Kind.CALL
-    return not is_bound(eqn) and len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _SMALL

@@ -8,11 +8,11 @@ the package take from jaxprs and their equations what the documentation of JAX's
 What could change without an error is checked when it is first used, on a small program whose answer is known.
 """
 
+import contextlib
 import functools
-import operator
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -156,20 +156,18 @@ def is_saved(saveable: Any) -> bool:
 
     Private: the class of an object that some policies give for False. JAX has no public name for it.
     """
-    checked(_probe_checkpoint_policy, "whether a policy of jax.checkpoint saves a value")
-    return saveable is not False and type(saveable).__name__ != _RECOMPUTED
+    recomputed = checked(_probe_checkpoint_policy, "whether a policy of jax.checkpoint saves a value")
+    return saveable is not False and not isinstance(saveable, recomputed)
 
 
-_RECOMPUTED = "RecomputeType"
-
-
-def _probe_checkpoint_policy() -> bool | None:
+def _probe_checkpoint_policy() -> type | None:
     """Asks a policy that offloads one name about a value of another, which it wants computed again."""
     names: dict[str, Any] = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["x"]}
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         **names, offload_src="device", offload_dst="pinned_host"
     )
-    return type(policy(core.primitives.add_p)).__name__ == _RECOMPUTED or None
+    recomputed = type(policy(core.primitives.add_p))
+    return None if recomputed is bool else recomputed
 
 
 def residual_places(eqn: Any) -> Sequence[int | None]:
@@ -245,7 +243,6 @@ def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]
     return list(out) if primitive.multiple_results else [out]
 
 
-@functools.cache
 def _stack_entries() -> tuple[type, type]:
     """The classes of a name stack's scopes and transforms, found in a program that has both."""
     what = "the scopes and transforms around an operation from the entries of its name stack"
@@ -312,29 +309,18 @@ def context_of(eqn: Any) -> Any:
     return eqn.ctx
 
 
-class eqn_context:  # noqa: N801 - used like a function
+@contextlib.contextmanager
+def eqn_context(eqn: Any, stack: Any = None) -> Iterator[None]:
     """Runs a with-block on behalf of an equation: its name stack, source line and configuration.
 
     A whole name `stack` may be given; else the equation's continues the one that is current.
     Private: `source_info` and `ctx.manager`, as `jax.core.eval_jaxpr` enters them. JAX has no public way to
     run code as an equation's.
     """
-
-    __slots__ = ("_context", "_manager")
-
-    def __init__(self, eqn: Any, stack: Any = None):
-        info = eqn.source_info
-        stack = current_name_stack() + info.name_stack if stack is None else stack
-        self._context = source_info_util.user_context(info.traceback, name_stack=stack)
-        self._manager = eqn.ctx.manager
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        self._manager.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._manager.__exit__(*exc)
-        self._context.__exit__(*exc)
+    info = eqn.source_info
+    stack = current_name_stack() + info.name_stack if stack is None else stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def frames(eqn: Any) -> Sequence[Any]:
@@ -354,13 +340,6 @@ def source_summary(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-@functools.cache
-def _check_manual_axis_type() -> None:
-    aval, shape = jax.core.ShapedArray((), np.dtype(np.float32)), jax.ShapeDtypeStruct((), np.float32)
-    found = hasattr(getattr(aval, "manual_axis_type", None), "varying") and hasattr(shape, "manual_axis_type")
-    require(found, "the axes over which an array varies from `manual_axis_type.varying` of its type")
-
-
 def varying(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value of this type differs from device to device, inside shard_map.
 
@@ -369,14 +348,10 @@ def varying(aval: Any) -> frozenset[str]:
     """
     if not isinstance(aval, jax.core.ShapedArray | jax.ShapeDtypeStruct):
         return frozenset()
-    _check_manual_axis_type()
+    what = "the axes over which an array varies from `manual_axis_type.varying` of its type"
+    require(hasattr(aval, "manual_axis_type"), what)
     manual: Any = aval.manual_axis_type
     return frozenset() if manual is None else frozenset(manual.varying)
-
-
-def varies_over_devices(aval: Any) -> bool:
-    """Whether a value of this type is local to a device: we are inside shard_map."""
-    return bool(varying(aval))
 
 
 def is_for_one_device(ctx: Any) -> bool:
@@ -437,15 +412,9 @@ def recorded(program: Any, start: int = 0) -> list[tuple[Any, list[Any]]]:
 
     Private: `tracing_eqns` of a trace's frame, `val` of tracers, as for `program_being_traced`.
     """
-    found = []
-    for eqn in program.tracing_eqns[start:]:
-        eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
-        if eqn is not None:  # Else nobody uses what it gives.
-            found.append((eqn, list(map(_VAL, eqn.in_tracers))))
-    return found
-
-
-_VAL = operator.attrgetter("val")
+    eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in program.tracing_eqns[start:])
+    # One that is gone gave what nobody uses.
+    return [(eqn, [x.val for x in eqn.in_tracers]) for eqn in eqns if eqn is not None]
 
 
 def recorded_constants(program: Any) -> dict[Any, Any]:

@@ -22,6 +22,18 @@ Function = Callable[..., Sequence[Any]]
 Run = Callable[[Any, Sequence[Any], Sequence[Any] | None], Sequence[Any]]
 
 
+#: Jits of jaxprs with at most so many operations are inlined: activation functions, `jnp.where`.
+_SMALL = 24
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether the operations of a call take its place: a plain one's, and those of a small and free jit."""
+    kind = calls.kind_of(eqn)
+    if kind is not calls.Kind.JIT:
+        return kind is calls.Kind.CALL
+    return not calls.is_bound(eqn) and len(compat.open_jaxpr(eqn.params["jaxpr"]).eqns) <= _SMALL
+
+
 class Loop(NamedTuple):
     """A scan or while loop, with its operands (or what is known of them) taken apart.
 

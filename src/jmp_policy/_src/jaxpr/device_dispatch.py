@@ -93,4 +93,4 @@ def has_known_sizes(shape: Sequence[Any]) -> bool:
 def _is_placed(x: jax.Array) -> bool:
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", ())
-    return compat.varies_over_devices(aval) or any(part is not None for part in spec)
+    return bool(compat.varying(aval)) or any(part is not None for part in spec)

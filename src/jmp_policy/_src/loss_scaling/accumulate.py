@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_policy._src.core.classes import check_no_nnx_module
-from jmp_policy._src.core.dtype_words import parse_dtype
-from jmp_policy._src.core.dtypes import array_type_text, is_floating, promote_dtype, strip_weak_type
+from jmp_policy._src.core.dtype_words import array_type_text, parse_dtype
+from jmp_policy._src.core.dtypes import is_floating, promote_dtype, strip_weak_type
 from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.jaxpr.compat import varying

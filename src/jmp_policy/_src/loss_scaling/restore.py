@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jmp_policy._src.core.dtypes import array_type_text, is_floating, strip_weak_type
+from jmp_policy._src.core.dtype_words import array_type_text
+from jmp_policy._src.core.dtypes import is_floating, strip_weak_type
 from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION

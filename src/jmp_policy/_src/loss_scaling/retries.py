@@ -10,7 +10,7 @@ from jax import lax
 
 from jmp_policy._src.core.pytree import replace
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr.compat import varies_over_devices
+from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.loss_scaling.float8_state import derivatives
 from jmp_policy._src.loss_scaling.gradients import all_finite
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
@@ -38,7 +38,7 @@ def repeat_until_finite(
 
     scale = jax.tree.map(jnp.asarray, scale)
     shapes = jax.eval_shape(lambda: step(scale))
-    if any(map(varies_over_devices, jax.tree.leaves(shapes))):
+    if any(map(varying, jax.tree.leaves(shapes))):
         raise ValueError(
             "scaled_value_and_grad(..., retries=...) cannot run inside shard_map: each device would repeat "
             "the step on its own. Use jax.jit with shardings, or leave retries out."

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.dtypes import array_type_text
+from jmp_policy._src.core.dtype_words import array_type_text
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.gradients import Decision
 

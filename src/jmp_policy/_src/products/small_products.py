@@ -19,12 +19,6 @@ def gains_nothing(eqn: Any) -> bool:
     return isinstance(terms, int) and terms < LEAST_TERMS
 
 
-def few_terms_text(terms: int) -> str:
-    """Why a product of so many terms is float32."""
-    summed = f"it sums {terms} terms" if terms > 1 else "it sums nothing"
-    return f"{summed}, and half precision gains from {LEAST_TERMS} on"
-
-
 def terms_of(eqn: Any) -> int:
     """How many terms each element of a product sums; 1 for a product that sums nothing."""
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])

@@ -124,7 +124,7 @@ class DualValues(Interpreter):
         """Whether a call or loop is run: with a weight outside or inside, and if it can be rebuilt."""
         if not self._concerns(eqn, values):
             return False
-        return calls.is_inlined(eqn) if kind is Kind.JIT else kind in _ENTERED
+        return control_flow.is_inlined(eqn) if kind is Kind.JIT else kind in _ENTERED
 
     def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Does an operation that takes weights by a rule, and any other as it was traced."""

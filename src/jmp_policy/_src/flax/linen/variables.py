@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, widened
+from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, promote_dtype
 from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE
@@ -55,7 +55,8 @@ def variable(
 
         def first_value(*given: Any, **named: Any) -> Any:
             value = as_bare(module, precision, args[0], *given, **named)
-            return widened(value) if col == "batch_stats" else value  # In half, statistics would stand still.
+            # In half, statistics would stand still.
+            return jax.tree.map(_in_float32, value) if col == "batch_stats" else value
 
         return own(col, name, first_value, *args[1:], **kwargs)
     return own(col, name, *args, **kwargs)
@@ -111,6 +112,10 @@ class CastVariable(nn.Variable):
         if jax.tree.structure(stored) == jax.tree.structure(value):
             value = jax.tree.map(_in_dtype_of, stored, value)
         nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
+
+
+def _in_float32(x: Any) -> Any:
+    return cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x
 
 
 def _in_dtype_of(like: Any, x: Any) -> Any:

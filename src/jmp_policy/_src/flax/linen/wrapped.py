@@ -107,20 +107,14 @@ def wrapped_class(bare: type[nn.Module], rules: PolicyMap) -> type[nn.Module]:
         _BARE: bare,
         **compat.copied_fields(bare),
     }
-    for name in (*_method_names(bare), "setup"):
-        namespace[name] = _entry(bare, name)
+    for name in sorted(compat.managed_methods(bare) | {"setup"}):
+        if name == "__call__" or not name.startswith("__"):
+            namespace[name] = _entry(bare, name)
     for name in _RUNS:
         namespace[name] = _run(bare, name)
     # Flax's own hook for subclasses does not run either: the new class has no fields or methods for it to
     # manage, and it would put a new `__init__` in place of one that the author has replaced.
     return make_subclass(bare, namespace, root=nn.Module)
-
-
-def _method_names(cls: type) -> list[str]:
-    """Names of the methods that Flax manages (and shows to interceptors), `setup` left out."""
-    own = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    names = {name for c in own for name, value in vars(c).items() if compat.is_managed(value)}
-    return sorted(n for n in names if n == "__call__" or (not n.startswith("__") and n != "setup"))
 
 
 def _entry(bare: type[nn.Module], name: str) -> Callable[..., Any]:
