@@ -91,7 +91,7 @@ def test_errors_and_spectra():
     state = trained([(1e-2, 1e-3)])
     found = jmpp.advise(state, {"loss": 3.0, "drift/gradient_error": np.float32(0.4)})
     assert "40% off float32's (drift/gradient_error)" in found.verdict
-    assert not jmpp.advise(state, {"loss": 3.0}).changes
+    assert not jmpp.advise(state, {"loss": jnp.bfloat16(3.0), **jmpp.metrics(state)}).changes
     assert "not finite" in jmpp.advise(state, {"drift/gradient_error": np.nan}).verdict
     with pytest.raises(TypeError, match="advise takes numbers; 'norms' is "):
         jmpp.advise(state, {"norms": jnp.ones(3)})

@@ -111,6 +111,15 @@ def test_an_error_of_the_forward_pass_is_introduced_at_its_place_and_inherited_b
     add_up(found)
 
 
+def test_a_mask_that_half_makes_infinite_draws_no_warning_of_numpys():
+    def loss(w, x):
+        h = (x @ w).astype(HALF)
+        return jax.nn.softmax(jnp.where(jnp.arange(4) < 2, h, -1e9).astype(jnp.float32)).sum()
+
+    found = jmpp.drift(loss, W, X)  # A warning is an error here.
+    assert "is -inf in float16" in found.verdict
+
+
 def test_an_error_of_the_backward_pass_leaves_the_loss_alone():
     found = jmpp.drift(functools.partial(planted, backward=True), W, X)
     assert found.loss_error == 0 < found.gradient_error

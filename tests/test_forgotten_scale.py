@@ -117,8 +117,8 @@ def summed_in_scan(gradient, tx):
     in_jit(gradients, tx)
 
 
-def clipped_before(gradient, tx):
-    in_jit(lambda *args: jax.tree.map(lambda g: jnp.clip(g, -1e6, 1e6), gradient(*args)), tx)
+def halved_before(gradient, tx):
+    in_jit(lambda *args: jax.tree.map(lambda g: jnp.where(g == jnp.inf, g, 0.5 * g), gradient(*args)), tx)
 
 
 def unrolled(gradient, tx):
@@ -147,7 +147,7 @@ def around_multi_steps(gradient, tx):
 
 
 SHOWN = [
-    in_jit, in_inner_jit, in_scan, in_vmap, in_shard_map, in_train_state, summed_in_scan, clipped_before,
+    in_jit, in_inner_jit, in_scan, in_vmap, in_shard_map, in_train_state, summed_in_scan, halved_before,
     unrolled, state_of_the_same_trace, in_chain, in_masked, under_master_weights, around_multi_steps,
 ]  # fmt: skip
 
@@ -442,7 +442,52 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
     in_jit(clipped_right, optimizer())
     for before in (optax.scale(0.5), optax.centralize(), optax.scale_by_learning_rate(lambda step: 0.1)):
         in_jit(good, optax.chain(before, optimizer()))
-    unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
+    with pytest.warns(UserWarning, match="gradients that were clipped"):
+        unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
+
+
+def _norm(grads):
+    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+
+
+#: What is done by hand between the backward pass and the update, to gradients and parameters.
+CHANGED = {
+    "norm": lambda g, p: jax.tree.map(lambda x: x * jnp.minimum(1.0, 1 / (_norm(g) + 1e-6)), g),
+    "where": lambda g, p: jax.tree.map(lambda x: jnp.where(_norm(g) > 1, x / _norm(g), x), g),
+    "jit": lambda g, p: jax.jit(lambda g: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g))(g),
+    "direction": lambda g, p: jax.tree.map(lambda x: x / jnp.linalg.norm(x), g),
+    "sign": lambda g, p: jax.tree.map(jnp.sign, g),
+    "square": lambda g, p: jax.tree.map(jnp.square, g),
+    "tanh": lambda g, p: jax.tree.map(jnp.tanh, g),
+    "decay": lambda g, p: jax.tree.map(lambda x, w: x + 0.1 * w, g, p),
+    "noise": lambda g, p: jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g),
+}
+UNCHANGED = {
+    "half": lambda g, p: jax.tree.map(lambda x: 0.5 * x, g),
+    "centred": lambda g, p: jax.tree.map(lambda x: x - x.mean(), g),
+    "masked": lambda g, p: jax.tree.map(
+        lambda x: jnp.where(jnp.arange(x.size).reshape(x.shape) > 0, x, 0), g
+    ),
+    "dropped": lambda g, p: jax.tree.map(
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), g
+    ),
+    "frozen": lambda g, p: jax.tree.map(lambda x: jnp.zeros_like(x), g),
+    "row": lambda g, p: jax.tree.map(lambda x: x.at[0].set(0.0).at[1].multiply(0.1), g),
+    "projected": lambda g, p: jax.tree.map(lambda x, w: x - w * jnp.vdot(x, w) / (1 + jnp.vdot(w, w)), g, p),
+    "rms": lambda g, p: jax.tree.map(lambda x: jnp.sqrt(x**2) * jnp.sign(x), g),
+    "jit": lambda g, p: jax.jit(lambda g: (jax.tree.map(lambda x: 2 * x, g), _norm(g)))(g)[0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_gradients_changed_by_hand_with_the_scale_in_them_draw_a_warning(change):
+    with pytest.warns(UserWarning, match="gradients that were clipped, normalised or changed otherwise"):
+        in_jit(lambda s, p, x: change(good(s, p, x), p), optimizer())
+
+
+@pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED)
+def test_gradients_that_are_a_multiple_of_those_of_the_backward_pass_draw_none(change):
+    in_jit(lambda s, p, x: change(good(s, p, x), p), optimizer())
 
 
 def test_check_says_that_gradients_are_too_small_for_their_scale():

@@ -217,6 +217,8 @@ def test_nnx_optimizer_of_some_parameters_and_with_aux():
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     wrt = nnx.All(nnx.Param, nnx.PathContains("head"))
     optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt, precision=precision)
+    with pytest.raises(TypeError, match=r"minimize\(loss_fn, model\); got"):
+        optimizer.minimize(model, nnx_loss, X)
     loss, aux = optimizer.minimize(lambda m, x: (nnx_loss(m, x), {"n": 3}), model, X, has_aux=True)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     assert loss.dtype == jnp.float32

@@ -87,6 +87,10 @@ class Optimizer(nnx.Optimizer):
         Returns:
           The loss as it is, or `(loss, aux)`.
         """
+        if isinstance(fun, nnx.Module):
+            raise TypeError(
+                f"minimize takes the loss function first: minimize(loss_fn, model); got {type(fun)}."
+            )
         with keep_state_on_skip(self, model):
             value, grads = self.value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
             self.update(model, grads)

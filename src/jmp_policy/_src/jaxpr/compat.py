@@ -389,6 +389,15 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
     return None if isinstance(getattr(x, "val", None), Literal) else (x, eqn, operands)
 
 
+def number_of(x: Any) -> Any | None:
+    """A number that is no input of a program being traced, as NumPy has it; None for any other value.
+
+    Private: `val` of a tracer, a literal.
+    """
+    x = getattr(getattr(x, "val", None), "val", None) if isinstance(x, jax.core.Tracer) else x
+    return None if x is None else np.asarray(x)
+
+
 def program_being_traced() -> Any | None:
     """What JAX has recorded of the program that it traces just now; None where operations run at once.
 

@@ -18,6 +18,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.jax_sources import directory_of
+from jmp_policy._src.loss_scaling.gradient_changes import are_changed
 from jmp_policy._src.loss_scaling.protocol import FromDict
 
 
@@ -250,7 +251,7 @@ def _may_be_inputs(division: Division) -> bool:
 
 
 def _changed_while_scaled(division: Division) -> str | None:
-    """What to say of gradients that optax has clipped, or somebody divided, between backward pass and update.
+    """What to say of gradients that were clipped or divided between backward pass and update.
 
     Who clips and divides, and multiplies by the scale again, is right.
     """
@@ -268,7 +269,9 @@ def _changed_while_scaled(division: Division) -> str | None:
             multiplies |= any(_is_cast_of(x, scales) for x in operands)
     if scales.isdisjoint(near.nodes):
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
-        return _CLIPPED if any(map(_depends_on_size, since)) else None
+        if any(map(_depends_on_size, since)):
+            return _CLIPPED.format("optax has")
+        return _CLIPPED.format("were") if are_changed(division.grads, division.params) else None
     return _DIVIDED if divides and not multiplies else None
 
 
@@ -302,9 +305,9 @@ _JAX, _OPTAX = directory_of("jax"), directory_of("optax")
 _LINEAR = {"scale", "scale_by_schedule", "centralize"}
 
 
-#: Of what optax has changed between the backward pass and the update.
+#: Of what optax, or somebody else, has changed between the backward pass and the update.
 _CLIPPED = (
-    "loss_scaled gets gradients that optax has clipped, normalised or changed otherwise while the loss scale "
+    "loss_scaled gets gradients that {} clipped, normalised or changed otherwise while the loss scale "
     "was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
     "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
     "optimizer), loss_scale)."

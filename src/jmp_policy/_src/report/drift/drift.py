@@ -114,7 +114,8 @@ def _error_under(policy: PolicyMap, function: Function, scale: Any, has_aux: boo
     """The error of the gradient under another policy."""
     with without_overflow_warnings(), TRIAL(Trial(policy)):
         jaxpr, numbers, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
-    compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)
+    with without_overflow_warnings():
+        compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)
     whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])
     return _result("", whole, 1.0).error
 
@@ -139,7 +140,7 @@ def _measured(
     progress.step("tracing")
     with without_overflow_warnings():
         jaxpr, numbers, names, is_loss = _traced(function, grad, loss_scale, has_aux)
-    comparison, (compared, measured, first, changes) = _run(jaxpr, numbers, detail, function.arrays)
+        comparison, (compared, measured, first, changes) = _run(jaxpr, numbers, detail, function.arrays)
     compared = [Compared(*map(_on_host, result)) for result in compared]
     scales = [1.0] * len(names)
     if is_loss:

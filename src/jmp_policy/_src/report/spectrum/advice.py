@@ -114,7 +114,7 @@ def advise(
       {'': 'mixed_bfloat16'}
     """
     for name, value in (scalars or {}).items():
-        if np.shape(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+        if np.shape(value) or np.asarray(value).dtype.kind not in "biufV":  # bfloat16 is a V.
             raise TypeError(f"advise takes numbers; {name!r} is {value!r}.")
     values = {n: float(np.asarray(value)) for n, value in (metrics(opt_state) | dict(scalars or {})).items()}
     if isinstance(spectrum, SpectrumState):
