@@ -446,6 +446,55 @@ def test_what_was_asked_for_is_no_silent_upcast(which):
     )
 
 
+TABLE = jnp.asarray(np.linspace(0, 1, 16, dtype=np.float32))
+
+
+def half_times_table(w, x):
+    return ((x @ w).astype(jnp.bfloat16) * TABLE) @ w  # plant: table
+
+
+def with_noise(w, x):
+    h = jax.nn.relu(x @ w)
+    h = h + jax.random.normal(jax.random.key(0), h.shape)  # plant: noise
+    return h @ w
+
+
+def with_noise_in_a_scan(w, x):
+    def body(h, key):
+        h = h @ w + jax.random.normal(key, h.shape)  # plant: noise in a scan
+        return h @ w, jnp.exp(h).sum()
+
+    return lax.scan(body, x, jax.random.split(jax.random.key(0), 3))
+
+
+def with_float32_operations(w, x):
+    h = jax.nn.gelu(x @ w)
+    h = h + jax.nn.softmax(h) @ w
+    n = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    h = h + n @ w + jnp.exp(h) * jnp.log1p(jnp.abs(h)) @ w
+    h = h / jnp.linalg.norm(h, axis=-1, keepdims=True) + jax.nn.softmax(jnp.where(h > 0, h, -1e9))
+    return h @ w, jax.nn.log_softmax(h), jnp.cumsum(h, 0), jnp.exp(h)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "marker"),
+    [
+        (half_times_table, "table"),
+        (with_noise, "noise"),
+        (with_noise_in_a_scan, "noise in a scan"),
+        (with_float32_operations, None),
+    ],
+)
+def test_what_autocast_widens_is_a_silent_upcast_only_where_the_model_brings_float32(fn, marker, grad):
+    def loss(w, x):
+        return sum(jnp.sum(out) for out in jax.tree.leaves(jmpp.autocast(fn, "bfloat16")(w, x)))
+
+    found = jmpp.audit(jax.jit(loss), array(16, 16, dtype=F32), array(8, 16, dtype=F32), grad=grad)
+    assert [u.line.partition(" ")[0] for u in found.upcasts] == ([here(marker)] if marker else [])
+    assert found.half_share == 1
+
+
 @pytest.mark.parametrize("name", ["normalization", "reductions", "model"])
 def test_a_users_file_may_be_called_as_one_of_the_libraries_is(tmp_path, name):
     path = tmp_path / f"{name}.py"
