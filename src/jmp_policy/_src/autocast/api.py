@@ -141,7 +141,7 @@ class Settings:
 
 
 def _of_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Its frame is kept with each operation, and tells `source_lines.is_of_autocast` whose casts are around it.
+    # Its frame is kept with each operation, and read by `source_lines.is_of_autocast`.
     return fn(*args, **kwargs)
 
 
