@@ -1315,6 +1315,20 @@ def test_what_remat_computes_again_has_the_path_of_its_module(kind):
         assert {p.path for p in found.products} == {"NnxNet/part", "NnxNet/out"}
 
 
+class SharedCell(nnx.Module):
+    def __init__(self, rngs):
+        self.cell = nnx.SimpleCell(8, 8, rngs=rngs)
+        self.rnn = nnx.RNN(self.cell)
+
+    def __call__(self, x):
+        return self.rnn(x)
+
+
+def test_a_shared_module_has_the_path_of_the_call():
+    found = jmpp.audit(jmpp.wrap(SharedCell(nnx.Rngs(0)), "mixed_float16"), array(2, 5, 8, dtype=F32))
+    assert {p.path for p in found.products} == {"SharedCell/rnn/cell/dense_i", "SharedCell/rnn/cell/dense_h"}
+
+
 def test_a_scan_that_sums_from_its_first_half_element_is_listed():
     def function(w, x):
         h = x @ w
