@@ -1127,6 +1127,24 @@ def test_what_is_not_finite_to_begin_with(place, value):
     assert found.verdict.startswith(f"{found.path} is not finite to begin with")
 
 
+class FirstOverflows(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        ones = nnx.initializers.ones
+        self.first = nnx.Linear(8, 8, kernel_init=ones, rngs=rngs)
+        self.last = nnx.Linear(8, 1, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.first(x * 3e4))
+
+
+def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
+    model = jmpp.wrap(FirstOverflows(), jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
+    found = diagnose(lambda model: model(jnp.ones((2, 8))).mean(), model)
+    assert found.rule == {"first": "float32"}
+    assert (model.first.dtype, model.last.dtype) == (jnp.float16, jnp.float32)
+
+
 def test_what_is_not_finite_in_an_nnx_model():
     loss, model = of_nnx(NnxDeep(-1))
     kernel = model.layers[2].kernel
