@@ -1315,6 +1315,23 @@ def test_what_remat_computes_again_has_the_path_of_its_module(kind):
         assert {p.path for p in found.products} == {"NnxNet/part", "NnxNet/out"}
 
 
+def test_noise_in_float32_is_named_with_a_repair_that_mends():
+    def noisy(w, x, dtype=None):
+        h = x @ w
+        h = h + jax.random.normal(jax.random.key(0), h.shape, dtype or h.dtype)  # plant: float32 noise
+        return jax.nn.relu(h) @ w
+
+    w, x = array(16, 16, dtype=F32), array(8, 16, dtype=F32)
+    under_autocast = jmpp.autocast(noisy, "bfloat16")
+    for fn, given in ((noisy, (w.update(dtype=BF16), x.update(dtype=BF16), F32)), (under_autocast, (w, x))):
+        found = jmpp.audit(lambda w, x, fn=fn, rest=given[2:]: jnp.exp(fn(w, x, *rest)), *given[:2])
+        assert [u.line.partition(" ")[0] for u in found.upcasts] == [here("float32 noise")]
+    assert "for noise `jax.random.normal(key, x.shape, x.dtype)`" in " ".join(str(found).split())
+    assert "name the dtype: bfloat16." in " ".join(str(found).split())
+    assert not jmpp.audit(noisy, w.update(dtype=BF16), x.update(dtype=BF16)).upcasts
+    assert not jmpp.audit(lambda w, x: under_autocast(w, x, BF16), w, x).upcasts
+
+
 class SharedCell(nnx.Module):
     def __init__(self, rngs):
         self.cell = nnx.SimpleCell(8, 8, rngs=rngs)
