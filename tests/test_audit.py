@@ -667,6 +667,31 @@ def test_constants_that_are_meant_are_not_listed(name):
     assert not jmpp.audit(KEPT[name], BATCH).constants
 
 
+class OwnEpsilon(nn.Module):
+    epsilon: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        return x / (jnp.abs(x) + self.epsilon(x.dtype))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "epsilon",
+    [
+        lambda dtype: 1e-3 if dtype == F16 else 1e-8,
+        lambda dtype: jnp.finfo(dtype).eps,
+        lambda dtype: jnp.finfo(dtype).tiny,
+    ],
+)
+def test_an_epsilon_that_is_chosen_by_dtype_is_not_lost(epsilon, policy):
+    model, x = OwnEpsilon(epsilon), array(4, 16, dtype=F32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    for fn in (jmpp.wrap(model, policy).apply, jmpp.autocast(model.apply, policy)):
+        assert not jmpp.audit(fn, variables, x).constants
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_a_decay_that_becomes_one_is_listed(dtype):
     (found,) = jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=dtype)).constants
