@@ -446,6 +446,55 @@ def test_what_was_asked_for_is_no_silent_upcast(which):
     )
 
 
+TABLE = jnp.asarray(np.linspace(0, 1, 16, dtype=np.float32))
+
+
+def half_times_table(w, x):
+    return ((x @ w).astype(jnp.bfloat16) * TABLE) @ w  # plant: table
+
+
+def with_noise(w, x):
+    h = jax.nn.relu(x @ w)
+    h = h + jax.random.normal(jax.random.key(0), h.shape)  # plant: noise
+    return h @ w
+
+
+def with_noise_in_a_scan(w, x):
+    def body(h, key):
+        h = h @ w + jax.random.normal(key, h.shape)  # plant: noise in a scan
+        return h @ w, jnp.exp(h).sum()
+
+    return lax.scan(body, x, jax.random.split(jax.random.key(0), 3))
+
+
+def with_float32_operations(w, x):
+    h = jax.nn.gelu(x @ w)
+    h = h + jax.nn.softmax(h) @ w
+    n = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    h = h + n @ w + jnp.exp(h) * jnp.log1p(jnp.abs(h)) @ w
+    h = h / jnp.linalg.norm(h, axis=-1, keepdims=True) + jax.nn.softmax(jnp.where(h > 0, h, -1e9))
+    return h @ w, jax.nn.log_softmax(h), jnp.cumsum(h, 0), jnp.exp(h)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "marker"),
+    [
+        (half_times_table, "table"),
+        (with_noise, "noise"),
+        (with_noise_in_a_scan, "noise in a scan"),
+        (with_float32_operations, None),
+    ],
+)
+def test_what_autocast_widens_is_a_silent_upcast_only_where_the_model_brings_float32(fn, marker, grad):
+    def loss(w, x):
+        return sum(jnp.sum(out) for out in jax.tree.leaves(jmpp.autocast(fn, "bfloat16")(w, x)))
+
+    found = jmpp.audit(jax.jit(loss), array(16, 16, dtype=F32), array(8, 16, dtype=F32), grad=grad)
+    assert [u.line.partition(" ")[0] for u in found.upcasts] == ([here(marker)] if marker else [])
+    assert found.half_share == 1
+
+
 @pytest.mark.parametrize("name", ["normalization", "reductions", "model"])
 def test_a_users_file_may_be_called_as_one_of_the_libraries_is(tmp_path, name):
     path = tmp_path / f"{name}.py"
@@ -616,6 +665,31 @@ def test_constants_that_float16_makes_infinite_or_zero_are_listed_with_their_lin
 @pytest.mark.parametrize("name", KEPT)
 def test_constants_that_are_meant_are_not_listed(name):
     assert not jmpp.audit(KEPT[name], BATCH).constants
+
+
+class OwnEpsilon(nn.Module):
+    epsilon: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        return x / (jnp.abs(x) + self.epsilon(x.dtype))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "epsilon",
+    [
+        lambda dtype: 1e-3 if dtype == F16 else 1e-8,
+        lambda dtype: jnp.finfo(dtype).eps,
+        lambda dtype: jnp.finfo(dtype).tiny,
+    ],
+)
+def test_an_epsilon_that_is_chosen_by_dtype_is_not_lost(epsilon, policy):
+    model, x = OwnEpsilon(epsilon), array(4, 16, dtype=F32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    for fn in (jmpp.wrap(model, policy).apply, jmpp.autocast(model.apply, policy)):
+        assert not jmpp.audit(fn, variables, x).constants
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -1264,6 +1338,37 @@ def test_what_remat_computes_again_has_the_path_of_its_module(kind):
         model = jmpp.wrap(NnxNet(nnx.Rngs(0)), "mixed_float16")
         found = jmpp.audit(lambda model: jnp.square(model(x)).sum(), model, grad=True)
         assert {p.path for p in found.products} == {"NnxNet/part", "NnxNet/out"}
+
+
+def test_noise_in_float32_is_named_with_a_repair_that_mends():
+    def noisy(w, x, dtype=None):
+        h = x @ w
+        h = h + jax.random.normal(jax.random.key(0), h.shape, dtype or h.dtype)  # plant: float32 noise
+        return jax.nn.relu(h) @ w
+
+    w, x = array(16, 16, dtype=F32), array(8, 16, dtype=F32)
+    under_autocast = jmpp.autocast(noisy, "bfloat16")
+    for fn, given in ((noisy, (w.update(dtype=BF16), x.update(dtype=BF16), F32)), (under_autocast, (w, x))):
+        found = jmpp.audit(lambda w, x, fn=fn, rest=given[2:]: jnp.exp(fn(w, x, *rest)), *given[:2])
+        assert [u.line.partition(" ")[0] for u in found.upcasts] == [here("float32 noise")]
+    assert "for noise `jax.random.normal(key, x.shape, x.dtype)`" in " ".join(str(found).split())
+    assert "name the dtype: bfloat16." in " ".join(str(found).split())
+    assert not jmpp.audit(noisy, w.update(dtype=BF16), x.update(dtype=BF16)).upcasts
+    assert not jmpp.audit(lambda w, x: under_autocast(w, x, BF16), w, x).upcasts
+
+
+class SharedCell(nnx.Module):
+    def __init__(self, rngs):
+        self.cell = nnx.SimpleCell(8, 8, rngs=rngs)
+        self.rnn = nnx.RNN(self.cell)
+
+    def __call__(self, x):
+        return self.rnn(x)
+
+
+def test_a_shared_module_has_the_path_of_the_call():
+    found = jmpp.audit(jmpp.wrap(SharedCell(nnx.Rngs(0)), "mixed_float16"), array(2, 5, 8, dtype=F32))
+    assert {p.path for p in found.products} == {"SharedCell/rnn/cell/dense_i", "SharedCell/rnn/cell/dense_h"}
 
 
 def test_a_scan_that_sums_from_its_first_half_element_is_listed():

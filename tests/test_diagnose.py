@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
+from jmp_policy._src.report.trials import Tried
 from jmp_policy.report import Diagnosis, diagnose
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
@@ -1126,6 +1127,26 @@ def test_what_is_not_finite_to_begin_with(place, value):
     assert (found.dtype, found.shape) == ("float32", (2, 2) if place == "params" else (2,))
     assert {"params": "last good checkpoint", "batch": "Clean the data"}[place] in found.advice
     assert found.verdict.startswith(f"{found.path} is not finite to begin with")
+
+
+class FirstOverflows(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        ones = nnx.initializers.ones
+        self.first = nnx.Linear(8, 8, kernel_init=ones, rngs=rngs)
+        self.last = nnx.Linear(8, 1, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.first(x * 3e4))
+
+
+def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
+    model = jmpp.wrap(FirstOverflows(), jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
+    found = diagnose(lambda model: model(jnp.ones((2, 8))).mean(), model)
+    assert found.rule == {"first": "float32"}
+    assert (model.first.dtype, model.last.dtype) == (jnp.float16, jnp.float32)
+    whole = Tried({}, jmpp.PolicyMap("mixed_bfloat16", keep_module_dtypes=True), 0.0)
+    assert "keep_module_dtypes=True" in whole.text
 
 
 def test_what_is_not_finite_in_an_nnx_model():

@@ -4,6 +4,8 @@ import dataclasses
 import gzip
 import importlib.metadata
 import json
+import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -517,6 +519,39 @@ def test_the_compiler_dying_shows_its_last_lines(monkeypatch):
     monkeypatch.setattr(xla_compiler.subprocess, "run", lambda *args, **kwargs: ended)
     with pytest.raises(RuntimeError, match="status 134. Its last lines:\nnoise\nptxas fatal: Value 'sm_70'"):
         xla_compiler.compiled([Exported(b"", 1, (), ())], GPUS["V100"])
+
+
+_INTERRUPTS = """
+import os, pickle, signal, sys, time
+from pathlib import Path
+here = Path(__file__).parent
+if (made := here / "made").exists():
+    Path(sys.argv[1], "answer").write_bytes(made.read_bytes())
+(here / "pid").write_text(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+
+
+def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(monkeypatch, tmp_path):
+    pytest.importorskip("flatbuffers")
+    script = tmp_path / "interrupts.py"
+    script.write_text(_INTERRUPTS)
+    monkeypatch.setattr(xla_compiler.compile_process, "__file__", str(script))
+    monkeypatch.setattr(xla_compiler, "check_installed", lambda platform: None)
+    fn, args = record.program("float32_head")
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        lowering_report(fn, *args)
+    with pytest.raises(ProcessLookupError, match="No such process"):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
+    (tmp_path / "made").write_bytes(pickle.dumps([tuple(Compiled(text))]))
+    found = lowering_report(fn, *args)
+    assert [estimate.program for estimate in found.estimates] == ["as given"]
+    assert found.kernels
+    assert found.interrupted.endswith("programs to compare with were not compiled.")
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        jmpp.memory_report(lambda x: (x.astype("float16") * 2).sum(), jnp.ones(8), target="H100")
 
 
 def test_the_compilers_process_knows_nothing_of_the_callers_devices(monkeypatch):

@@ -101,7 +101,7 @@ class Settings:
             # Flax modules that are called say which policy of the `PolicyMap` governs them.
             frameworks = imported_frameworks() if self.policy_map.overrides else ()
             seen = [stack.enter_context(framework.marking(self.policy_map)) for framework in frameworks]
-            flat = flattened(fn, args, kwargs)
+            flat = flattened(functools.partial(_of_autocast, fn), args, kwargs)
         regions = Regions(self.half, self.rules, self.map_rules, self.recipe)
         planner = Planner(regions, self._planner_rules(), self.table, operation_rules.AS_TRACED, parts.join)
         opened = compat.open_jaxpr(flat.jaxpr)
@@ -138,6 +138,11 @@ class Settings:
             if text not in self._warned:
                 self._warned.add(text)
                 warnings.warn(f"autocast of {name}: {text}", stacklevel=4)
+
+
+def _of_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Its frame is kept with each operation, and read by `source_lines.is_of_autocast`.
+    return fn(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,11 @@ def is_called_by(eqn: Any, package: str) -> bool:
     return bool(directory) and any(f.file_name.startswith(directory) for f in compat.frames(eqn))
 
 
+def is_of_autocast(eqn: Any) -> bool:
+    """Whether the function that an operation was traced in, no loop's body, is one that `autocast` runs."""
+    return any(frame.function_name == "_of_autocast" for frame in compat.frames(eqn))
+
+
 def is_promotion(eqn: Any) -> bool:
     """Whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 

@@ -53,7 +53,8 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
     in_float32 = functools.partial(numbers_in_float32, jaxpr, function.call, function.arrays)
-    visitor = AuditVisitor([argument.path for argument in function.arguments], in_float32)
+    is_autocast = any(map(source_lines.is_of_autocast, ir.equations(jaxpr)))
+    visitor = AuditVisitor([argument.path for argument in function.arguments], in_float32, is_autocast)
     walk(jaxpr, visitor)
     return visitor.audit(function.name)
 
@@ -83,10 +84,20 @@ class AuditVisitor(Visitor):
 
     The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32,
     and the first cast that was written: a product that reads the value is in float32 because of them.
+
+    Of the upcasts that `autocast` makes, which look like promotions, those are silent that were for float32
+    values which the model makes of no half ones.
     """
 
-    def __init__(self, arguments: Sequence[str], in_float32: Callable[[], WideNumbers] = WideNumbers):
-        self._arguments = list(arguments)
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        in_float32: Callable[[], WideNumbers] = WideNumbers,
+        is_autocast: bool = False,
+    ):
+        self._arguments, self._is_autocast = list(arguments), is_autocast
+        self._promoted: dict[int, tuple[Any, Site]] = {}
+        self._numbers: set[int] = set()
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
@@ -108,9 +119,11 @@ class AuditVisitor(Visitor):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
         silent = causes - self._written.keys()
-        if _is_silent_upcast(eqn, site) or (_mixes(eqn) and not silent):
+        is_silent = _is_silent_upcast(eqn, site) and not self._is_autocast
+        if is_silent or (_mixes(eqn) and not silent):
             return silent | {self._id(eqn)}
-        if _is_upcast(eqn) and not site.backward:
+        is_widened = _is_upcast(eqn) or (self._is_autocast and _is_widening_product(eqn))
+        if is_widened and not site.backward:
             self._written[self._id(eqn)] = site.place
             return frozenset([self._id(eqn)])
         return silent | set(sorted(causes - silent)[:1])
@@ -123,9 +136,12 @@ class AuditVisitor(Visitor):
         if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
         elif name == "convert_element_type":
-            self._see_cast(eqn, site, operands[0])
+            self._see_cast(eqn, site, operands[0], results[0])
+        elif name == "broadcast_in_dim" and isinstance(eqn.invars[0], compat.Literal):
+            self._numbers.add(results[0].key)
         elif name in _KERNELS:
             self._opaque[name] += 1
+        self._see_promoted(eqn, operands)
         self._see_carry(eqn, operands, results)
         self._see_half(eqn, site)
         for visitor in (self._constants, self._sums, self._rounded):
@@ -161,7 +177,7 @@ class AuditVisitor(Visitor):
         narrow, wide, shape = ir.dtype_of(before), ir.dtype_of(after), tuple(ir.shape_of(before))
         self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(narrow), str(wide), shape, ())
 
-    def _see_cast(self, eqn: Any, site: Site, operand: ValueInfo) -> None:
+    def _see_cast(self, eqn: Any, site: Site, operand: ValueInfo, result: ValueInfo) -> None:
         (var,), (out,) = eqn.invars, eqn.outvars
         before, after = ir.dtype_of(var), ir.dtype_of(out)
         if not (is_floating(before) and is_floating(after)):
@@ -173,8 +189,21 @@ class AuditVisitor(Visitor):
             # In a scan a value is another one on each trip, unless it comes from outside.
             times = site.times // operand.times
             self._casts[operand.key, str(after)].append((site, operand.origin, cost, times))
-        if _is_silent_upcast(eqn, site):
+        if _is_silent_upcast(eqn, site) and self._is_autocast:
+            self._promoted[result.key] = eqn, site
+        elif _is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, var, out)
+
+    def _see_promoted(self, eqn: Any, operands: Sequence[ValueInfo]) -> None:
+        casts = [self._promoted[v.key] for v in operands if v.key in self._promoted]
+        if not casts or op_table.LISTED.get(eqn.primitive.name, ("", ""))[0] != "follow":
+            return
+        pairs = zip(eqn.invars, operands, strict=True)
+        wide = [v for atom, v in pairs if ir.is_float32(atom) and size(atom) > 1]
+        if any(not v.provenance and v.key not in self._numbers for v in wide):
+            for cast, site in casts:
+                self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
+                self._written.pop(self._id(cast), None)
 
     def _see_carry(self, eqn: Any, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Notes which upcasts meet a loop's float32 carry: a sum in float32, as it should be."""
@@ -258,6 +287,10 @@ def _is_upcast(eqn: Any) -> bool:
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
     return is_half(before) and is_wide(after) and size(eqn.invars[0]) > 1
+
+
+def _is_widening_product(eqn: Any) -> bool:
+    return eqn.primitive.name in _PRODUCTS and all(is_half(ir.dtype_of(var)) for var in eqn.invars[:2])
 
 
 #: Shorter sums lose no more than other operations in half do.

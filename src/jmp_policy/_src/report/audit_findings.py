@@ -292,6 +292,12 @@ class Audit(Report):
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
         reasons = dict.fromkeys((h.operation, h.why) for h in self.half_operations if not _is_harmful(h))
         lines += [f"{operation} in half precision: {why}." for operation, why in reasons]
+        if narrow := " or ".join(dict.fromkeys(u.narrow for u in self.upcasts if not u.reaches)):
+            lines.append(
+                "A silent upcast ends where what half values meet is half too: `.astype(x.dtype)`, for noise "
+                "`jax.random.normal(key, x.shape, x.dtype)`. Under autocast, which traces x in float32, name "
+                f"the dtype: {narrow}."
+            )
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")
         if self.opaque:

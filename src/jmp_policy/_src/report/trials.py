@@ -88,7 +88,8 @@ class Tried:
     def text(self) -> str:
         """Formats it as one would write it: "the rule {'drop': 'float32'}"."""
         if not self.rule:
-            whole = repr(self.policy) if self.policy.overrides else repr(str(self.policy.default))
+            is_plain = self.policy == PolicyMap(self.policy.default)
+            whole = repr(str(self.policy.default)) if is_plain else repr(self.policy)
             return f"the policy {whole}"
         rule = ", ".join(f"{show_pattern(p)}: {policy!r}" for p, policy in self.rule.items())
         return f"the rule {{{rule}}}"

@@ -94,14 +94,16 @@ def policy_of(module: Any) -> Policy | None:
 def _in_trial(node: Any) -> Callable[[Any], Any] | None:
     """What makes of a copy of a wrapped model one that follows the rules of a trial; None for other nodes."""
     rules = rules_of(node)
-    # A copy does not know which dtypes its layers had before they were wrapped.
-    if rules is None or rules.keep_module_dtypes:
+    if rules is None:
         return None
 
     def under_trial(model: Any) -> Any:
         tried, spec = in_trial(rules), graph_nodes.own_specification(model)
         if tried is rules:
             return model
+        for (_, old), (_, new) in zip(graph_nodes.walk(node), graph_nodes.walk(model), strict=True):
+            if isinstance(old, nnx.Module) and "dtype" in vars(old):
+                layers.remember_own_dtype(new, layers.own_dtype(old), vars(new)["dtype"])
         return carried_out(precision_plan.make(model, tried, spec.methods if spec else ()))
 
     return under_trial

@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -246,8 +247,9 @@ def _scoped(method: Callable[..., Any], suffix: str, scope: _Scope) -> Callable[
     @functools.wraps(method)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         here = _HERE.get() or _Scope()
-        inside = scope.names[: len(here.names)] == here.names
-        below = scope.names[len(here.names) :] if inside else scope.names
+        # A shared module may be called from elsewhere: what both places have in common is named already.
+        both = zip(scope.names, here.names, strict=False)
+        below = scope.names[len(list(itertools.takewhile(lambda names: names[0] == names[1], both))) :]
         with contextlib.ExitStack() as stack:
             if below:
                 stack.enter_context(jax.named_scope("/".join(below)))

@@ -62,7 +62,10 @@ def main(folder: str) -> None:
             answers.append(_compile(**program))
         except Exception as error:
             answers.append(Compiled(error=last_lines(f"{type(error).__name__}: {error}")))
-    Path(folder, "answer").write_bytes(pickle.dumps([tuple(answer) for answer in answers]))
+        # Whole at any time: the caller may be interrupted.
+        part = Path(folder, "part")
+        part.write_bytes(pickle.dumps([tuple(answer) for answer in answers]))
+        part.replace(Path(folder, "answer"))
 
 
 def _compile(

@@ -24,6 +24,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jmp_policy._src.core.targets import Target
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.lowering import compile_process
 from jmp_policy._src.report.lowering.compile_process import Compiled, described, last_lines
 
@@ -185,7 +186,8 @@ def _export(jitted: Any, types: Sequence[jax.ShapeDtypeStruct], platform: str) -
 def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
     """Compiles programs for a target, in one process that does nothing else.
 
-    For a program that does not compile, `Compiled.error` says why.
+    For a program that does not compile, `Compiled.error` says why. After Ctrl-C those that were compiled are
+    returned, if the first one is among them.
 
     Raises:
       LoweringUnavailableError: when the compiler is not installed.
@@ -200,14 +202,19 @@ def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
         Path(folder, "request").write_bytes(pickle.dumps(request))
         # -P: the files beside this one are no top-level modules.
         command = [sys.executable, "-P", compile_process.__file__, folder]
-        ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
-        answer = Path(folder, "answer")
-        if ran.returncode or not answer.exists():
-            raise RuntimeError(
-                f"XLA's compiler for {target.name} ended with status {ran.returncode}. Its last lines:\n"
-                + last_lines(ran.stderr)
-            )
-        return [Compiled(*fields) for fields in pickle.loads(answer.read_bytes())]
+        answer, answers = Path(folder, "answer"), list[Compiled]()
+        with progress.interruptible("programs to compare with were not compiled", answers):
+            try:
+                ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+            finally:
+                if answer.exists():
+                    answers += [Compiled(*fields) for fields in pickle.loads(answer.read_bytes())]
+            if ran.returncode or not answers:
+                raise RuntimeError(
+                    f"XLA's compiler for {target.name} ended with status {ran.returncode}. Its last lines:\n"
+                    + last_lines(ran.stderr)
+                )
+        return answers
 
 
 def compile_here(

@@ -33,6 +33,7 @@ from jmp_policy._src.report.lowering.products import FEW_BITS, few_bits
 Variants = dict[str, tuple[str, Callable[[Sequence[Any]], Any]]]
 
 
+@progress.showing("lowering_report")
 def lowering_report(
     fn: Callable[..., Any],
     *args: Any,
@@ -231,10 +232,10 @@ def _compile_elsewhere(
     """The compiled function and others beside it, and the number of devices."""
     export = functools.partial(exported, arrays=function.arrays, donated=donated, platform=card.platform)
     made = [given := export(function.call), *_attempted(export, calls)]
-    with progress.showing("lowering_report"):
-        progress.step(f"compiling {len(made)} programs")
-        answers = iter(compiled([one for one in made if isinstance(one, Exported)], card))
-    return [next(answers) if isinstance(one, Exported) else one for one in made], given.devices
+    progress.step(f"compiling {len(made)} programs")
+    answers = iter(compiled([one for one in made if isinstance(one, Exported)], card))
+    none = Compiled(error="interrupted")
+    return [next(answers, none) if isinstance(one, Exported) else one for one in made], given.devices
 
 
 def _compile_here(calls: Iterable[Any], function: Function) -> tuple[list[Compiled], float | None]:

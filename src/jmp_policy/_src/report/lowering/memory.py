@@ -290,6 +290,8 @@ def _compiled(programs: Sequence[_Traced], card: Target | None, name: str) -> li
     with progress.showing("memory_report"):
         progress.step(f"compiling {len(programs)} programs")
         answers = compiled([exported(p.call, p.types, p.donated, card.platform) for p in programs], card)
+    if len(answers) < len(programs):
+        raise KeyboardInterrupt  # It compares both.
     found = []
     for made, which in zip(answers, ("", " in float32"), strict=False):
         if made.error:
