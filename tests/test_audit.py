@@ -1301,6 +1301,21 @@ def test_gradients_of_products_of_few_terms_say_so():
     assert "never half" not in found.verdict
 
 
+def test_gradients_of_products_of_few_half_features_say_so():
+    """Half values meet float32 there, and there is nothing to cast."""
+
+    class Coupling(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(32, name="small")(nn.gelu(nn.Dense(32, name="body")(x))[:, :4])
+
+    model, x = jmpp.wrap(Coupling(), "mixed_float16"), jnp.ones((32, 16))
+    params = model.init(jax.random.key(0), x)
+    found = jmpp.audit(lambda params: model.apply(params, x).sum(), params, grad=True)
+    assert "2 products in float32 for gradients of such products: Coupling/small" in found.verdict
+    assert "cast to half" not in found.verdict
+
+
 def test_equal_names_around_remat_are_two_scopes():
     def function(w):
         with jax.named_scope("block"), jax.named_scope("block"):

@@ -34,7 +34,7 @@ def are_changed(grads: PyTree, params: PyTree) -> bool:
     known: dict[int, Degree] = dict.fromkeys(ancestors(params).nodes, 0.0)
     from_backward = [x for x in jax.tree.leaves(grads) if _comes_of_backward_pass(x)]
     degrees = [_of_traced(x, known) for x in from_backward]
-    return any(degree is not ANY and not math.isnan(degree) and degree != 1 for degree in degrees)
+    return any(degree is not None and not math.isnan(degree) and degree != 1 for degree in degrees)
 
 
 def _comes_of_backward_pass(x: Any) -> bool:
@@ -93,7 +93,7 @@ def _of_results(eqn: Any, degrees: Sequence[Degree], dtypes: Iterable[Any]) -> l
     if (inner := calls.called(eqn)) is not None:
         return _of_jaxpr(inner.jaxpr, degrees[inner.skipped :])
     degree = _of_result(eqn, degrees)
-    discrete = degree if degree is not ANY and (degree == NONE or math.isnan(degree)) else DISCRETE
+    discrete = degree if degree is not None and (degree == NONE or math.isnan(degree)) else DISCRETE
     return [degree if jnp.issubdtype(dtype, jnp.inexact) else discrete for dtype in dtypes]
 
 
@@ -116,8 +116,8 @@ def _of_result(eqn: Any, degrees: Sequence[Degree]) -> Degree:
 
 
 def _of_product(first: Degree, second: Degree, divides: bool) -> Degree:
-    if first is ANY or second is ANY:
-        return ANY if first is ANY or not divides else UNKNOWN
+    if first is None or second is None:
+        return ANY if first is None or not divides else UNKNOWN
     if NONE in (first, second):
         return NONE
     return first - second if divides else first + second
@@ -126,7 +126,7 @@ def _of_product(first: Degree, second: Degree, divides: bool) -> Degree:
 def _combined(degrees: Iterable[Degree]) -> Degree:
     """The degree of a sum."""
     degrees = list(degrees)
-    found = {degree for degree in degrees if degree is not ANY and degree != DISCRETE}
+    found: set[float] = {degree for degree in degrees if degree is not None and degree != DISCRETE}
     if any(map(math.isnan, found)):
         return UNKNOWN
     if not found:

@@ -231,7 +231,7 @@ class Audit(Report):
         kinds = dict[tuple[str, str], list[str]]()
         narrow = {p.place for p in self.wide_products if p.k < LEAST_TERMS and not p.backward}
         for p in self.wide_products:
-            few = p.k < LEAST_TERMS or (not p.cause and p.backward and p.place in narrow)
+            few = p.k < LEAST_TERMS or (p.backward and p.place in narrow)
             terms = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
             kind = "" if not few else terms if p.k < LEAST_TERMS else " for gradients of such products"
             why = "" if few else self._why_wide(causes[p.place], p)
