@@ -474,6 +474,7 @@ UNCHANGED = {
     "frozen": lambda g, p: jax.tree.map(lambda x: jnp.zeros_like(x), g),
     "row": lambda g, p: jax.tree.map(lambda x: x.at[0].set(0.0).at[1].multiply(0.1), g),
     "projected": lambda g, p: jax.tree.map(lambda x, w: x - w * jnp.vdot(x, w) / (1 + jnp.vdot(w, w)), g, p),
+    "median": lambda g, p: jax.tree.map(lambda x: x - jnp.median(x), g),
     "rms": lambda g, p: jax.tree.map(lambda x: jnp.sqrt(x**2) * jnp.sign(x), g),
     "jit": lambda g, p: jax.jit(lambda g: (jax.tree.map(lambda x: 2 * x, g), _norm(g)))(g)[0],
 }

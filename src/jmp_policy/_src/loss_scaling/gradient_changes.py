@@ -18,7 +18,7 @@ from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
 
-#: The degree of what has none, of what nothing is known of, of 0 and inf, and of integers and masks.
+#: The degree of what has none, of what nothing is known of, of 0, inf and NaN, and of integers and masks.
 NONE, UNKNOWN, ANY, DISCRETE = math.inf, math.nan, None, -math.inf
 
 Degree = float | None
@@ -67,7 +67,7 @@ def _key(x: Any) -> int:
 def _of_input(x: Any) -> Degree:
     dtype = jnp.result_type(x)
     number = compat.number_of(x) if jnp.issubdtype(dtype, jnp.number) else None
-    if number is not None and bool(np.all((number == 0) | np.isinf(number))):
+    if number is not None and bool(np.all((number == 0) | ~np.isfinite(number))):
         return ANY
     if not jnp.issubdtype(dtype, jnp.inexact):
         return DISCRETE
@@ -112,7 +112,8 @@ def _of_result(eqn: Any, degrees: Sequence[Degree]) -> Degree:
         return 0.0 if name == "sign" else NONE
     if name in _SAME or NONE in degrees:
         return both
-    return NONE if name in HAVING[Trait.NONLINEAR] else UNKNOWN
+    # Of several operands, as in a power, more would have to be known.
+    return NONE if name in HAVING[Trait.NONLINEAR] and len(degrees) == 1 else UNKNOWN
 
 
 def _of_product(first: Degree, second: Degree, divides: bool) -> Degree:
