@@ -276,8 +276,11 @@ class LostConstants(Visitor):
         return [(number, f"{sign} {number:.7g}".strip())]
 
     def _keep(self, found: LostConstant) -> None:
-        # The backward pass reads it again.
-        key = (found.line, found.dtype, found.becomes, found.written or found.operation)
+        # The backward pass reads it again; a cast of it has another spelling.
+        what: Any = found.written or found.operation
+        with contextlib.suppress(ValueError):
+            what = float(what)
+        key = (found.line, found.dtype, found.becomes, what)
         self._found.setdefault(key, found)
 
 
