@@ -486,6 +486,17 @@ def test_gradients_changed_by_hand_with_the_scale_in_them_draw_a_warning(change)
         in_jit(lambda s, p, x: change(good(s, p, x), p), optimizer())
 
 
+def test_gradients_halved_for_a_second_update_in_one_step_draw_none():
+    """The parameters of the second come of these gradients, too."""
+
+    def step(params, state, x):
+        grads = jax.tree.map(lambda g: 0.5 * g, good(state, params, x))
+        updates, _ = optimizer().update(grads, state, params)
+        return optimizer().update(grads, state, optax.apply_updates(params, updates))
+
+    trace(step, PARAMS, optimizer().init(PARAMS), X)
+
+
 @pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED)
 def test_gradients_that_are_a_multiple_of_those_of_the_backward_pass_draw_none(change):
     in_jit(lambda s, p, x: change(good(s, p, x), p), optimizer())

@@ -128,7 +128,7 @@ def test_gradients_are_those_of_the_cpu():
 
 def test_float8_products_are_near_those_of_bfloat16():
     target = target_of_device(jax.devices()[0].device_kind)
-    if target is None or "float8" not in str(target.rates):
+    if target is None or "float8" not in target.rates:
         pytest.skip("this card has no float8 products")
     x = jax.random.normal(jax.random.key(0), (1024, 1024))
     params = nn.Dense(1024).init(jax.random.key(1), x)
@@ -151,5 +151,4 @@ def test_reports_compile_for_the_card_of_this_machine():
     model = jmpp.wrap(nn.Dense(256), "mixed_float16")
     report = jmpp.lowering_report(jax.grad(lambda p, x: model.apply(p, x).sum()), params, x, target="H100")
     assert "on Tensor Cores in float16" in str(report)
-    diagnosed = jmpp.diagnose(jax.grad(lambda p, x: model.apply(p, x).sum()), params, x)
-    assert "finite" in str(diagnosed)
+    assert jmpp.diagnose(jax.grad(lambda p, x: model.apply(p, x).sum()), params, x).finite

@@ -31,14 +31,12 @@ def are_changed(grads: PyTree, params: PyTree) -> bool:
       grads: gradients before an update.
       params: the parameters, or None.
     """
-    known: dict[int, Degree] = dict.fromkeys(ancestors(params).nodes, 0.0)
-    from_backward = [x for x in jax.tree.leaves(grads) if _comes_of_backward_pass(x)]
-    degrees = [_of_traced(x, known) for x in from_backward]
-    return any(degree is not None and not math.isnan(degree) and degree != 1 for degree in degrees)
-
-
-def _comes_of_backward_pass(x: Any) -> bool:
-    return any(map(ends_backward_pass, ancestors(x, stop=ends_backward_pass).equations))
+    near = ancestors(grads, stop=ends_backward_pass)
+    if not any(map(ends_backward_pass, near.equations)):
+        return False
+    known: dict[int, Degree] = {_key(x): 0.0 for x in jax.tree.leaves(params)}
+    degrees = [_of_traced(x, known) for x in jax.tree.leaves(grads)]
+    return any(d == NONE or (d is not None and math.isfinite(d) and d != 1) for d in degrees)
 
 
 def _of_traced(value: Any, known: dict[int, Degree]) -> Degree:
