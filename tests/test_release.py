@@ -288,22 +288,7 @@ def test_demo_and_tests_share_an_environment(tmp_path):
 def test_contributing_names_what_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     called = set(re.findall(r"\bmake ([a-z-]+)\b", text))
-    assert called == {
-        *(
-            "demo",
-            "test",
-            "test-fast",
-            "lint",
-            "types",
-            "format",
-            "docs",
-            "site-test",
-            "wheel",
-            "bench",
-            "coverage",
-        ),
-    }
-    assert called <= TARGETS
+    assert called == TARGETS - {"test-random", "clean"}
     paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w)`", text))
     assert len(paths) > 20
     assert {path for path in paths if not (ROOT / path).exists()} == set()
