@@ -1439,3 +1439,13 @@ def test_integers_of_computed_half_values_are_no_finding():
 
     found = jmpp.audit(quantised, jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones(8, jnp.float16))
     assert not [h for h in found.half_operations if h.operation == "convert_element_type"]
+
+
+def test_why_a_product_is_not_half_fits_the_program():
+    x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
+    assert "wrap the module, or autocast the function" in jmpp.audit(jnp.dot, x, w).verdict
+    partly = jmpp.audit(
+        lambda x, w: (x.astype(jnp.float16) @ w.astype(jnp.float16)).sum() + (x @ w).sum(), x, w
+    )
+    assert "never half: by a rule, or outside of what is wrapped or autocast" in partly.verdict
+    assert jmpp.audit(jnp.dot, x + 1j, w + 1j).verdict.endswith("and no complex dtype is half.")

@@ -27,7 +27,8 @@ def source_line(eqn: Any, around: str = "") -> str:
     if around:
         return around
     text = compat.source_summary(eqn)
-    return "" if text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
+    is_ours = text.startswith(directory_of("jmp_policy"))
+    return "" if is_ours or text == "unknown" else re.sub(r"^.*[/\\](?=[^/\\]+:\d)", "", text)
 
 
 def users_line(eqn: Any) -> tuple[str, int]:

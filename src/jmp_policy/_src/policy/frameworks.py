@@ -74,6 +74,10 @@ class Framework:
         """Returns a context manager in which the outputs of modules are shown to the active watcher."""
         return contextlib.nullcontext()
 
+    def naming(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which modules that a function makes of their arrays name scopes."""
+        return contextlib.nullcontext()
+
     def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Splits modules among the arguments of a function from their arrays.
 

@@ -1,6 +1,7 @@
 """Turns the function that a report is about, which may take NNX modules, into a function of arrays only."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -97,6 +98,7 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         hint = " Did you call it already? Give the function, and its arguments after it."
         raise TypeError(f"{use} takes a function and its arguments, got {fn!r:.200}.{hint}")
     names = _argument_names(fn, args)
+    fn = _naming_modules(fn)
     for framework in imported_frameworks():
         split = framework.split(args, kwargs)
         if split is not None:
@@ -123,6 +125,19 @@ def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 def _call_module(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
+
+
+def _naming_modules(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in which modules that it makes of their arrays (`nnx.merge`) name scopes."""
+
+    @functools.wraps(fn)
+    def naming(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for framework in imported_frameworks():
+                stack.enter_context(framework.naming())
+            return fn(*args, **kwargs)
+
+    return naming
 
 
 def _argument_names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:

@@ -3,7 +3,8 @@
 What is tried, in this order, is float32 for the modules that a report names, then for what is around them;
 then half precision in layers that are products alone; then bfloat16 in place of float16. The first that
 mends is advised. Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`,
-in NNX models that were wrapped themselves (no parts and no copies of them), and in what `autocast` made.
+in NNX models that were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one),
+and in what `autocast` made.
 """
 
 import contextlib

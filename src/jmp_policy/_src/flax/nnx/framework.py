@@ -3,6 +3,7 @@
 And `Framework`, by which the rooms below Flax, and Linen, ask for it.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jmp_policy._src.core.dtypes import cast_floating
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan, stored_arrays
-from jmp_policy._src.flax.nnx.wrap_module import carried_out, rules_of, wrap
+from jmp_policy._src.flax.nnx.wrap_module import carried_out, copied_from, rules_of, wrap
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.policy import Policy
@@ -132,6 +133,12 @@ class NNXFramework(Framework):
         from jmp_policy._src.flax.nnx.states import Split
 
         return Split(args, kwargs, _in_trial)
+
+    def naming(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which modules that `nnx.merge` makes name scopes."""
+        from jmp_policy._src.flax.nnx.states import naming_merged
+
+        return naming_merged(lambda node: _in_trial(copied_from(node)))
 
 
 FRAMEWORK = NNXFramework()

@@ -27,6 +27,7 @@ from flax import nnx
 
 from jmp_policy._src.autocast import api, explanation
 from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import is_node, key_of
@@ -198,27 +199,61 @@ def named(nodes: Any, rules: PolicyMap, *, is_trial: bool = False) -> Iterator[N
 
     Rules of a trial may be meant for modules elsewhere.
     """
-    seen: list[Any] = []
-    met: list[Any] = []
     with contextlib.ExitStack() as stack:
-        for node in nodes:
-            if not isinstance(node, nnx.Module):
-                continue
-            plan = precision_plan.Plan(node, rules)
-            met += plan.met
-            for planned in plan.modules.values():
-                module = planned.module
-                if any(module is other for other in seen):
-                    continue  # Handed in twice.
-                seen.append(module)
-                marked_as = planned.precision.policy.compute_dtype.name if rules.overrides else None
-                scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
-                stack.callback(object.__setattr__, module, "__class__", type(module))
-                object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
-        if (unused := rules.unused(met)) and not is_trial:
+        unused, met = _name_scopes(nodes, rules, stack)
+        if unused and not is_trial:
             raise unused_error(unused, "the function's models", [path_text(path) for path, _ in met])
         token = _HERE.set(_Scope((), rules.default.compute_dtype.name if rules.overrides else None))
         stack.callback(_HERE.reset, token)
+        yield
+
+
+def _name_scopes(nodes: Any, rules: PolicyMap, stack: contextlib.ExitStack) -> tuple[Any, list[Any]]:
+    """Lets modules name scopes until a stack ends; gives the rules that match none, and what they met."""
+    seen: list[Any] = []
+    met: list[Any] = []
+    for node in nodes:
+        if not isinstance(node, nnx.Module):
+            continue
+        plan = precision_plan.Plan(node, rules)
+        met += plan.met
+        for planned in plan.modules.values():
+            module = planned.module
+            if any(module is other for other in seen):
+                continue  # Handed in twice.
+            seen.append(module)
+            marked_as = planned.precision.policy.compute_dtype.name if rules.overrides else None
+            scope = _Scope((graph_nodes.name_of(node), *map(str, planned.path)), marked_as)
+            stack.callback(object.__setattr__, module, "__class__", type(module))
+            object.__setattr__(module, "__class__", _scoped_class(type(module), scope))
+    return rules.unused(met), met
+
+
+#: Whether a report traces: whoever merges modules under it is traced again, with their names.
+_REPORTS = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def naming_merged(trial_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets the modules that `nnx.merge` makes in a with-block name scopes, and follow the rules of a trial.
+
+    Args:
+      trial_of: gives for a node that was merged what makes of it one that follows those rules, or None.
+    """
+
+    def under_trial(node: Any) -> Any:
+        change = trial_of(node) if isinstance(node, nnx.Module) else None
+        return node if change is None else change(node)
+
+    with contextlib.ExitStack() as stack:
+
+        def change(merged: Any) -> Any:
+            merged = jax.tree.map(under_trial, merged, is_leaf=is_node)
+            _name_scopes(jax.tree.leaves(merged, is_leaf=is_node), PolicyMap("float32"), stack)
+            return merged
+
+        stack.enter_context(compat.on_merge(change))
+        stack.enter_context(_REPORTS(True))
         yield
 
 

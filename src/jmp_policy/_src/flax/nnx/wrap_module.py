@@ -17,6 +17,7 @@ from jmp_policy._src.flax.nnx.governed import Specification, governed_class
 from jmp_policy._src.flax.nnx.precision_plan import Plan, PlannedModule
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike, wants_fp32_weight_grads
+from jmp_policy._src.policy.scope import in_trial
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -51,7 +52,10 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
       (dtype(bfloat16), True)
     """
     old = graph_nodes.own_specification(module)
-    plan = precision_plan.make(module, policy, _checked(methods) or (old.methods if old else ()))
+    names = _checked(methods) or (old.methods if old else ())
+    plan = precision_plan.make(module, policy, names)
+    if (tried := in_trial(plan.rules)) is not plan.rules:
+        plan = precision_plan.make(module, tried, names)
     if plan.rules.overrides:
         plan_errors.check_used(plan)
     if wrong := plan.wrong_params():
@@ -79,6 +83,13 @@ def rules_of(node: Any) -> PolicyMap | None:
     """The rules that this very model was wrapped with; None for others, parts of it and copies."""
     reference, rules = _RULES.get(id(node), (lambda: None, None))
     return rules if reference() is node else None
+
+
+def copied_from(copy: Any) -> Any:
+    """A wrapped model whose graph definition a node shares, as what `nnx.merge` makes does; None without."""
+    models = [model for reference, _ in list(_RULES.values()) if (model := reference()) is not None]
+    graph = nnx.graphdef(copy) if models else None
+    return next((model for model in models if nnx.graphdef(model) == graph), None)
 
 
 def _checked(methods: Any) -> tuple[str, ...]:

@@ -118,7 +118,8 @@ class ErrorBudget:
         ]
         if node.adds and len(inner) == 1 and number in self._measured:
             # What the others leave of the whole.
-            errors[inner[0]] = max(self.inherited(number) - sum(errors), 0.0)
+            others = sum(errors)
+            errors[inner[0]] = max(self.inherited(number) - others, 0.0) if np.isfinite(others) else 0.0
         elif not node.adds:
             found = [self.inherited(o) if inside else self._at(o).total for o, inside in operands]
             errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
