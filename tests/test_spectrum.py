@@ -910,3 +910,28 @@ def test_has_aux():
     assert set(aux) == {"n"}
     assert grads[0] == 8
     assert state.report().of("params").exponents == {2: 4}
+
+
+class Frontend(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return 1e-3 * jnp.sin(x)
+
+
+class Behind(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = Frontend(name="frontend")(x)
+        return nn.Dense(8, name="head")(nn.tanh(nn.Dense(32, name="body")(1e4 * h)))
+
+
+def test_activations_that_no_parameter_leads_to_say_nothing_of_the_scale():
+    """Training computes no gradients of them: in a layer without parameters, or before the first one."""
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    params = Behind().init(jax.random.key(1), x)["params"]
+    found = jmpp.gradient_spectrum(lambda params: Behind().apply({"params": params}, x).sum(), params)
+    assert {row.path for row in found.tensors if "activation" in row.kind} == {
+        "Behind", "Behind/body", "Behind/head"
+    }  # fmt: skip
+    largest = max(row.largest for row in found.tensors if row.kind == "weight gradient")
+    assert found.recommended_scale * largest > 2.0**14

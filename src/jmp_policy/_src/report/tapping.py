@@ -32,6 +32,9 @@ class Taps(Watcher):
     Args:
       count: function from an array and 1 / loss scale to a vector of counts.
       sinks: zeros by name of tap, of shape (2, counts); None to only collect the names.
+
+    Attributes:
+      met: without sinks, the names of the taps on values that are differentiated.
       inverse_scale: 1 / loss scale of the backward pass.
     """
 
@@ -41,7 +44,7 @@ class Taps(Watcher):
         self.count = count
         self.sinks = sinks
         self.inverse_scale = inverse_scale
-        self.met: dict[str, Any] = {}
+        self.met: dict[str, None] = {}
 
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
         """Taps the outputs of a module, and returns them."""
@@ -59,8 +62,9 @@ class Taps(Watcher):
         return treedef.unflatten(watched)
 
     def _array(self, x: Any, name: str) -> Any:
-        self.met.setdefault(name, jax.typeof(x))
-        if self.sinks is None or name not in self.sinks:
+        if self.sinks is None:
+            return _noted(functools.partial(self.met.setdefault, name), x)
+        if name not in self.sinks:
             return x
         inverse = varying_like(jnp.asarray(self.inverse_scale, jnp.float32), x)
         return _watched(self.count, x, varying_like(self.sinks[name], x), inverse)
@@ -129,6 +133,21 @@ def varying_like(value: Any, x: Any) -> Any:
     """Types a value as varying over the devices that `x` varies over, so that its cotangents add up."""
     missing = varying(jax.typeof(x)) - varying(jax.typeof(value))
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _noted(note: Callable[[], Any], x: Any) -> Any:
+    """The value; calls a function where it is differentiated."""
+    return x
+
+
+def _note(note: Callable[[], Any], primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        note()
+    return primals[0], tangents[0]
+
+
+_noted.defjvp(_note, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -50,7 +50,7 @@ def gradient_spectrum(
       scale: factor on the loss: a number, a loss scale, or an optimizer state that holds one.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       activations: whether to count the outputs of Flax modules and of `jmp_policy.report.tap`, and their
-        gradients, too.
+        gradients, too: of those that depend on a parameter.
       margin: exponents by which the safe constant scale stays below overflow.
 
     Returns:
@@ -293,10 +293,20 @@ def _increment(count: jax.Array) -> jax.Array:
 
 
 def _traced_taps(function: Function, of: Callable[[Any], Any] = lambda out: out) -> tuple[list[str], Any]:
-    """The names of taps, and the type of what a function makes of the result."""
-    taps = tapping.Taps(histogram.count)
+    """The names of taps that parameters lead to, and the type of what a function makes of the result.
+
+    Training computes no gradients of other activations, and their size would say nothing of a loss scale.
+    """
+    taps, trained = tapping.Taps(histogram.count), function.trained()
+
+    def traced(arrays: Sequence[Any]) -> Any:
+        def result(params: Sequence[Any]) -> Any:
+            return of(function.result(replaced(arrays, trained, params)))
+
+        return jax.vjp(result, [arrays[i] for i in trained])[0]
+
     with tapping.watching_modules(taps):
-        out = jax.eval_shape(lambda arrays: of(function.result(arrays)), function.arrays)
+        out = jax.eval_shape(traced, function.arrays)
     return list(taps.met), out
 
 
