@@ -1449,3 +1449,31 @@ def test_why_a_product_is_not_half_fits_the_program():
     )
     assert "never half: by a rule, or outside of what is wrapped or autocast" in partly.verdict
     assert jmpp.audit(jnp.dot, x + 1j, w + 1j).verdict.endswith("and no complex dtype is half.")
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.softplus])
+def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activation):
+    def loss(params, x):
+        return jnp.square(activation(x @ params["w"] + params["b"]) @ params["w"].T).mean()
+
+    params = {"w": jnp.ones((16, 32)) / 4, "b": jnp.zeros(32)}
+    found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, jnp.ones((8, 16)), grad=True)
+    assert found.half_share == 1.0
+    assert not found.upcasts
+
+
+def test_backward_products_under_autocast_have_the_path_of_their_module_once():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10, name="head")(nn.tanh(nn.Dense(16, name="inject")(x)))
+
+    x = jnp.ones((16, 16))
+    params = Net().init(jax.random.key(0), x)
+
+    def loss(params, x):
+        logits = Net().apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(16) % 10).mean()
+
+    found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, x, grad=True)
+    assert {p.path for p in found.products} == {"Net/inject", "Net/head"}

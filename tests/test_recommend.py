@@ -14,7 +14,7 @@ import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
 from jmp_policy._src.report.sensitivity.chosen_modules import (
     Choice,
-    overflowing,
+    needing_float32,
     rows_of,
     rules_of,
     within,
@@ -82,7 +82,7 @@ def test_rules_are_the_fewest_that_say_it(wide, rules):
 
 
 def test_the_worst_go_first_until_the_rest_fits():
-    choice = within(overflowing(effects(OWN)), 0.021)
+    choice = within(needing_float32(effects(OWN), ()), 0.021)
     assert list(choice.reasons) == ["a/c"]
     assert (
         choice.reasons["a/c"] == "brings 69.2 % of the square of the gradient's error; 7 values become zero"
@@ -93,7 +93,7 @@ def test_the_worst_go_first_until_the_rest_fits():
 
 def test_overflow_needs_no_budget():
     own = {"a": Effect(overflow=3), "b": Effect(gradient_overflow=2), "c": Effect(), "d": Effect()}
-    choice = overflowing(effects(own, {"c": Effect(overflow=1200)}))
+    choice = needing_float32(effects(own, {"c": Effect(overflow=1200)}), ())
     assert choice.reasons == {
         "a": "3 values exceed the range of float16",
         "b": "2 cotangents exceed the range of float16",
@@ -109,7 +109,7 @@ def test_products_alone_in_half_are_rules_for_their_classes():
     own = {"": Effect(1e-8), "mix": Effect(4e-2), "a": Effect(1e-8), "b": Effect(1e-8)}
     seen = effects(own)._replace(modules=modules)
     alone = products_alone(jmpp.PolicyMap("mixed_float16"), product_layers(modules.values()))
-    first, dense = rows_of(within(overflowing(seen), 0.01), alone)
+    first, dense = rows_of(within(needing_float32(seen, ()), 0.01), alone)
     assert (first.pattern, first.predicted) == ("", pytest.approx(0.2, rel=1e-3))
     assert first.reason == "brings > 99.9 % of the square of the gradient's error (in mix)"
     assert (dense.pattern, dense.reason) == ("Dense", "2 of 4 modules fit the budget")
@@ -231,3 +231,101 @@ def test_arguments_are_checked():
         jmpp.recommend(lambda w: w, 1.0, budget=-1)
     with pytest.raises(ValueError, match="Unknown target 'H1000'"):
         jmpp.recommend(lambda w: w, 1.0, target="H1000")
+
+
+class Mix(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.orthogonal(), (8, 8))
+        return x @ w + nn.Dense(8, name="below")(x), jnp.linalg.slogdet(w)[1]
+
+
+class Flow(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x, log_det = Mix(name="mix")(nn.Dense(8, name="into")(x))
+        return jnp.mean(nn.Dense(8, name="out")(x) ** 2) / 2 - log_det
+
+
+class Spectral(nn.Module):
+    """The model itself has the transform."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="into")(x)
+        k = self.param("k", nn.initializers.normal(0.1), (8, 8))
+        x = jnp.fft.irfft(jnp.fft.rfft(x, axis=0) * jnp.fft.rfft(k, 16, axis=0), 16, axis=0)
+        return jnp.square(nn.Dense(8, name="out")(x)).mean()
+
+
+class OfNnx(nnx.Module):
+    def __init__(self):
+        self.into = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.mix = OfNnxMix()
+
+    def __call__(self, x):
+        return jnp.square(self.mix(self.into(x))).mean()
+
+
+class OfNnxMix(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.eye(8))
+
+    def __call__(self, x):
+        return jnp.linalg.solve(self.w[...], x.T)
+
+
+@pytest.mark.parametrize("model", [Flow, Spectral, OfNnx])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_modules_that_cannot_compute_in_half_stay_in_float32(model, dtype):
+    """JAX refuses half arrays when it traces some of these operations, others when it compiles them."""
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    if model is OfNnx:
+        loss, params = (lambda model, x: model(x)), OfNnx()
+    else:
+        params = model().init(jax.random.key(1), x)["params"]
+        loss = lambda params, x: model().apply({"params": params}, x)  # noqa: E731
+    found = jmpp.recommend(loss, params, x, dtype=dtype)
+    (row,) = (row for row in found.rows if "linear algebra" in row.reason)
+    assert row.pattern == ("" if model is Spectral else "mix")
+    assert found.fits
+    assert found.half_share > 0.25
+    seen = jmpp.sensitivity(loss, params, x, dtype=dtype)
+    assert math.isfinite(seen.rows[0].predicted)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+def _doubled_backward(_, g):
+    n = (jnp.abs(g).max() * 0).astype(jnp.int32) + 2
+    return (
+        jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + g), (0, jnp.zeros_like(g)))[1],
+    )
+
+
+doubled.defvjp(lambda x: (2 * x, None), _doubled_backward)
+
+
+class Implicit(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sin(nn.Dense(8, name="out")(doubled(nn.Dense(8, name="into")(x)))).mean()
+
+
+def test_a_gradient_that_cannot_be_differentiated_again_is_measured():
+    """An implicit layer solves with a loop in its backward pass."""
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    params = Implicit().init(jax.random.key(1), x)["params"]
+
+    def loss(params, x):
+        return Implicit().apply({"params": params}, x)
+
+    found = jmpp.recommend(loss, params, x, dtype="float16")
+    assert found.fits
+    assert math.isnan(found.predicted)
+    assert jmpp.sensitivity(loss, params, x).measured
+    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+        jmpp.sensitivity(loss, params, x, measure=False)

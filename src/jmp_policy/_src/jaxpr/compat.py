@@ -10,6 +10,7 @@ What could change without an error is checked when it is first used, on a small 
 
 import contextlib
 import functools
+import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -265,6 +266,9 @@ def _probe_name_stack() -> tuple[type, type] | None:
 def scopes(eqn: Any) -> list[str]:
     """The names of the scopes around an equation, outermost first; transforms are left out.
 
+    What the rule of a custom_jvp computes has, after transposing, the scopes around it twice, the second time
+    behind another `jvp`: they count once.
+
     Private: the entries of `source_info.name_stack`. JAX prints them with its transforms, and has no public
     way to tell the two apart: "transpose(jvp(a))" may be a user's name.
     """
@@ -272,7 +276,11 @@ def scopes(eqn: Any) -> list[str]:
     if not stack:
         return []
     scope, _ = _stack_entries()
-    return [part.name for part in stack if isinstance(part, scope)]
+    names: list[str] = []
+    for is_scope, parts in itertools.groupby(stack, lambda part: isinstance(part, scope)):
+        inner = [part.name for part in parts] if is_scope else []
+        names += inner if inner != names else []
+    return names
 
 
 def is_transposed(eqn: Any) -> bool:

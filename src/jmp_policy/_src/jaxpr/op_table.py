@@ -76,6 +76,8 @@ class Trait(enum.Flag):
     SCATTER_SUM = enum.auto()
     #: How a model uses a bias or a scale: with an array of rows, and the same for all of them.
     TAKES_BIAS = enum.auto()
+    #: JAX has none of half arrays.
+    NOT_HALF = enum.auto()
 
 
 class Operation(NamedTuple):
@@ -96,6 +98,7 @@ class Operation(NamedTuple):
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
     _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES, _REDUCES,
     _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM, _TAKES_BIAS,
+    _NOT_HALF,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -255,16 +258,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
     "convert_element_type": Operation(None, "a cast", _VIEW),
     "reduce_precision": Operation(None, "rounds to fewer bits, in the same dtype", _VIEW | _COMBINER),
-    "cholesky": Operation(None, "linear algebra", _COSTLY),
+    "cholesky": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "custom_partitioning": Operation(None, "a function with a partitioning of its own", _CLOSED),
-    "eigh": Operation(None, "linear algebra", _COSTLY),
+    "eigh": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
-    "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY),
+    "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY | _NOT_HALF),
     "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
-    "lu": Operation(None, "linear algebra", _COSTLY),
+    "lu": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "pallas_call": Operation(None, "a kernel written for its dtypes", _CLOSED),
     "pure_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
-    "qr": Operation(None, "linear algebra", _COSTLY),
+    "qr": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "random_bits": Operation(None, "draws random numbers", _COSTLY),
     "random_gamma": Operation(None, "draws random numbers, in its dtype", _COSTLY | _DTYPE_BOUND),
     "reduce_window": Operation(
@@ -283,9 +286,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY | _ACCUMULATES | _RANKS),
     "approx_top_k": Operation(None, "the largest elements, most of them", _RANKS),
     "select_and_gather_add": Operation(None, "picks elements by others", _EXACT),
-    "svd": Operation(None, "linear algebra", _COSTLY),
+    "svd": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "threefry2x32": Operation(None, "draws random numbers", _COSTLY),
-    "triangular_solve": Operation(None, "linear algebra", _COSTLY),
+    "triangular_solve": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "bitcast_convert_type": Operation(None, "reads the bits of its operand", _DTYPE_BOUND),
     "debug_print": Operation(None, "prints what it is given", _DTYPE_BOUND),
     "nextafter": Operation(None, "the next number in its dtype", _DTYPE_BOUND),

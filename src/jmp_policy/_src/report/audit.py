@@ -97,7 +97,8 @@ class AuditVisitor(Visitor):
     ):
         self._arguments, self._is_autocast = list(arguments), is_autocast
         self._promoted: dict[int, tuple[Any, Site]] = {}
-        self._numbers: set[int] = set()
+        #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32.
+        self._not_promoting: set[int] = set()
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
@@ -137,8 +138,10 @@ class AuditVisitor(Visitor):
             self._see_product(eqn, site, operands)
         elif name == "convert_element_type":
             self._see_cast(eqn, site, operands[0], results[0])
-        elif name == "broadcast_in_dim" and isinstance(eqn.invars[0], compat.Literal):
-            self._numbers.add(results[0].key)
+        elif name == "broadcast_in_dim" and (
+            isinstance(eqn.invars[0], compat.Literal) or operands[0].origin is not None
+        ):
+            self._not_promoting.add(results[0].key)
         elif name in _KERNELS:
             self._opaque[name] += 1
         self._see_promoted(eqn, operands)
@@ -200,7 +203,7 @@ class AuditVisitor(Visitor):
             return
         pairs = zip(eqn.invars, operands, strict=True)
         wide = [v for atom, v in pairs if ir.is_float32(atom) and size(atom) > 1]
-        if any(not v.provenance and v.key not in self._numbers for v in wide):
+        if any(not v.provenance and v.key not in self._not_promoting for v in wide):
             for cast, site in casts:
                 self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
                 self._written.pop(self._id(cast), None)

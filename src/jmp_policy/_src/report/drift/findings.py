@@ -113,6 +113,10 @@ class DriftRow(Placed):
         return f" ({joined(found)})" if found else ""
 
 
+#: A gradient of a smaller share of the whole one's norm is what rounding in float32 leaves of zero.
+_ROUNDING = 2.0**-20
+
+
 @dataclasses.dataclass(frozen=True)
 class ResultDrift:
     """Error of one result: the loss, the gradient of one parameter, or part of a new state.
@@ -291,7 +295,11 @@ class Drift(Report):
         return [*tables, *self._furthest()]
 
     def _furthest(self) -> Sequence[Table]:
-        worst = sorted((r for r in self.results if r.error), key=lambda r: -r.error)[:6]
+        # Not those that are zero but for rounding, as the gradient of a bias of attention's keys is.
+        norms = [r.norm for r in self.results if r.name != "the loss" and math.isfinite(r.norm)]
+        least = _ROUNDING * math.hypot(*norms)
+        shown = (r for r in self.results if r.error and not (r.norm < least and math.isfinite(r.error)))
+        worst = sorted(shown, key=lambda r: -r.error)[:6]
         cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
         names = ["result", "error ", "largest ", "norm "]
         return [Table(names, cells, "results that are furthest off")] if worst else []

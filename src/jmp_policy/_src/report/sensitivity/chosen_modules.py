@@ -70,15 +70,15 @@ class Choice(NamedTuple):
         return max(self.half, key=lambda path: self.found.own[path].gradient, default=None)
 
 
-def overflowing(found: Effects) -> Choice:
-    """The modules in which something overflows, or whose inputs do."""
-    reasons = {}
+def needing_float32(found: Effects, not_half: Collection[str]) -> Choice:
+    """The modules in which something overflows, or whose inputs do, and those that cannot compute in half."""
+    reasons = dict.fromkeys(not_half, "JAX has no Fourier transforms and no linear algebra of half arrays")
     for path, own in found.own.items():
         enters = found.alone[path].overflow
         if own.overflow or own.gradient_overflow or enters:
             what = (own.overflow and "values") or (enters and "inputs") or "cotangents"
             count = own.overflow or enters or own.gradient_overflow
-            reasons[path] = f"{count_text(count)} {what} exceed the range of {found.dtype}"
+            reasons.setdefault(path, f"{count_text(count)} {what} exceed the range of {found.dtype}")
     return Choice(found, reasons)
 
 

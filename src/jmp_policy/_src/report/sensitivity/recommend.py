@@ -27,7 +27,7 @@ from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_mode
 from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
-from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects
+from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects_if_smooth
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
 from jmp_policy._src.report.trials import product_layers, products_alone
 
@@ -235,7 +235,7 @@ def _in(
     loss: Loss, traced: TracedLoss, probes: int, budget: float, exact: np.ndarray, card: Target | None
 ) -> Recommendation:
     """What to recommend in one dtype."""
-    seen, dtype = effects(traced, probes), traced.dtype
+    (seen, is_smooth), dtype = effects_if_smooth(traced, probes), traced.dtype
     scale = seen.loss_scale if dtype == "float16" else 1.0
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
@@ -243,12 +243,12 @@ def _in(
         rules = chosen.rules_of(choice)
         return choice, rules, _error(loss, rules, scale, exact)
 
-    choice, rules, measured = run(chosen.within(chosen.overflowing(seen), budget))
+    choice, rules, measured = run(chosen.within(chosen.needing_float32(seen, traced.in_float32), budget))
     with progress.interruptible("rules with less error were not tried"):
-        if measured > budget and traced.decides:
+        if measured > budget and not is_smooth:
             # First order has not seen decisions that rounding turns: it does not say which modules matter.
             applied = AppliedRounding(traced, seen.loss_scale)
-            wanted = chosen.overflowing(applied.own(seen))
+            wanted = chosen.needing_float32(applied.own(seen), traced.in_float32)
             choice, rules, measured = run(
                 chosen.within(wanted, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
             )
@@ -259,7 +259,7 @@ def _in(
             # What is measured may be more than first order says: half of the prediction, before the next run.
             choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
 
-    rows, predicted = chosen.rows_of(choice, rules), choice.predicted
+    rows, predicted = chosen.rows_of(choice, rules), choice.predicted or (0.0 if is_smooth else math.nan)
     share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
     if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):
         with progress.interruptible("rules with products alone in half were not tried"):

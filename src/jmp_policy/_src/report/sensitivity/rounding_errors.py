@@ -283,6 +283,20 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
     return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone)
 
 
+def effects_if_smooth(traced: TracedLoss, probes: int) -> tuple[Effects, bool]:
+    """As `effects`, and whether first order says which modules matter.
+
+    It does not where the loss decides by half values, and where its gradient cannot be differentiated once
+    more, as that of a custom_vjp with a loop in it: then nothing is known but counts.
+    """
+    try:
+        return effects(traced, probes), not traced.decides
+    except ValueError as error:
+        if "Reverse-mode differentiation" not in str(error):
+            raise
+    return effects(traced, 0), False
+
+
 class _Seen(NamedTuple):
     """Cotangents of the sinks in both backward passes, the loss, and the square of the gradient's norm."""
 

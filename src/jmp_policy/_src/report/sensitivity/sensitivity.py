@@ -10,7 +10,13 @@ from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joi
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects, effects
+from jmp_policy._src.report.sensitivity.rounding_errors import (
+    AppliedRounding,
+    Effect,
+    Effects,
+    effects,
+    effects_if_smooth,
+)
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss, is_below
 
 
@@ -163,8 +169,11 @@ def sensitivity(
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
     with progress.showing("sensitivity"):
         traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
-        is_measured = traced.decides if measure is None else measure
-        found = effects(traced, 0 if is_measured else probes)
+        if measure is None:
+            found, is_smooth = effects_if_smooth(traced, 0 if traced.decides else probes)
+            is_measured = not is_smooth
+        else:
+            found, is_measured = effects(traced, 0 if measure else probes), measure
         # The name of each row, and the paths that it is about.
         if candidates:
             tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]

@@ -17,8 +17,9 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import walk
+from jmp_policy._src.jaxpr.walk import Site, Visitor, walk
 from jmp_policy._src.loss_scaling.loss_scale import split_loss
+from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
@@ -187,7 +188,7 @@ DTYPES = ("float16", "bfloat16")
 
 
 class TracedLoss:
-    """A loss with everything in half, traced and not run.
+    """A loss with everything in half that can be, traced and not run.
 
     Args:
       loss: the loss of the float32 model.
@@ -200,7 +201,8 @@ class TracedLoss:
       jaxpr: the loss, of flat arrays.
       trained: which of the arrays are parameters.
       batches: the arrays, one list per batch.
-      groups: the modules in which something is rounded.
+      in_float32: the modules whose own operations JAX cannot compute in half.
+      groups: the modules in which something is rounded, and those.
       decides: whether the gradient hangs on decisions that rounding may turn.
 
     Raises:
@@ -210,7 +212,9 @@ class TracedLoss:
     def __init__(self, loss: Loss, dtype: str, batches: Sequence[tuple[Any, ...]]):
         if dtype not in DTYPES:
             raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
-        half = loss.under(PolicyMap(f"params=float32, compute={dtype}, output=float32"))
+        policy = f"params=float32, compute={dtype}, output=float32"
+        self.in_float32 = _not_half(loss, PolicyMap(policy))
+        half = loss.under(_rules_around(self.in_float32, list(loss.modules), policy))
         others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
         self.name, self.dtype, self.modules = half.function.name, dtype, loss.modules
         self.jaxpr, self.trained, self.batches = half.jaxpr, half.trained, [half.function.arrays, *others]
@@ -229,7 +233,8 @@ class TracedLoss:
                 "computes in half under a policy, and has no matrix product for autocast. Give it the loss "
                 "of the float32 model."
             )
-        self.groups, self.decides = list(untapped.groups), makes_decisions(half.gradient)
+        self.groups = list(dict.fromkeys([*untapped.groups, *self.in_float32]))
+        self.decides = makes_decisions(half.gradient)
 
     @property
     def sinks(self) -> list[Sink]:
@@ -245,6 +250,53 @@ class TracedLoss:
         program = TappedProgram(self._group_of, sinks, self.dtype)
         return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
+
+class _NotHalf(Visitor):
+    """Finds the modules with operations that JAX cannot compute in half.
+
+    Args:
+      modules: as `Loss.modules` has them.
+      given_half: whether only those count whose operands are half.
+    """
+
+    def __init__(self, modules: Mapping[tuple[str, ...], Any], given_half: bool):
+        self.paths = dict[str, None]()
+        self._module_of, self._given_half = module_of(modules), given_half
+
+    def see(self, eqn: Any, site: Site, operands: Any, results: Any) -> None:
+        """Takes note of the module."""
+        is_meant = not self._given_half or any(map(is_half, map(ir.dtype_of, eqn.invars)))
+        if eqn.primitive.name in _NOT_HALF and is_meant:
+            path = self._module_of((site.path,))
+            if path is not None:
+                self.paths[path] = None
+
+
+def _not_half(loss: Loss, rules: PolicyMap) -> tuple[str, ...]:
+    """The paths of the modules that cannot follow rules in half: Fourier transforms, linear algebra.
+
+    JAX refuses some of these operations when they are traced, and then every one of them counts; others not
+    before they are compiled.
+    """
+    try:
+        jaxpr, traced = loss.under(rules).jaxpr, True
+    except half_errors.KINDS:
+        jaxpr, traced = loss.jaxpr, False
+    visitor = _NotHalf(loss.modules, traced)
+    walk(jaxpr, visitor)
+    return tuple(visitor.paths) if loss.modules else ()
+
+
+def _rules_around(wide: Sequence[str], modules: Sequence[tuple[str, ...]], policy: str) -> PolicyMap:
+    """A policy for all but some modules, whose own operations are float32."""
+    paths = ["/".join(names[1:]) for names in modules]
+    rules = [(path, "float32") for path in wide if path]
+    above = [path for path in wide if any(path != below and is_below(below, path) for below in paths)]
+    globs = [(f"{path}/*" if path else "*", policy) for path in above]
+    return PolicyMap("float32" if "" in wide else policy, [*rules, *globs])
+
+
+_NOT_HALF = HAVING[Trait.NOT_HALF]
 
 #: Decisions if their operands are half. In float32 most compare what is nowhere near equal: a variance with
 #: 0, a random number with the rate of a dropout. So the absolute values of a float32 loss are not seen.
