@@ -895,3 +895,29 @@ def test_the_cotangent_of_a_result_that_is_cast_counts_for_its_module():
     )
     assert cast.module == "Net/head"
     assert cast.share > 0.01
+
+
+def test_a_loss_scale_that_is_missing_is_advised():
+    """Of gradients that float16 makes zero, before any rule; not where a scale is given, or helps nothing."""
+
+    def loss_fn(w, x):
+        return 1e-8 * jnp.square(jnp.tanh(x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).sum()
+
+    found = jmpp.drift(loss_fn, W, X)
+    assert found.error > 0.1
+    assert found.advice == "a loss scale of 2**24 (`DynamicLossScale`)"
+    assert found.error_after < 0.01
+    assert "A loss scale of 2**24 (`DynamicLossScale`) mends it" in found.verdict
+    assert jmpp.drift(loss_fn, W, X, scale=2.0**24).error == pytest.approx(found.error_after)
+    assert not jmpp.drift(lambda w, x: 1e10 * loss_fn(w, x), W, X).advice
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_not_furthest_off():
+    def loss_fn(params, x):
+        h = (x @ params["w"]).astype(HALF)
+        return jnp.square(h.astype(jnp.float32)).mean() + 1e-12 * jnp.square(params["b"].astype(HALF)).sum()
+
+    found = jmpp.drift(loss_fn, {"w": W, "b": jnp.full(3, 0.123)}, X)
+    assert any(r.name == "params/b" and r.error for r in found.results)
+    text = str(found)
+    assert "params/b" not in text[text.index("furthest off") :]

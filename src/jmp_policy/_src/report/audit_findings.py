@@ -198,8 +198,11 @@ class Audit(Report):
             parts = [f"{self.function} has no matrix products or convolutions"]
             if self.half_operations:
                 parts.append(f"{len(self.half_operations)} operations in half precision to look at")
-        harmful = filter(_is_harmful, self.half_operations)
-        if sums := [f"{h.operation} in {h.dtype} {h.why} ({h.place})" for h in harmful]:
+        harmful = dict[str, list[str]]()
+        for h in filter(_is_harmful, self.half_operations):
+            harmful.setdefault(f"{h.operation} in {h.dtype} {h.why}", []).append(h.place)
+        sums = [f"{what} ({joined(list(dict.fromkeys(places)))})" for what, places in harmful.items()]
+        if sums:
             parts.append(joined(sums))
         if self.constants:
             parts.append(lost_constants.text(self.constants))

@@ -1,5 +1,6 @@
 """Compares a half-precision function with its float32 replay, and says where the difference is introduced."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -95,6 +96,12 @@ def drift(
         named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= NAMED))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)
+        exponent = _missing_scale(found, float(as_loss_scale(scale).loss_scale))
+        if exponent:
+            error = _error_under(None, function, 2.0**exponent, has_aux)
+            if error <= limit:
+                text = f"a loss scale of 2**{exponent} (`DynamicLossScale`)"
+                return dataclasses.replace(found, advice=text, error_after=error)
         mended = mending.best(named, limit=limit)
         tried = list(mending.tried)
         if mended is not None:
@@ -110,9 +117,21 @@ def drift(
         return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
 
 
-def _error_under(policy: PolicyMap, function: Function, scale: Any, has_aux: bool) -> float:
-    """The error of the gradient under another policy."""
-    with without_overflow_warnings(), TRIAL(Trial(policy)):
+def _missing_scale(found: Drift, scale: float) -> int:
+    """The exponent of a loss scale to try where none was given, and gradients are small; else 0."""
+    if scale != 1 or not (math.isfinite(found.error) and 0 < found.gradient_norm < math.inf):
+        return 0
+    return min(max(math.floor(_LARGE_EXPONENT - math.log2(found.gradient_norm)), 0), _MOST_EXPONENT)
+
+
+#: The exponent of the norm to which a loss scale is to bring the gradient, and the largest scale's.
+_LARGE_EXPONENT, _MOST_EXPONENT = 8, 24
+
+
+def _error_under(policy: PolicyMap | None, function: Function, scale: Any, has_aux: bool) -> float:
+    """The error of the gradient under another policy, or another loss scale."""
+    under = TRIAL(Trial(policy)) if policy is not None else contextlib.nullcontext()
+    with without_overflow_warnings(), under:
         jaxpr, numbers, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
     with without_overflow_warnings():
         compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)

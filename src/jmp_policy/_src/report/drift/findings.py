@@ -160,7 +160,7 @@ class Drift(Report):
         number is known.
       rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error, or keep
         all constants; empty without such.
-      advice: the rule or policy to write, in words; "" if none was found.
+      advice: the rule, policy or loss scale to write, in words; "" if none was found.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under what is advised; nan without, and for a rule that keeps constants.
 
