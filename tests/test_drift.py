@@ -921,3 +921,25 @@ def test_gradients_that_are_zero_but_for_rounding_are_not_furthest_off():
     assert any(r.name == "params/b" and r.error for r in found.results)
     text = str(found)
     assert "params/b" not in text[text.index("furthest off") :]
+
+
+def test_a_mask_that_becomes_infinite_has_no_share():
+    """The softmax makes it zero in both runs; the share of what is beside it is that under a finite mask."""
+
+    def shares(fill):
+        def loss_fn(w, x):
+            with jax.named_scope("scores"):
+                scores = x.astype(HALF) @ w.astype(HALF)
+            with jax.named_scope("mask"):
+                scores = jnp.where(jnp.tri(*scores.shape, dtype=bool), scores, jnp.asarray(fill, HALF))
+            return jnp.square(jax.nn.softmax(scores.astype(jnp.float32), -1) @ w.T).mean()
+
+        found = jmpp.drift(loss_fn, W, X)
+        return {
+            module: sum(r.share for r in found.rows if r.module == module) for module in ("scores", "mask")
+        }
+
+    with_finite, with_infinite = shares(-3e4), shares(-1e9)
+    assert with_infinite == pytest.approx(with_finite, abs=0.02)
+    assert with_finite["scores"] > 0.2
+    assert with_infinite["mask"] < 0.02

@@ -329,3 +329,41 @@ def test_a_gradient_that_cannot_be_differentiated_again_is_measured():
     assert jmpp.sensitivity(loss, params, x).measured
     with pytest.raises(ValueError, match="Reverse-mode differentiation"):
         jmpp.sensitivity(loss, params, x, measure=False)
+
+
+class Recurrence(nn.Module):
+    """A gated linear recurrence; 1 - decay**2 needs float32, and cotangents inside are large."""
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.param("a", lambda key: jnp.linspace(4.0, 9.0, 8))
+        decay = -8 * nn.sigmoid(x) * nn.softplus(-a.astype(x.dtype))
+        values = jnp.exp(decay), jnp.sqrt(1 - jnp.exp(2 * decay)) * x
+        return jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), values)[1]
+
+
+class Around(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(name="norm")(nn.Dense(8, name="into")(x))
+        return jnp.square(nn.Dense(8, name="out")(x + Recurrence(name="recurrence")(x))).mean()
+
+
+def test_cotangents_in_float32_modules_bind_no_loss_scale():
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    params = Around().init(jax.random.key(1), x)["params"]
+
+    def loss(params, x):
+        return Around().apply({"params": params}, x)
+
+    found = jmpp.recommend(loss, params, x, dtype="float16", budget=0.002)
+    assert [row.pattern for row in found.rows] == ["", "recurrence"]
+    assert found.fits
+    half = jmpp.wrap(Around(), found.policy)
+
+    def is_finite(exponent):
+        grads = jax.grad(lambda params: half.apply({"params": params}, x) * 2.0**exponent)(params)
+        return all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+
+    largest = max(filter(is_finite, range(24)))
+    assert 2.0 ** (largest - 4) <= found.loss_scale.loss_scale <= 2.0**largest

@@ -248,7 +248,10 @@ class Audit(Report):
         if jnp.issubdtype(_widest(p), jnp.complexfloating):
             return ", and no complex dtype is half"
         if not cause and any(other.is_half for other in self.products):
-            return ", whose operands were never half: by a rule, or outside of what is wrapped or autocast"
+            return (
+                ", whose operands were never half: by a rule, in a module without parameters, or outside of "
+                "what is wrapped or autocast"
+            )
         if not cause:
             return ", whose operands were never half: wrap the module, or autocast the function"
         places = cause.split("; ")

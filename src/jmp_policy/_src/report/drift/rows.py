@@ -39,10 +39,12 @@ class ErrorBudget:
     Args:
       nodes: of a program.
       measured: of those at which errors are introduced or meet.
+      is_finite: whether the errors of all results are finite: then none that is infinite at an operation, as
+        where a mask of -1e9 becomes -inf, came through beside others.
     """
 
-    def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured]):
-        self._nodes, self._measured = nodes, measured
+    def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
+        self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
         self._known: dict[int, dict[int, float]] = {}
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
@@ -129,7 +131,8 @@ class ErrorBudget:
         if len(errors) == 1 or not any(errors):
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
-            errors = [float(np.isinf(e)) for e in errors]
+            others = [0.0 if np.isinf(e) else e for e in errors]
+            errors = others if self._is_finite and any(others) else [float(np.isinf(e)) for e in errors]
         whole, parts = sum(errors), dict.fromkeys(node.sources, 0.0)
         for (operand, inside), error in zip(operands, errors, strict=True):
             for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
@@ -185,7 +188,7 @@ class Rows:
         self._names = names
         self._nodes, self._raw = comparison.nodes, on_host(measured, comparison.unit_of)
         self._measured = over_all_trips(self._raw)
-        self._budget = ErrorBudget(self._nodes, self._measured)
+        self._budget = ErrorBudget(self._nodes, self._measured, all(map(math.isfinite, squares)))
         self.shares = self._budget.shares(comparison.results, squares)
         self._loss_shares = self._budget.shares(comparison.results, of_loss)
         self._results = set(comparison.results)

@@ -27,7 +27,11 @@ from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_mode
 from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
-from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, effects_if_smooth
+from jmp_policy._src.report.sensitivity.rounding_errors import (
+    AppliedRounding,
+    effects_if_smooth,
+    loss_scale_for,
+)
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
 from jmp_policy._src.report.trials import product_layers, products_alone
 
@@ -259,6 +263,11 @@ def _in(
             # What is measured may be more than first order says: half of the prediction, before the next run.
             choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
 
+    if dtype == "float16" and choice.reasons:
+        # Cotangents in modules that are float32 now bind no scale.
+        wider = loss_scale_for(seen.largest[path] for path in choice.half)
+        if wider > scale and (error := _error(loss, rules, wider, exact)) <= max(measured, budget):
+            scale, measured = wider, error
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted or (0.0 if is_smooth else math.nan)
     share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
     if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):

@@ -23,7 +23,8 @@ References:
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -247,6 +248,7 @@ class Effects(NamedTuple):
       modules: those of the model, by the names that lead to them.
       own: of what a module rounds, whatever other modules do.
       alone: of the extra rounding of what enters and leaves it, if all others compute in float32.
+      largest: the largest cotangent in a module, at a loss scale of 1; 0.0 in bfloat16.
     """
 
     name: str
@@ -255,6 +257,7 @@ class Effects(NamedTuple):
     modules: dict[tuple[str, ...], Any]
     own: dict[str, Effect]
     alone: dict[str, Effect]
+    largest: Mapping[str, float] = MappingProxyType({})
 
 
 def effects(traced: TracedLoss, probes: int) -> Effects:
@@ -269,7 +272,11 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
         return run(_signs(number, traced) if probes else None, scale, arrays)
 
     # bfloat16 has float32's range.
-    scale = _loss_scale(backward(0, 1.0, batches[0]).first) if traced.dtype == "float16" else 1.0
+    scale, largest = 1.0, dict.fromkeys(traced.groups, 0.0)
+    if traced.dtype == "float16":
+        place, first = STATISTICS.index("largest_gradient"), backward(0, 1.0, batches[0]).first
+        largest = {g: max(float(first[Sink(g, which)][place]) for which in (False, True)) for g in largest}
+        scale = loss_scale_for(largest.values())
     runs: list[_Seen] = []
     with progress.interruptible("errors are means over those before it", known=runs):
         for number, arrays in enumerate(progress.steps("backward passes", batches)):
@@ -280,7 +287,7 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
         for name in traced.sinks:
             found[name] += _effect(seen, name, len(runs), counted=not number)
     own, alone = ({g: found[Sink(g, which)] for g in traced.groups} for which in (False, True))
-    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone)
+    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone, largest)
 
 
 def effects_if_smooth(traced: TracedLoss, probes: int) -> tuple[Effects, bool]:
@@ -334,16 +341,18 @@ def _probe(traced: TracedLoss, signs: Sequence[Any] | None, scale: Any, arrays: 
     return seen._replace(second=along([x.astype(jnp.float32) for x in signs])[0])
 
 
-def _loss_scale(first: Any) -> float:
+def loss_scale_for(largest: Iterable[float]) -> float:
     """The power of two by which the largest cotangent stays a factor of 4 below overflow; at least 1.
 
     Modules whose cotangents leave no room at all are left out: a scale below 1 would make those of all others
     zero for their sake.
+
+    Args:
+      largest: the largest cotangent of each module, at a loss scale of 1.
     """
-    place, most = STATISTICS.index("largest_gradient"), 65504 / 4
-    found = (float(numbers[place]) for numbers in first.values())
-    largest = max((x for x in found if x <= most), default=0.0)
-    return min(2.0 ** math.floor(math.log2(most / largest)), _LARGEST_SCALE) if largest else 1.0
+    most = 65504 / 4
+    found = max((x for x in largest if x <= most), default=0.0)
+    return min(2.0 ** math.floor(math.log2(most / found)), _LARGEST_SCALE) if found else 1.0
 
 
 def _effect(seen: _Seen, name: Sink, runs: int, counted: bool) -> Effect:
