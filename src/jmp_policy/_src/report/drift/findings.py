@@ -280,7 +280,7 @@ class Drift(Report):
             shares = Sum(row.share, percent), Sum(row.loss_share, percent)
             cells.append((row.place, _SHORT_NAMES[row.direction], operation, introduced, total, *shares))
         title = f"{self.function}: where most of the error is from"
-        return [Table(columns, cells, title, most=_LINES, largest_first=True), *self._furthest()]
+        return [Table(columns, cells, title, most=_LINES, largest_first=True), *self._furthest(3)]
 
     def _tables(self) -> Sequence[Table]:
         columns = ["module", "line", "operation", "introduced ", "inherited ", "total ", "largest ", "share "]
@@ -292,17 +292,17 @@ class Drift(Report):
             if rows:
                 cells = [(*_cells(row), *[_lost_cell(row)] * is_float8) for row in rows]
                 tables.append(Table(columns, cells, f"{self.function}: {direction}"))
-        return [*tables, *self._furthest()]
+        return [*tables, *self._furthest(6)]
 
-    def _furthest(self) -> Sequence[Table]:
+    def _furthest(self, most: int) -> Sequence[Table]:
         # Not those that are zero but for rounding, as the gradient of a bias of attention's keys is.
         norms = [r.norm for r in self.results if r.name != "the loss" and math.isfinite(r.norm)]
         least = _ROUNDING * math.hypot(*norms)
         shown = (r for r in self.results if r.error and not (r.norm < least and math.isfinite(r.error)))
-        worst = sorted(shown, key=lambda r: -r.error)[:6]
+        worst = sorted(shown, key=lambda r: -r.error)
         cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
         names = ["result", "error ", "largest ", "norm "]
-        return [Table(names, cells, "results that are furthest off")] if worst else []
+        return [Table(names, cells, "results that are furthest off", most=most)] if worst else []
 
     def _lines(self) -> Sequence[str]:
         notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
