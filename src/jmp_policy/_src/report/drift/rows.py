@@ -39,8 +39,8 @@ class ErrorBudget:
     Args:
       nodes: of a program.
       measured: of those at which errors are introduced or meet.
-      is_finite: whether the errors of all results are finite: then none that is infinite at an operation, as
-        where a mask of -1e9 becomes -inf, came through beside others.
+      is_finite: whether the errors of all results are finite: then none that is infinite where errors add up,
+        as that of a mask of -1e9, which becomes -inf, came through beside others.
     """
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
@@ -132,7 +132,11 @@ class ErrorBudget:
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
             others = [0.0 if np.isinf(e) else e for e in errors]
-            errors = others if self._is_finite and any(others) else [float(np.isinf(e)) for e in errors]
+            errors = (
+                others
+                if node.adds and self._is_finite and any(others)
+                else [float(np.isinf(e)) for e in errors]
+            )
         whole, parts = sum(errors), dict.fromkeys(node.sources, 0.0)
         for (operand, inside), error in zip(operands, errors, strict=True):
             for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
