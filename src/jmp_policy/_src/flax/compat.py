@@ -7,13 +7,9 @@ missing. All of it was read in Flax 0.12.8 and 0.12.12. What could change withou
 NNX is imported where it is needed: `import flax` alone does not, and a program of Linen modules should not.
 """
 
-import contextlib
-import contextvars
-import functools
 import inspect
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -247,53 +243,3 @@ def _probe_loops() -> frozenset[str] | None:
     of_loops, found = found, []
     jax.make_jaxpr(jax.jit(body))(1.0)
     return files if all(of_loops) and not any(found) and len(of_loops) >= 3 else None
-
-
-#: What is done, in this thread, with the models that `nnx.merge` makes.
-_ON_MERGE: contextvars.ContextVar[Any] = contextvars.ContextVar("on merge", default=None)
-
-#: Flax's own `nnx.merge`, once for each with-block of `on_merge` that has not ended.
-_OWN_MERGE: list[Any] = []
-
-_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def on_merge(change: Callable[[Any], Any]) -> Iterator[None]:
-    """Lets a function replace what `nnx.merge` makes in this thread, for the length of a with-block.
-
-    Flax has no hook for it: `nnx.merge` is another function until the last with-block of all threads ends.
-
-    Args:
-      change: takes the nodes that were made, and gives those to go on with.
-    """
-    from flax import nnx
-
-    with _LOCK:
-        _OWN_MERGE.append(_OWN_MERGE[0] if _OWN_MERGE else nnx.merge)
-        nnx.merge = nnx.graphlib.merge = _changed_merge(_OWN_MERGE[0])
-    token = _ON_MERGE.set(change)
-    try:
-        yield
-    finally:
-        _ON_MERGE.reset(token)
-        with _LOCK:
-            own = _OWN_MERGE.pop()
-            if not _OWN_MERGE:
-                nnx.merge = nnx.graphlib.merge = own
-
-
-@functools.cache
-def _changed_merge(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def merge(*args: Any, **kwargs: Any) -> Any:
-        nodes, change = own(*args, **kwargs), _ON_MERGE.get()
-        if change is None:
-            return nodes
-        token = _ON_MERGE.set(None)  # A change may merge for itself.
-        try:
-            return change(nodes)
-        finally:
-            _ON_MERGE.reset(token)
-
-    return merge

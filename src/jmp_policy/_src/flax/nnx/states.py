@@ -18,6 +18,7 @@ import contextvars
 import functools
 import inspect
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +28,6 @@ from flax import nnx
 
 from jmp_policy._src.autocast import api, explanation
 from jmp_policy._src.core.dtypes import is_floating
-from jmp_policy._src.flax import compat
 from jmp_policy._src.flax.nnx import graph_nodes, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import is_node, key_of
@@ -233,6 +233,54 @@ def _name_scopes(nodes: Any, rules: PolicyMap, stack: contextlib.ExitStack) -> t
 _REPORTS = jax.make_user_context(default_value=False)
 
 
+#: What is done, in this thread, with the models that `nnx.merge` makes.
+_ON_MERGE: contextvars.ContextVar[Any] = contextvars.ContextVar("on merge", default=None)
+
+#: Flax's own `nnx.merge`, once for each with-block of `_on_merge` that has not ended.
+_OWN_MERGE: list[Any] = []
+
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _on_merge(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets a function replace what `nnx.merge` makes in this thread, for the length of a with-block.
+
+    Flax has no hook for it: `nnx.merge` is another function until the last with-block of all threads ends.
+
+    Args:
+      change: takes the nodes that were made, and gives those to go on with.
+    """
+    with _LOCK:
+        _OWN_MERGE.append(_OWN_MERGE[0] if _OWN_MERGE else nnx.merge)
+        nnx.merge = nnx.graphlib.merge = _changed_merge(_OWN_MERGE[0])
+    token = _ON_MERGE.set(change)
+    try:
+        yield
+    finally:
+        _ON_MERGE.reset(token)
+        with _LOCK:
+            own = _OWN_MERGE.pop()
+            if not _OWN_MERGE:
+                nnx.merge = nnx.graphlib.merge = own
+
+
+@functools.cache
+def _changed_merge(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def merge(*args: Any, **kwargs: Any) -> Any:
+        nodes, change = own(*args, **kwargs), _ON_MERGE.get()
+        if change is None:
+            return nodes
+        token = _ON_MERGE.set(None)  # A change may merge for itself.
+        try:
+            return change(nodes)
+        finally:
+            _ON_MERGE.reset(token)
+
+    return merge
+
+
 @contextlib.contextmanager
 def naming_merged(trial_of: Callable[[Any], Any]) -> Iterator[None]:
     """Lets the modules that `nnx.merge` makes in a with-block name scopes, and follow the rules of a trial.
@@ -252,7 +300,7 @@ def naming_merged(trial_of: Callable[[Any], Any]) -> Iterator[None]:
             _name_scopes(jax.tree.leaves(merged, is_leaf=is_node), PolicyMap("float32"), stack)
             return merged
 
-        stack.enter_context(compat.on_merge(change))
+        stack.enter_context(_on_merge(change))
         stack.enter_context(_REPORTS(True))
         yield
 
