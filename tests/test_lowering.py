@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -543,7 +544,9 @@ def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(m
     with pytest.raises(KeyboardInterrupt, match="^$"):
         lowering_report(fn, *args)
     with pytest.raises(ProcessLookupError, match="No such process"):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        for _ in range(200):  # The system may take a moment, when it has much to do.
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.05)
     text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
     (tmp_path / "made").write_bytes(pickle.dumps([tuple(Compiled(text))]))
     found = lowering_report(fn, *args)
