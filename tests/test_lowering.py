@@ -534,6 +534,12 @@ time.sleep(600)
 """
 
 
+def _signalled_until_gone(process):
+    for _ in range(200):  # The system may take a moment, when it has much to do.
+        os.kill(process, 0)
+        time.sleep(0.05)
+
+
 def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(monkeypatch, tmp_path):
     pytest.importorskip("flatbuffers")
     script = tmp_path / "interrupts.py"
@@ -543,10 +549,9 @@ def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(m
     fn, args = record.program("float32_head")
     with pytest.raises(KeyboardInterrupt, match="^$"):
         lowering_report(fn, *args)
+    process = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError, match="No such process"):
-        for _ in range(200):  # The system may take a moment, when it has much to do.
-            os.kill(int((tmp_path / "pid").read_text()), 0)
-            time.sleep(0.05)
+        _signalled_until_gone(process)
     text = gzip.decompress((DATA / "float32_head.jax-0.10.2.hlo.gz").read_bytes()).decode()
     (tmp_path / "made").write_bytes(pickle.dumps([tuple(Compiled(text))]))
     found = lowering_report(fn, *args)
