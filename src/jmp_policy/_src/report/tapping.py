@@ -32,10 +32,10 @@ class Taps(Watcher):
     Args:
       count: function from an array and 1 / loss scale to a vector of counts.
       sinks: zeros by name of tap, of shape (2, counts); None to only collect the names.
+      inverse_scale: 1 / loss scale of the backward pass.
 
     Attributes:
       met: without sinks, the names of the taps on values that are differentiated.
-      inverse_scale: 1 / loss scale of the backward pass.
     """
 
     def __init__(
