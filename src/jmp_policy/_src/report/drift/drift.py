@@ -98,7 +98,9 @@ def drift(
         limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)
         exponent = _missing_scale(found, float(as_loss_scale(scale).loss_scale))
         if exponent:
-            error = _error_under(None, function, 2.0**exponent, has_aux)
+            error = math.inf
+            with progress.interruptible("a loss scale was not tried"):
+                error = _error_under(None, function, 2.0**exponent, has_aux)
             if error <= limit:
                 text = f"a loss scale of 2**{exponent} (`DynamicLossScale`)"
                 return dataclasses.replace(found, advice=text, error_after=error)
