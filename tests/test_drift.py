@@ -252,6 +252,17 @@ def test_an_overflow_is_an_infinite_error():
     json.dumps(found.to_dict())
 
 
+def test_an_overflow_within_a_line_names_its_operation():
+    def loss_fn(w):
+        h = X.astype(HALF) @ w.astype(HALF)
+        return jnp.mean((h * 300 * 300 / 1000).astype(jnp.float32) ** 2)
+
+    found = report.drift(loss_fn, 10 * W)
+    (row,) = [row for row in found.rows if row.loss_share > 0.5]
+    assert row.operation == "mul"
+    assert "with each operation rounded (`diagnose` looks at the compiled program)" in found.verdict
+
+
 def test_squares_beyond_float32_are_an_infinite_error():
     def loss_fn(w):
         return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()

@@ -220,6 +220,36 @@ def test_overflow_is_found_and_ranks_first():
 
 
 @pytest.mark.once
+@jax.custom_jvp
+def bent(x):
+    return x
+
+
+@jax.custom_jvp
+def slope(x):
+    return jnp.ones_like(x)
+
+
+bent.defjvps(lambda dx, _, x: slope(x) * dx)
+slope.defjvps(lambda dx, _, x: jnp.float32(1e25) * dx)
+
+
+def test_what_float32_cannot_differentiate_twice_is_measured():
+    def loss_of(params):
+        return jnp.square(bent(Net().apply({"params": params}, X).astype(jnp.float32))).mean()
+
+    found = jmpp.sensitivity(loss_of, Net().init(jax.random.key(0), X)["params"], probes=1)
+    assert found.measured
+    assert all(0 <= row.predicted < 1 for row in found.rows)
+
+
+@pytest.mark.parametrize("of", [jmpp.sensitivity, jmpp.recommend])
+def test_a_loss_that_is_not_finite_in_float32_is_refused(of):
+    params = Net().init(jax.random.key(0), X)["params"]
+    with pytest.raises(ValueError, match="not finite even where nothing is rounded.* `diagnose` finds"):
+        of(lambda params: loss_fn(params) / 0.0, params, dtype="float16")
+
+
 def test_candidates_are_the_patterns_of_a_policy_map():
     by_class = jmpp.sensitivity(loss_fn, PARAMS, X, candidates=[nn.Dense, "*", "norm"], probes=1)
     rows = {row.path: row.predicted for row in by_class.rows}

@@ -202,6 +202,9 @@ def _run(
     known: list[Any] = []
     with progress.interruptible("small errors may be wrong", known):
         for quick in (True, False):
+            if known and not all(map(np.isfinite, jax.tree.leaves(known[0][1][0]))):
+                # Which operation of a line gave the first value that is not finite, no sum over the line tells.
+                detail = "operation"
             comparison = Comparison(jaxpr, detail, numbers, quick=quick)
             progress.step("comparing both precisions once more" if known else "comparing both precisions")
             known.append((comparison, jax.device_get(compiled_quickly(comparison)(arrays))))

@@ -25,6 +25,9 @@ NORMAL = 2.0
 #: From this error on a verdict says that it is large, also where it is normal.
 _LARGE = 0.1
 
+#: Said of a value that is not finite: a compiler may keep float32 between operations that it joins.
+_ROUNDED = " with each operation rounded (`diagnose` looks at the compiled program)"
+
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
 _WORTH_A_RULE = 0.02
 
@@ -253,7 +256,7 @@ class Drift(Report):
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):
-            return ": `diagnose` finds the first such value"
+            return _ROUNDED
         if self.is_normal:
             text = ", which is normal rounding error"
             return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"
@@ -264,7 +267,7 @@ class Drift(Report):
     def _of_loss(self) -> str:
         text = f"The loss is off by {trials.error_text(self.loss_error)}"
         if not math.isfinite(self.loss_error):
-            text = "The loss is not finite"
+            text = "The loss is not finite" + _ROUNDED * math.isfinite(self.error)
         row = max(self.rows, key=lambda row: row.loss_share, default=None)
         if row is None or row.loss_share < NAMED or not self.loss_error:
             return text

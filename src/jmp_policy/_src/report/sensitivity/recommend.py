@@ -31,6 +31,7 @@ from jmp_policy._src.report.sensitivity.rounding_errors import (
     AppliedRounding,
     effects_if_smooth,
     loss_scale_for,
+    not_finite_error,
 )
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
 from jmp_policy._src.report.trials import product_layers, products_alone
@@ -194,6 +195,8 @@ def recommend(
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
     exact = [_gradient(each, 1.0) for each in (loss, *others)]
+    if not all(np.isfinite(gradient).all() for gradient in exact):
+        raise not_finite_error(loss.function.name)
     allowed = _budget(exact) if budget is None else float(budget)
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []

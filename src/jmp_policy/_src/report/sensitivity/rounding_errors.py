@@ -249,6 +249,7 @@ class Effects(NamedTuple):
       own: of what a module rounds, whatever other modules do.
       alone: of the extra rounding of what enters and leaves it, if all others compute in float32.
       largest: the largest cotangent in a module, at a loss scale of 1; 0.0 in bfloat16.
+      finite: whether the loss and its gradient are where nothing is rounded.
     """
 
     name: str
@@ -258,6 +259,7 @@ class Effects(NamedTuple):
     own: dict[str, Effect]
     alone: dict[str, Effect]
     largest: Mapping[str, float] = MappingProxyType({})
+    finite: bool = True
 
 
 def effects(traced: TracedLoss, probes: int) -> Effects:
@@ -287,17 +289,29 @@ def effects(traced: TracedLoss, probes: int) -> Effects:
         for name in traced.sinks:
             found[name] += _effect(seen, name, len(runs), counted=not number)
     own, alone = ({g: found[Sink(g, which)] for g in traced.groups} for which in (False, True))
-    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone, largest)
+    finite = all(bool(np.isfinite(seen.loss) & np.isfinite(seen.square)) for seen in runs)
+    return Effects(traced.name, traced.dtype, scale, traced.modules, own, alone, largest, finite)
+
+
+def not_finite_error(name: str) -> ValueError:
+    """Of a loss of which nothing can be said, since there is nothing that an error could be relative to."""
+    return ValueError(
+        f"{name} or its gradient is not finite even where nothing is rounded, so that nothing can be said of "
+        "what half precision adds. `diagnose` finds the first such value."
+    )
 
 
 def effects_if_smooth(traced: TracedLoss, probes: int) -> tuple[Effects, bool]:
     """As `effects`, and whether first order says which modules matter.
 
-    It does not where the loss decides by half values, and where its gradient cannot be differentiated once
-    more, as that of a custom_vjp with a loop in it: then nothing is known but counts.
+    It does not where the loss decides by half values, where float32 cannot hold its second derivatives, and
+    where its gradient cannot be differentiated once more, as that of a custom_vjp with a loop in it: then
+    nothing is known but counts.
     """
     try:
-        return effects(traced, probes), not traced.decides
+        found = effects(traced, probes)
+        if all(math.isfinite(e.gradient) for of in (found.own, found.alone) for e in of.values()):
+            return found, not traced.decides
     except ValueError as error:
         if "Reverse-mode differentiation" not in str(error):
             raise

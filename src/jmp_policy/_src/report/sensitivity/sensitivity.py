@@ -16,6 +16,7 @@ from jmp_policy._src.report.sensitivity.rounding_errors import (
     Effects,
     effects,
     effects_if_smooth,
+    not_finite_error,
 )
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss, is_below
 
@@ -152,7 +153,8 @@ def sensitivity(
 
     Raises:
       TypeError, ValueError: for a loss that is not a scalar, parameters without floating arrays, candidates
-        that match nothing, batches of other shapes, and losses of which nothing would be in half.
+        that match nothing, batches of other shapes, losses of which nothing would be in half, and those
+        that are not finite.
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
@@ -174,6 +176,8 @@ def sensitivity(
             is_measured = not is_smooth
         else:
             found, is_measured = effects(traced, 0 if measure else probes), measure
+        if not found.finite:
+            raise not_finite_error(found.name)
         # The name of each row, and the paths that it is about.
         if candidates:
             tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
