@@ -203,7 +203,7 @@ def _run(
     with progress.interruptible("small errors may be wrong", known):
         for quick in (True, False):
             if known and not all(map(np.isfinite, jax.tree.leaves(known[0][1][0]))):
-                # Which operation of a line gave the first value that is not finite, no sum over the line tells.
+                # No sum over a line tells which of its operations gave the first value that is not finite.
                 detail = "operation"
             comparison = Comparison(jaxpr, detail, numbers, quick=quick)
             progress.step("comparing both precisions once more" if known else "comparing both precisions")
