@@ -230,8 +230,8 @@ class TracedLoss:
         if not untapped.groups:
             raise ValueError(
                 f"Nothing of {self.name} would be computed in {dtype}: it calls no module of Flax that "
-                "computes in half under a policy, and has no matrix product for autocast. Give it the loss "
-                "of the float32 model."
+                "computes in half under a policy, and has no matrix product for autocast outside of a "
+                "custom_vjp. Give it the loss of the float32 model."
             )
         self.groups = list(dict.fromkeys([*untapped.groups, *self.in_float32]))
         self.decides = makes_decisions(half.gradient)
