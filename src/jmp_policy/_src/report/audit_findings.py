@@ -249,13 +249,13 @@ class Audit(Report):
             return ", and no complex dtype is half"
         if not cause and any(other.is_half for other in self.products):
             return (
-                ", whose operands were never half: by a rule, in a module without parameters, in a custom_vjp "
-                "that autocast leaves, or outside of what is wrapped or autocast"
+                ", whose operands were never half: by a rule, in a module without parameters, in a "
+                "custom_vjp that autocast leaves, or outside of what is wrapped or autocast"
             )
         if not cause:
             return (
-                ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp in "
-                "it with lower={'custom_vjp_call'})"
+                ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp "
+                "in it with lower={'custom_vjp_call'})"
             )
         places = cause.split("; ")
         if any(upcast.place in places for upcast in self.upcasts):
