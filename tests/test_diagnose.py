@@ -1430,3 +1430,14 @@ def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         assert diagnose(lambda w: (w @ w).sum(), jnp.eye(2)).finite
+
+
+def test_a_function_of_what_rounding_made_negative_is_no_overflow():
+    def loss(w):
+        a = w.astype(jnp.float16)
+        return jnp.sqrt(a[0] + a[1] - a[2]).astype(F32)
+
+    found = diagnose(loss, jnp.float32([2049, 1, 2049.9]))
+    assert (found.kind, found.operation) == ("rounding", "sqrt")
+    assert "sqrt is not defined for one of the numbers it was given" in found.verdict
+    assert found.advice.startswith("Rounding gave sqrt a number for which it is not defined. Compute")

@@ -140,6 +140,15 @@ def test_products_alone_are_in_half_where_no_module_mends():
 
 
 @pytest.mark.once
+def test_first_order_is_not_shown_where_it_does_not_see_decisions():
+    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+    found = jmpp.recommend(model, model.init(jax.random.key(0), X), X, probes=1)
+    assert math.isnan(found.predicted)
+    assert [row.predicted for row in found.rows] == [found.measured]
+    assert "predicted" not in found.verdict
+
+
+@pytest.mark.once
 def test_a_model_is_taken_for_its_loss():
     model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)

@@ -221,7 +221,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
     if is_early and not replay.is_stacked:  # Equations are of one device.
         lost = _where_digits_are_lost(replay, wrong)
-    kind = "underflow" if zero is not None else "overflow" if in_float32.is_finite else "not finite"
+    in_half = "rounding" if _is_undefined(replay, step) else "overflow"
+    kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
     constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None)
     is_product = step.eqn.primitive.name in ("mul", "div")
     if kind == "not finite" and infinite is not None and (constant or is_product):
@@ -257,6 +258,14 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         found = dataclasses.replace(found, rule=mended.rule, error_after=mended.error)
     is_mask = _is_mask(replay.values[place])
     return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, is_mask, mended))
+
+
+def _is_undefined(replay: EagerReplay, step: ReplayedEqn) -> bool:
+    """Whether a function of one number, or a power, is NaN though what it was given is finite."""
+    name = step.eqn.primitive.name
+    is_function = name == "pow" or (len(step.reads) == 1 and name in _ELEMENTWISE)
+    is_finite = all(replay.ranges[place].is_finite for place in step.reads)
+    return is_function and is_finite and replay.ranges[step.writes[0]].nan
 
 
 def _as_zero(replay: EagerReplay, step: ReplayedEqn | None) -> Zero | None:
@@ -455,7 +464,7 @@ def _epsilon(replay: EagerReplay, place: int) -> ReplayedEqn | None:
 
 
 #: Operations for which an operand that was lost to zero is the end; of these, those that divide.
-_POLES = HAVING[Trait.POLE]
+_POLES, _ELEMENTWISE = HAVING[Trait.POLE], HAVING[Trait.ELEMENTWISE]
 _DIVISIONS = frozenset({"div", "rem"})
 
 #: Operations that may stand between an epsilon and what it guards.

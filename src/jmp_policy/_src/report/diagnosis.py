@@ -56,7 +56,9 @@ class Diagnosis(Report, Placed):
       loss_scale: what the loss was multiplied by.
       bad_results: names of what is not finite in the end: "the loss", gradients by their path.
       kind: "overflow" (finite in float32), "underflow" (finite in float32: a divisor, or the argument of a
-        logarithm, became zero), "not finite" (nor is it in float32) or "argument" (it was so to begin with).
+        logarithm, became zero), "rounding" (finite in float32: the operation is not defined for what
+        rounding made of an operand, as sqrt for less than 0), "not finite" (nor is it in float32) or
+        "argument" (it was so to begin with).
         A constant that is infinite in half only is an overflow too, and one that is zero an underflow.
       path: names of the scopes around it, joined by slashes; the name of an argument.
       line: where the user wrote it.
@@ -144,6 +146,11 @@ class Diagnosis(Report, Placed):
             return f"{kind}: {self.constant.text}"
         if self.kind == "overflow" and math.isnan(self.largest_in_float32):
             return f"an overflow: it is computed from a constant that is infinite in {self.dtype}"
+        if self.kind == "rounding":
+            return (
+                f"a rounding error: {self.operation} is not defined for one of the numbers it was given; in "
+                f"float32 it is finite, at most {self.largest_in_float32:.4g}"
+            )
         if self.kind == "overflow":
             return f"an overflow: in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.zero is not None:
@@ -191,7 +198,7 @@ def advice(
     """
     is_cast = found.kind == "overflow" and found.operation == "convert_element_type"
     mask = f" If it is a mask: {lost_constants.OF_MASK}" if is_cast and is_mask else ""
-    if in_optimizer and found.kind in ("underflow", "overflow"):
+    if in_optimizer and found.kind in ("underflow", "overflow", "rounding"):
         return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
     if mended is not None:
         whole = mended.text[0].upper() + mended.text[1:]
@@ -215,7 +222,7 @@ def advice(
             return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
-    if found.kind == "overflow" and found.tried:
+    if found.kind in ("overflow", "rounding") and found.tried:
         return f"{_limit(found)} {_UNMENDED}. {_upstream(found)}{mask}"
     if found.kind == "overflow" and scaled:
         return (
@@ -223,7 +230,7 @@ def advice(
             "DynamicLossScale lowers it by itself; a constant scale must be smaller (gradient_spectrum says "
             f"which). At a scale of 1 already: compute {part} in float32."
         )
-    if found.kind == "overflow":
+    if found.kind in ("overflow", "rounding"):
         return (
             f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or with full_precision "
             f"around it. Or make what it is given smaller: normalise before it.{mask}"
@@ -250,6 +257,8 @@ def _limit(found: Diagnosis) -> str:
         return f"{_became_zero(found.zero)}."
     if found.constant is not None:
         return f"{found.constant.text}."
+    if found.kind == "rounding":
+        return f"Rounding gave {found.operation} a number for which it is not defined."
     limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
     if found.backward:
         return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}."

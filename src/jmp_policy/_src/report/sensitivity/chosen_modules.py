@@ -35,7 +35,8 @@ class RecommendationRow:
       policy: text of the policy.
       reason: why.
       predicted: relative error of the gradient that the modules it is about would bring in half; infinite
-        where a value overflows.
+        where a value overflows, 0 where it is not known, and of a default alone what was measured in the
+        place of what first order does not see.
     """
 
     pattern: str

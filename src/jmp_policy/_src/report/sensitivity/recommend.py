@@ -48,8 +48,8 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, to first order; nan where it was not predicted, for a recipe that fits
-        everywhere, and a policy of products alone.
+      predicted: that of the policy, to first order; nan where first order does not see it, as decisions that
+        rounding turns, for a recipe that fits everywhere, and a policy of products alone.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
       half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
         products.
@@ -113,7 +113,11 @@ class Recommendation(Report):
         return {**super().to_dict(), "policy": plain(self.policy.to_dict()), "loss_scale": scale}
 
     def _tables(self) -> Sequence[Table]:
-        rows = [(r.pattern or "(default)", r.policy, f"{r.predicted:.1e}", r.reason) for r in self.rows]
+        errors = [f"{row.predicted:.1e}" if row.predicted else "" for row in self.rows]
+        rows = [
+            (row.pattern or "(default)", row.policy, error, row.reason)
+            for row, error in zip(self.rows, errors, strict=True)
+        ]
         return [Table(("module", "policy", "error in half ", "reason"), rows)]
 
     def _lines(self) -> Sequence[str]:
@@ -251,6 +255,7 @@ def _in(
         return choice, rules, _error(loss, rules, scale, exact)
 
     choice, rules, measured = run(chosen.within(chosen.needing_float32(seen, traced.in_float32), budget))
+    is_known = is_smooth
     with progress.interruptible("rules with less error were not tried"):
         if measured > budget and not is_smooth:
             # First order has not seen decisions that rounding turns: it does not say which modules matter.
@@ -259,6 +264,7 @@ def _in(
             choice, rules, measured = run(
                 chosen.within(wanted, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
             )
+            is_known = True
         for _ in range(_ROUNDS):
             path = choice.next()
             if measured <= budget or path is None:
@@ -271,7 +277,7 @@ def _in(
         wider = loss_scale_for(seen.largest[path] for path in choice.half)
         if wider > scale and (error := _error(loss, rules, wider, exact)) <= max(measured, budget):
             scale, measured = wider, error
-    rows, predicted = chosen.rows_of(choice, rules), choice.predicted or (0.0 if is_smooth else math.nan)
+    rows, predicted = chosen.rows_of(choice, rules), choice.predicted if is_known else math.nan
     share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
     if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):
         with progress.interruptible("rules with products alone in half were not tried"):
@@ -281,6 +287,8 @@ def _in(
             if error <= budget and (measured > budget or more > share):
                 rules, measured, predicted = alone, error, math.nan
                 rows = chosen.rows_of(choice, rules)
+    if not is_known and len(rows) == 1:
+        rows = [dataclasses.replace(rows[0], predicted=measured)]
     return Recommendation(
         function=seen.name,
         dtype=dtype,
