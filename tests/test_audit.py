@@ -1386,6 +1386,27 @@ def test_a_shared_module_has_the_path_of_the_call():
     assert {p.path for p in found.products} == {"SharedCell/rnn/cell/dense_i", "SharedCell/rnn/cell/dense_h"}
 
 
+def test_a_loop_that_sums_gradients_names_the_policy():
+    class Flow(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+            return jax.lax.scan(lambda y, _: (y + jnp.tanh(y @ kernel), None), x, None, 50)[0]
+
+    x, policies = jnp.ones((4, 8)), ("mixed_float16", "p=f32,c=f16,o=f32,g=f32")
+    params = Flow().init(jax.random.key(0), x)
+
+    def repairs(policy):
+        found = jmpp.audit(lambda p: jmpp.wrap(Flow(), policy).apply(p, x).sum(), params, grad=True)
+        return [h.why for h in found.half_operations if h.operation == "scan"]
+
+    summed, repaired = map(repairs, policies)
+    assert [why.partition(": ")[2] for why in summed] == [
+        "grad=float32 (g=f32) in the policy makes it a float32 sum"
+    ]
+    assert not repaired
+
+
 def test_a_scan_that_sums_from_its_first_half_element_is_listed():
     def function(w, x):
         h = x @ w

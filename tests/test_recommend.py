@@ -17,6 +17,7 @@ from jmp_policy._src.report.sensitivity.chosen_modules import (
     needing_float32,
     rows_of,
     rules_of,
+    widened,
     within,
 )
 from jmp_policy._src.report.sensitivity.recommend import compared
@@ -137,6 +138,13 @@ def test_products_alone_are_in_half_where_no_module_mends():
     assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: half})
     assert [row.pattern for row in found.rows] == ["", "Dense"]
     assert math.isnan(found.predicted)
+
+
+def test_a_module_that_makes_the_gradient_infinite_is_named_as_such():
+    own = {"a": Effect(gradient=math.inf), "b": Effect(gradient=1e-6)}
+    choice = needing_float32(Effects("loss", "float16", 1.0, {}, own, own), [])
+    assert widened(choice, choice.next()).reasons == {"a": "makes the gradient not finite"}
+    assert "brings 0 of" in widened(choice, "b").reasons["b"]
 
 
 @pytest.mark.once

@@ -318,8 +318,7 @@ class HalfSums(Visitor):
         if name in _SCATTERS and is_half(ir.dtype_of(eqn.outvars[0])):
             terms = scatter_terms(eqn, self._distinct_of(operands[1]))
             if terms > _FEW_TERMS:
-                repair = "grad=float32 (g=f32) in the policy" if site.backward else "a cast of what is added"
-                self._add(name, site, ir.dtype_of(eqn.outvars[0]), terms, repair)
+                self._add(name, site, ir.dtype_of(eqn.outvars[0]), terms, "a cast of what is added")
         elif name == "iota":
             self._distinct[results[0].key] = eqn.params["shape"][eqn.params["dimension"]]
         elif name in _KEEPS_DISTINCT and not is_half(ir.dtype_of(eqn.outvars[0])):
@@ -349,6 +348,8 @@ class HalfSums(Visitor):
         return self._distinct.get(info.key, 1)
 
     def _add(self, name: str, site: Site, dtype: Any, terms: int, repair: str) -> None:
+        if site.backward:
+            repair = "grad=float32 (g=f32) in the policy"
         count = f"up to {terms} terms" if terms else "an unknown number of terms"
         why = f"adds {count} one after another: {repair} makes it a float32 sum"
         self.found.append(_half_operation(name, site, dtype, why, terms))

@@ -95,9 +95,11 @@ def within(
 def widened(choice: Choice, path: str) -> Choice:
     """Adds one module, with the reason."""
     effect, total = choice.found.own[path], sum(e.gradient for e in choice.found.own.values())
-    share = percent(effect.gradient / total) if total else "0"
+    share = percent(effect.gradient / total) if 0 < total < math.inf else "0"
     zeros = f"; {count_text(effect.underflow)} values become zero" if effect.underflow else ""
     reason = f"brings {share} of the square of the gradient's error{zeros}"
+    if math.isinf(effect.gradient):
+        reason = f"makes the gradient not finite{zeros}"
     return choice._replace(reasons={**choice.reasons, path: reason})
 
 
