@@ -170,6 +170,22 @@ def test_an_interrupt_keeps_the_first_comparison(monkeypatch):
         jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
 
 
+def test_an_interrupt_keeps_the_report_whose_loss_scale_was_being_tried(monkeypatch):
+    def small(w):
+        return 1e-6 * jnp.square(w.astype(jnp.float16)).astype(jnp.float32).mean()
+
+    assert "A loss scale of 2**" in jmpp.drift(small, X).verdict
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drift, "_error_under", interrupted)
+    found = jmpp.drift(small, X)
+    assert found.interrupted.endswith("a loss scale was not tried.")
+    assert found.gradient_error > 0.01
+    assert "loss scale" not in found.verdict
+
+
 def test_an_interrupt_keeps_the_policy_that_was_tried(monkeypatch):
     import flax.linen as nn
 
