@@ -187,3 +187,27 @@ def test_parameters_made_as_variables_are_cast_where_they_are_read():
     variables = model.init(jax.random.key(0), X)
     assert variables["params"]["w"].dtype == jnp.float32
     assert set(products(model.apply, variables, X)) == {("dot_general", "float16", "float16")}
+
+
+class Load(nn.Module):
+    """Keeps the mean of what it computed last."""
+
+    @nn.compact
+    def __call__(self, x):
+        load = self.variable("stats", "load", jnp.zeros, 8)
+        h = nn.Dense(8)(x) * (1 + load.value)
+        load.value = h.mean(0)
+        return h
+
+
+def test_state_that_a_module_computes_in_half_is_stored_in_its_own_dtype():
+    model, x = jmpp.wrap(Load(), "mixed_float16"), jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    assert jax.eval_shape(Load().init, jax.random.key(0), x) == jax.eval_shape(lambda: variables)
+
+    def step(stats, x):
+        out, new = model.apply({**variables, **stats}, x, mutable="stats")
+        return new, out
+
+    stats, _ = jax.lax.scan(step, {"stats": variables["stats"]}, jnp.stack([x, x]))
+    assert stats["stats"]["load"].dtype == jnp.float32

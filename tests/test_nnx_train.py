@@ -207,6 +207,22 @@ def test_batch_statistics_are_kept_on_a_skipped_step():
 
 
 @pytest.mark.slow
+def test_state_that_was_computed_in_half_keeps_its_dtype():
+    class Load(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.load = nnx.Linear(4, 8, rngs=rngs), nnx.BatchStat(jnp.zeros(8))
+
+        def __call__(self, x):
+            h = self.dense(x)
+            self.load.set_value(h.mean(0))
+            return h
+
+    model = jmpp.wrap(Load(nnx.Rngs(0)), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+    optimizer.minimize(lambda model: jnp.square(model(jnp.ones((2, 4)))).mean(), model)
+    assert (model.load.dtype, bool(model.load[...].any())) == (jnp.float32, True)
+
+
 def test_without_it_an_overflow_stays_in_the_statistics():
     """What it is for: this is the defect of the Flax examples."""
     model, optimizer, x = cnn(jmpp.DynamicLossScale())

@@ -109,6 +109,11 @@ def cast_leaf(x: Any, dtype: np.dtype) -> Any:
     return x.astype(dtype)
 
 
+def in_dtype_of(like: Any, x: Any) -> Any:
+    """A floating array in the dtype of another one; anything else as it is."""
+    return cast_leaf(x, like.dtype) if is_floating_array(like) else x
+
+
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating arrays of a pytree.
 

@@ -1,4 +1,6 @@
-"""Variables that a module makes or reads itself: parameters and decode caches, in the dtype of use.
+"""Variables that a module makes or reads itself: parameters and decode caches in the dtype of use, and state.
+
+What a module writes is stored in the dtype that the variable has.
 
 A decode cache that the bare model's `init` made is float32, and the keys that a half-precision model writes
 into it are not. `lax.dynamic_update_slice` takes one dtype, so the cache is read in the dtype that the module
@@ -11,7 +13,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import cast_floating, cast_leaf, is_floating_array, is_half, promote_dtype
+from jmp_policy._src.core.dtypes import (
+    cast_floating,
+    cast_leaf,
+    in_dtype_of,
+    is_floating_array,
+    is_half,
+    promote_dtype,
+)
 from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE
@@ -51,15 +60,18 @@ def variable(
     precision = module_precision(scope, module)
     if col in ("params", "cache"):
         return _cast_variable(module, precision, own, col, name, *args, **kwargs)
-    if args and args[0] is not None and not module.has_variable(col, name):
+    init_fn, is_new = args[0] if args else None, not module.has_variable(col, name)
 
-        def first_value(*given: Any, **named: Any) -> Any:
-            value = as_bare(module, precision, args[0], *given, **named)
-            # In half, statistics would stand still.
-            return jax.tree.map(_in_float32, value) if col == "batch_stats" else value
+    def first_value(*given: Any, **named: Any) -> Any:
+        value = as_bare(module, precision, init_fn, *given, **named)
+        # In half, statistics would stand still.
+        return jax.tree.map(_in_float32, value) if col == "batch_stats" else value
 
-        return own(col, name, first_value, *args[1:], **kwargs)
-    return own(col, name, *args, **kwargs)
+    if init_fn is not None and is_new:
+        args = (first_value, *args[1:])
+    made = own(col, name, *args, **kwargs)
+    # State that a module computes in half and writes would have another dtype after each step.
+    return CastVariable(made, lambda value: value) if is_half(precision.compute_dtype) else made
 
 
 def _cast_variable(
@@ -91,11 +103,11 @@ def _cast_variable(
     wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
     if jax.tree.structure(wanted) != jax.tree.structure(made.value):
         return made
-    return CastVariable(made, lambda value: jax.tree.map(_in_dtype_of, wanted, value))
+    return CastVariable(made, lambda value: jax.tree.map(in_dtype_of, wanted, value))
 
 
 class CastVariable(nn.Variable):
-    """A variable that is read in another dtype than the one it is stored in."""
+    """A variable that may be read in another dtype than the one it is stored in, and keeps that."""
 
     def __init__(self, variable: nn.Variable, cast: Callable[[Any], Any]):
         super().__init__(variable.scope, variable.collection, variable.name, variable.unbox)
@@ -110,14 +122,9 @@ class CastVariable(nn.Variable):
     def value(self, value: Any) -> None:
         stored = nn.Variable.value.fget(self)  # type: ignore[attr-defined]
         if jax.tree.structure(stored) == jax.tree.structure(value):
-            value = jax.tree.map(_in_dtype_of, stored, value)
+            value = jax.tree.map(in_dtype_of, stored, value)
         nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
 
 
 def _in_float32(x: Any) -> Any:
     return cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x
-
-
-def _in_dtype_of(like: Any, x: Any) -> Any:
-    both = is_floating_array(like) and is_floating_array(x)
-    return cast_leaf(x, like.dtype) if both else x

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jmp_policy._src.core.dtypes import in_dtype_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
@@ -69,6 +70,9 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     for variable, old in before:
         new = stored_arrays.read(variable)
         if new is not old:
+            if jax.tree.structure(new) == jax.tree.structure(old):
+                # State that was computed in half stays what it was.
+                new = jax.tree.map(in_dtype_of, old, new)
             stored_arrays.write(variable, select_tree(finite, new, old))
 
 
