@@ -1,9 +1,9 @@
 """Trains on devices of several processes, in two ways, and writes down what each process knows at the end.
 
-test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT WHAT CHECKPOINTS DIES_AFTER` once for
-each, and imports it for a training on the devices of one. Sharded training goes on from the newest checkpoint
-there, with one after each step; the last process kills itself after the step DIES_AFTER. Where WHAT is
-"both", it trains both ways first.
+test_processes.py runs `process_script.py ADDRESS PROCESSES PROCESS OUT WHAT CHECKPOINTS` once for each, and
+imports it for a training on the devices of one. Sharded training goes on from the newest checkpoint there,
+with one after each step. Where WHAT is "both", it trains both ways first. With `OTHERS DIES_AFTER` as well it
+trains once more at the end, with checkpoints in OTHERS, and the last process kills itself after that step.
 """
 
 import os
@@ -89,7 +89,7 @@ def batch_of(mesh, n):
     return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), global_batch(n)[rows])
 
 
-def go_on(checkpoints, dies_after):
+def go_on(checkpoints, dies_after=-1):
     """What this process knows at the end of a training that goes on from the newest checkpoint, by name."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     *run, step = start(mesh, "jit")
@@ -142,7 +142,7 @@ def own(array):
     return np.asarray(array.addressable_data(0))
 
 
-def main(address, processes, process, out, what, checkpoints, dies_after=-1):
+def main(address, processes, process, out, what, checkpoints, others=None, dies_after=-1):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -151,8 +151,10 @@ def main(address, processes, process, out, what, checkpoints, dies_after=-1):
     assert jax.process_count() == jax.device_count() == int(processes)
     ways = WAYS if what == "both" else ()
     found = {name: value for way in ways for name, value in train(way).items()}
-    found |= go_on(checkpoints, int(dies_after))
+    found |= go_on(checkpoints)
     np.savez(Path(out) / f"{process}.npz", **found)
+    if others is not None:
+        go_on(others, int(dies_after))
     jax.distributed.shutdown()
 
 

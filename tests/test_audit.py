@@ -1013,7 +1013,7 @@ class Deep(nn.Module):
         return nn.Dense(8, name="head")(x)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_equal_layers_are_one_row_and_every_row_is_there_when_asked_for():
     x = array(4, 16, 32, dtype=F32)
     model = jmpp.wrap(Deep(), "mixed_float16")

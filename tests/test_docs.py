@@ -204,7 +204,7 @@ def test_every_public_name_is_in_the_api_reference(module):
     assert set(listed) == (public - set(dir(jmp_policy)) if module is report else public)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     rooms = importlib.import_module("rooms")
@@ -254,7 +254,7 @@ def test_the_figure_is_there_and_is_drawn_the_same_again(tmp_path, monkeypatch):
     assert xml.etree.ElementTree.fromstring(drawn).tag.endswith("svg")
     monkeypatch.syspath_prepend(DOCS)
     figures = importlib.import_module("figures")
-    spectrum = jmp_policy.gradient_spectrum(figures.digits_loss, *figures.trained(steps=50))
+    spectrum = jmp_policy.gradient_spectrum(figures.digits_loss, *figures.trained(steps=20))
     paths = [tmp_path / name for name in ("first.svg", "second.svg")]
     for path in paths:
         figures.draw(spectrum, path)

@@ -862,7 +862,7 @@ def test_random_programs(names):
         assert found.loss == pytest.approx(float(exact), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_rules_are_tried_until_one_mends_where_much_is_expected():
     """Three modules bring a third of an error each: one rule does not mend, rules for all do."""
 

@@ -13,7 +13,7 @@ import jmp_policy as jmpp
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 5)), max_size=6),

@@ -75,7 +75,7 @@ def model(overflows, *, scale, interval, growth, backoff, low, high, hysteresis)
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @settings(max_examples=25)
 @given(
     st.lists(st.booleans(), min_size=300, max_size=300),

@@ -89,7 +89,7 @@ def test_groups_are_numpys(name, scale):
         assert found[group] == pytest.approx(expected, rel=1e-6), group
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @settings(max_examples=60)
 @given(
     grads=hnp.arrays(np.float32, 8, elements=st.floats(-(2.0**20), 2.0**20, width=32)),

@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import products
 
 import jmp_policy as jmpp
+from jmp_policy._src.flax.nnx import precision_plan
 
 F16 = "p=f32,c=f16,o=f16"
 X = jax.random.normal(jax.random.key(0), (2, 8))
@@ -266,8 +267,7 @@ def test_one_class_however_many_threads_ask():
             assert len(set(pool.map(ask, range(16)))) == 1
 
 
-@pytest.mark.slow
-def test_shared_modules_at_too_many_paths():
+def test_shared_modules_at_too_many_paths(monkeypatch):
     class Pair(nnx.Module):
         def __init__(self, inner):
             self.a = self.b = inner
@@ -276,7 +276,8 @@ def test_shared_modules_at_too_many_paths():
     for _ in range(20):
         model = Pair(model)
     jmpp.wrap(model, "mixed_float16")
-    with pytest.raises(ValueError, match="shared so often that they are at more than 100000 paths"):
+    monkeypatch.setattr(precision_plan, "_MOST_PATHS", 1000)
+    with pytest.raises(ValueError, match="shared so often that they are at more than 1000 paths"):
         jmpp.wrap(model, jmpp.PolicyMap("mixed_float16", {"a": "float32"}))
 
 

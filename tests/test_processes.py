@@ -21,11 +21,13 @@ def free_port():
 
 
 def run(processes, out, *more):
-    """What each of so many processes has found; they end with this function, however it ends."""
+    """Runs so many processes, which end with this function, however it ends; `known` has what they found."""
     address = f"127.0.0.1:{free_port()}"
-    # One device and one thread for computing each. This process's flags would give each eight.
+    # One device and one thread for computing each. This process's flags would give each eight; the others
+    # are for compiling fast.
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     env = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+        "XLA_FLAGS": " ".join([*flags, "--xla_cpu_multi_thread_eigen=false"]),
         "NPROC": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -49,6 +51,10 @@ def run(processes, out, *more):
     )
     if any(codes):
         raise RuntimeError(logs)
+
+
+def known(processes, out):
+    """What each of so many processes has found."""
     return [dict(np.load(out / f"{process}.npz")) for process in range(processes)]
 
 
@@ -66,22 +72,22 @@ def check_decisions(found):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What processes have found in four runs, by name: most of the time is starting them.
+    """What processes have found in three runs, by name: most of the time is starting them.
 
-    Two train both ways and to the end with checkpoints; two others, of which one dies; two that go on from
-    there, and four, which train both ways besides.
+    Two train both ways and to the end with checkpoints, and again, when one dies; two go on from there, and
+    four, which train both ways besides.
     """
 
     def folder(name):
         return tmp_path_factory.mktemp(name)
 
-    two, checkpoints = folder("two"), folder("checkpoints")
-    runs = {"whole": run(2, two, "both", two / "whole")}
+    two, again, wider, checkpoints = map(folder, ("two", "again", "wider", "checkpoints"))
     with pytest.raises(RuntimeError, match=r"process 1, -9\b"):
-        run(2, folder("dies"), "checkpoints", checkpoints / "two", script.BAD_STEP - 1)
+        run(2, two, "both", two / "whole", checkpoints / "two", script.BAD_STEP - 1)
     shutil.copytree(checkpoints / "two", checkpoints / "four")
-    runs["again"] = run(2, folder("again"), "checkpoints", checkpoints / "two")
-    return runs | {"wider": run(4, folder("wider"), "both", checkpoints / "four")}
+    run(2, again, "checkpoints", checkpoints / "two")
+    run(4, wider, "both", checkpoints / "four")
+    return {"whole": known(2, two), "again": known(2, again), "wider": known(4, wider)}
 
 
 def part(of_one, is_of_way):

@@ -292,8 +292,10 @@ class OfNnxMix(nnx.Module):
         return jnp.linalg.solve(self.w[...], x.T)
 
 
-@pytest.mark.parametrize("model", [Flow, Spectral, OfNnx])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(Flow, "float16"), (Flow, "bfloat16"), (Spectral, "bfloat16"), (OfNnx, "float16")],
+)
 def test_modules_that_cannot_compute_in_half_stay_in_float32(model, dtype):
     """JAX refuses half arrays when it traces some of these operations, others when it compiles them."""
     x = jax.random.normal(jax.random.key(0), (16, 8))
@@ -378,8 +380,12 @@ def test_cotangents_in_float32_modules_bind_no_loss_scale():
     assert found.fits
     half = jmpp.wrap(Around(), found.policy)
 
+    @jax.jit
+    def gradient(scale):
+        return jax.grad(lambda params: half.apply({"params": params}, x) * scale)(params)
+
     def is_finite(exponent):
-        grads = jax.grad(lambda params: half.apply({"params": params}, x) * 2.0**exponent)(params)
+        grads = gradient(jnp.float32(2.0**exponent))
         return all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
 
     largest = max(filter(is_finite, range(24)))

@@ -36,7 +36,7 @@ def test_types_of_public_names_are_complete():
     assert found["missingFunctionDocStringCount"] == found["missingClassDocStringCount"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_types_cost_no_import():
     source = "import sys, jmp_policy; print({'flax.linen', 'flax.nnx', 'matplotlib'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)

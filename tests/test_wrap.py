@@ -665,7 +665,7 @@ def test_bad_policies():
         jmpp.linen.wrap(3, "mixed_float16")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_package_does_not_import_flax():
     code = (
         "import sys; sys.modules['flax'] = None; import jmp_policy as j, jax.numpy as jnp, optax;"

@@ -337,11 +337,11 @@ def kahan_summation(inner: Transformation) -> optax.GradientTransformationExtraA
       >>> import jax.numpy as jnp, optax
       >>> params, tx = jnp.float16(1.0), kahan_summation(optax.sgd(2.0**-13))
       >>> state = tx.init(params)
-      >>> for _ in range(1024):
+      >>> for _ in range(64):
       ...     updates, state = tx.update(jnp.float16(-1.0), state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> float(params)
-      1.125
+      1.0078125
 
     References:
       Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al., "Revisiting
