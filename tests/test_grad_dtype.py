@@ -512,6 +512,28 @@ def test_every_way_from_a_parameter_to_its_product(name):
     assert not all(np.isfinite(g).all() for g in found[HALF].values())
 
 
+class Shifted(nn.Module):
+    """Its products are of inputs that parameters were added to before."""
+
+    @nn.compact
+    def __call__(self, x):
+        shift, log_scale = (self.param(n, nn.initializers.normal(), x.shape[-1:]) for n in ("b", "s"))
+        return nn.Dense(4)(nn.relu((x + shift) * jnp.exp(log_scale)))
+
+
+def test_inputs_that_a_parameter_is_added_to_are_no_weights():
+    x, found = jax.random.normal(jax.random.key(0), (64, 16)), []
+    params = Shifted().init(jax.random.key(1), x)
+    for policy in (HALF, WIDE):
+        model = jmpp.wrap(Shifted(), policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(jmpp.audit(lambda p, m=model: m.apply(p, x).sum(), params, grad=True).products)
+    without, wide = ([(p.lhs, p.rhs, p.m, p.n, p.k, p.backward) for p in products] for products in found)
+    assert len(wide) == 3
+    assert sorted(wide) == sorted(without)
+
+
 def test_where_it_does_not_reach_it_says_so():
     class Custom(nn.Module):
         @nn.compact

@@ -156,7 +156,7 @@ class DualValues(Interpreter):
             name = eqn.primitive.name
             is_jit = name == "jit"
             why = "which is bound to its shardings or donations" if is_jit else "whose derivative is given"
-            line = source_lines.source_line(eqn) or "somewhere"
+            line = source_lines.source_line(eqn) or "an unknown line"
             self.missed.setdefault(line, f"the weight goes into a {name}, {why}")
         return _activations(binding.bind(eqn, *map(read, values)))
 
@@ -211,6 +211,10 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
         return False
     if any(isinstance(value, Activation) for value in operands):
+        return False
+    # An array that is larger than the weight is no mask of it: `x + bias`, of what a model is given.
+    is_larger = eqn.outvars[0].aval.size > max(weight.value.size for weight in weights)
+    if is_larger and eqn.primitive.name in op_table.BROADCASTING and len(weights) < len(operands):
         return False
     if all(weight.kind in _WHOLE for weight in weights):
         return True
