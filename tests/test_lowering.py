@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -540,6 +541,15 @@ def _signalled_until_gone(process):
         time.sleep(0.05)
 
 
+@pytest.fixture
+def interruptible():
+    """Shells start what runs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(monkeypatch, tmp_path):
     pytest.importorskip("flatbuffers")
     script = tmp_path / "interrupts.py"

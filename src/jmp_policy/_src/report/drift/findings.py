@@ -35,7 +35,7 @@ _WORTH_A_RULE = 0.02
 _SHORT = 10
 
 #: Of more, the largest are, in so many lines.
-_LINES = 16
+_LINES = 13
 
 #: Shares below this are not named in a verdict.
 NAMED = 0.05
