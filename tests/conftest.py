@@ -22,7 +22,6 @@ os.environ["XLA_FLAGS"] += {
 import hypothesis
 import jax
 import pytest
-from jax._src.interpreters import mlir
 
 # The same examples on every run; `make test-random` takes others each time, and prints how to repeat them.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
@@ -50,6 +49,8 @@ def reused(make, most=10):
 
 
 if jax.__version__.startswith("0.10."):
+    from jax._src.interpreters import mlir
+
     mlir.make_ir_context = reused(mlir.make_ir_context)
 
 # Jaxprs are many small objects, and nearly all of them live on in JAX's caches. With Python's own thresholds

@@ -1402,7 +1402,7 @@ def test_a_loop_that_sums_gradients_names_the_policy():
 
     summed, repaired = map(repairs, policies)
     assert [why.partition(": ")[2] for why in summed] == [
-        "g=f32 in the policy (of a parameter; else float32 before it is read) makes it a float32 sum"
+        "g=f32 in the policy (for an activation: a cast to float32 before it is read) makes it a float32 sum"
     ]
     assert not repaired
 

@@ -195,9 +195,9 @@ class Load(nn.Module):
     @nn.compact
     def __call__(self, x):
         load = self.variable("stats", "load", jnp.zeros, 8)
-        h = nn.Dense(8)(x) * (1 + load.value)
+        h, before = nn.Dense(8)(x), load.value
         load.value = h.mean(0)
-        return h
+        return h * (1 + before)
 
 
 def test_state_that_a_module_computes_in_half_is_stored_in_its_own_dtype():

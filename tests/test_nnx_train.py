@@ -206,7 +206,6 @@ def test_batch_statistics_are_kept_on_a_skipped_step():
     assert all(bool(jnp.isfinite(v).all()) for v in state())
 
 
-@pytest.mark.slow
 def test_state_that_was_computed_in_half_keeps_its_dtype():
     class Load(nnx.Module):
         def __init__(self, rngs):
@@ -223,6 +222,7 @@ def test_state_that_was_computed_in_half_keeps_its_dtype():
     assert (model.load.dtype, bool(model.load[...].any())) == (jnp.float32, True)
 
 
+@pytest.mark.slow
 def test_without_it_an_overflow_stays_in_the_statistics():
     """What it is for: this is the defect of the Flax examples."""
     model, optimizer, x = cnn(jmpp.DynamicLossScale())

@@ -348,7 +348,7 @@ class HalfSums(Visitor):
         if 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
             return
         if site.backward:
-            repair = "g=f32 in the policy (of a parameter; else float32 before it is read)"
+            repair = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
         count = f"up to {terms} terms" if terms else "an unknown number of terms"
         why = f"adds {count} one after another: {repair} makes it a float32 sum"
         self.found.append(_half_operation(name, site, dtype, why, terms))
