@@ -413,6 +413,25 @@ def test_masks_that_are_infinite_in_both_runs_are_no_error():
 
 
 @pytest.mark.slow
+def test_a_result_that_is_zero_but_for_rounding_does_not_decide_on_a_step():
+    model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False)]), "mixed_float16")
+    variables = model.init(jax.random.key(0), X)
+
+    def gradient(params, x):
+        def loss_fn(params):
+            y, _ = model.apply(variables | {"params": params}, x, mutable="batch_stats")
+            return jnp.square(y - x[:, :1]).mean()
+
+        return jax.grad(loss_fn)(params)
+
+    found = jmpp.drift(gradient, variables["params"], X, grad=False)
+    errors = {result.name: result.error for result in found.results}
+    assert errors.pop("result/layers_0/bias") > 100  # A BatchNorm takes any bias off again.
+    assert 0 < found.error <= max(errors.values()) < 0.01
+    assert f"on average ({max(errors, key=errors.get)} by" in found.verdict
+    jmpp.assert_drift(gradient, variables["params"], X, grad=False, rtol=0.01)
+
+
 def test_train_steps_show_which_part_of_the_new_state_is_off():
     loss_fn, params = mlp("mixed_float16")
     tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())

@@ -24,6 +24,7 @@ from jmp_policy._src.report.drift.findings import (
     ResultDrift,
     exceeding_text,
     loses_unseen,
+    zero_but_for_rounding,
 )
 from jmp_policy._src.report.drift.rows import Rows
 from jmp_policy._src.report.function import (
@@ -173,8 +174,12 @@ def _measured(
         gradient = _result("the gradient", _added(compared[2:]), loss_scale)
         error, squares = gradient.error, [0.0, 0.0, *(c.error for c in compared[2:])]
     else:
-        gradient, squares = ResultDrift("", *[math.nan] * 4), [result.error**2 for result in results]
-        error = math.sqrt(sum(squares) / max(sum(c.exact > 0 for c in compared), 1))
+        gradient, of_zero = ResultDrift("", *[math.nan] * 4), zero_but_for_rounding(results)
+        squares = [0.0 if result in of_zero else result.error**2 for result in results]
+        counted = sum(
+            c.exact > 0 and result not in of_zero for c, result in zip(compared, results, strict=True)
+        )
+        error = math.sqrt(sum(squares) / max(counted, 1))
     of_loss = [float(is_loss and i == 0) for i in range(len(names))]
     paths = [argument.path for argument in function.arguments]
     rows = Rows(comparison, measured, comparison.results[2:] if is_loss else [], squares, of_loss, paths)

@@ -116,8 +116,9 @@ class DriftRow(Placed):
         return f" ({joined(found)})" if found else ""
 
 
-#: A gradient of a smaller share of the whole one's norm is what rounding in float32 leaves of zero.
-_ROUNDING = 2.0**-20
+#: A gradient of a smaller share of the whole one's norm is what rounding in float32 leaves of zero; another
+#: result is if it is so far off besides.
+_ROUNDING, _FAR_OFF = 2.0**-20, 100.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +229,9 @@ class Drift(Report):
                 text += f", but the loss is {self.loss} in both: `diagnose` finds the first such value"
             return ". ".join([text, *self._losses()]) + "."
         what = "the gradient is" if self.is_loss else "the results are"
-        cosine = f" (cosine {self.cosine:.6g})" if self.is_loss and math.isfinite(self.cosine) else ""
+        more = f" (cosine {self.cosine:.6g})" if math.isfinite(self.cosine) else self._most_off()
         off = f"off by {trials.error_text(self.error)}" if math.isfinite(self.error) else "not finite"
-        parts = [f"{self.function}: {what} {off}{cosine}{self._compared()}"]
+        parts = [f"{self.function}: {what} {off}{more}{self._compared()}"]
         named = [row for row in self.contributions if row.share >= NAMED][:3]
         if named:
             first, *rest = named
@@ -239,6 +240,15 @@ class Drift(Report):
         if self.is_loss:
             parts.append(self._of_loss())
         return ". ".join([*parts, *self._losses(), *filter(None, [self._mended()])]) + "."
+
+    def _most_off(self) -> str:
+        """Names the result of several that has most of the error; "" without one."""
+        of_zero = zero_but_for_rounding(self.results)
+        errors = {r.name: r.error for r in self.results if r not in of_zero and math.isfinite(r.error)}
+        worst = max(errors, key=errors.__getitem__, default="")
+        if self.is_loss or len(errors) < 2 or 2 * errors[worst] ** 2 < math.hypot(*errors.values()) ** 2:
+            return ""
+        return f" on average ({worst} by {trials.error_text(errors[worst])})"
 
     def _mended(self) -> str:
         """Describes what the advised rule was seen to do."""
@@ -298,10 +308,7 @@ class Drift(Report):
         return [*tables, *self._furthest(6)]
 
     def _furthest(self, most: int) -> Sequence[Table]:
-        # Not those that are zero but for rounding, as the gradient of a bias of attention's keys is.
-        norms = [r.norm for r in self.results if r.name != "the loss" and math.isfinite(r.norm)]
-        least = _ROUNDING * math.hypot(*norms)
-        shown = (r for r in self.results if r.error and not (r.norm < least and math.isfinite(r.error)))
+        shown = (r for r in self.results if r.error and r not in zero_but_for_rounding(self.results))
         worst = sorted(shown, key=lambda r: -r.error)
         cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
         names = ["result", "error ", "largest ", "norm "]
@@ -337,9 +344,19 @@ class Drift(Report):
         return figure
 
 
+def zero_but_for_rounding(results: Sequence[ResultDrift]) -> list[ResultDrift]:
+    """The results that say nothing, as the gradients of a bias before a BatchNorm and of attention's keys."""
+    norms = {r.name: r.norm for r in results if math.isfinite(r.norm)}
+    # The parts of a state have units of their own: a small one may be right.
+    enough = 0.0 if norms.pop("the loss", None) is not None else _FAR_OFF
+    least = _ROUNDING * math.hypot(*norms.values())
+    return [r for r in results if r.norm < least and enough < r.error < math.inf]
+
+
 def exceeding_text(found: Drift, rtol: float) -> str:
     """Describes what is further off than a bound; "" if nothing is."""
-    errors = [(result.name, result.error) for result in found.results]
+    of_zero = zero_but_for_rounding(found.results)
+    errors = [(result.name, result.error) for result in found.results if result not in of_zero]
     if found.is_loss:
         errors = [("the gradient", found.gradient_error), ("the loss", found.loss_error)]
     wrong = [f"{name} is off by {error:.3g}" for name, error in errors if not error <= rtol]
