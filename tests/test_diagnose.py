@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -1010,6 +1011,21 @@ def test_an_infinite_mask_is_the_models_own_and_says_what_half_may_have_done():
     found = diagnose(lambda w, mask: attend(lambda s: s + mask)(w), jnp.ones((2, 2)), mask)
     assert (found.kind, found.path) == ("argument", "mask")
     assert "finite before its cast to float16" in found.advice
+
+
+def test_a_divisor_that_half_makes_zero_is_an_underflow(tmp_path):
+    file = tmp_path / "written.py"  # With other statements on the line.
+    file.write_text(
+        "def loss(w, F16, F32):\n    a = w.astype(F16); b = a / 1e-8; return b.astype(F32).sum()\n"
+    )
+    loss = runpy.run_path(str(file))["loss"]
+    found = diagnose(lambda w: loss(w, F16, F32), jnp.ones(2))
+    assert (found.kind, found.operation, found.constant.written) == ("underflow", "div", "/ 1e-08")
+    assert "an underflow: '/ 1e-08' is 0 in float16, in written.py:2" in found.verdict
+    assert "Write constants that half precision holds" in found.advice
+    # One that is zero in float32 too is no constant that was lost.
+    found = diagnose(lambda w: (w.astype(F16) / 0.0).astype(F32).sum(), jnp.ones(2))
+    assert (found.kind, found.constant) == ("not finite", None)
 
 
 def test_a_finite_loss_says_which_constants_were_lost():

@@ -150,12 +150,10 @@ def _numbers(node: ast.expr) -> list[tuple[float, str]]:
 
 
 def _statement(file: str, line: int) -> list[Any]:
-    """The expressions of the smallest statement on a line, without those of statements inside it."""
+    """The expressions of the shortest statements on a line, without those of statements inside them."""
     statements = [s for s in _statements(file) if s.lineno <= line <= (s.end_lineno or line)]
-    if not statements:
-        return []
-    smallest = min(statements, key=lambda s: ((s.end_lineno or s.lineno) - s.lineno, -s.col_offset))
-    inner, found = [smallest], []
+    lines = [(s.end_lineno or s.lineno) - s.lineno for s in statements]
+    inner, found = [s for s, count in zip(statements, lines, strict=True) if count == min(lines)], []
     while inner:
         node = inner.pop()
         found += [node] if isinstance(node, ast.expr) else []

@@ -223,10 +223,13 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         lost = _where_digits_are_lost(replay, wrong)
     in_half = "rounding" if _is_undefined(replay, step) else "overflow"
     kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
-    constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None)
+    by_zero = _divides_by_constant_zero(replay, step)
+    constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None or by_zero)
     is_product = step.eqn.primitive.name in ("mul", "div")
     if kind == "not finite" and infinite is not None and (constant or is_product):
         kind = "overflow"
+    elif kind == "not finite" and by_zero and constant is not None:
+        kind = "underflow"
     found = dataclasses.replace(
         found,
         kind=kind,
@@ -445,6 +448,14 @@ def _first_lost(replay: EagerReplay, place: int, lost: np.ndarray) -> ReplayedEq
         else:
             return made
     return made
+
+
+def _divides_by_constant_zero(replay: EagerReplay, step: ReplayedEqn) -> bool:
+    """Whether a step divides by a half constant that is zero, and may have been written as another number."""
+    if step.eqn.primitive.name not in _DIVISIONS or step.reads[1] not in replay.constants:
+        return False
+    divisor = replay.values[step.reads[1]]
+    return is_half(divisor.dtype) and not np.asarray(divisor).any()
 
 
 def _epsilon(replay: EagerReplay, place: int) -> ReplayedEqn | None:
