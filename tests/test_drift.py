@@ -331,6 +331,45 @@ def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
         jmpp.assert_drift(step, *args, rtol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "is_lost"),
+    [(lambda tx: tx, True), (lambda tx: jmpp.loss_scaled(tx, jmpp.DynamicLossScale(1.0)), True),
+     (lambda tx: jmpp.loss_scaled(jmpp.master_weights(tx), jmpp.DynamicLossScale(1.0)), False),
+     (jmpp.master_weights, False), (jmpp.kahan_summation, False), (jmpp.stochastic_rounding, False)],
+)  # fmt: skip
+def test_updates_that_float32_adds_up_are_lost_in_half_parameters_unless_a_state_keeps_them(wrap, is_lost):
+    tx, params = wrap(optax.sgd(1e-5)), W.astype(HALF) + 2
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    _, state = step(params, tx.init(params), X[:8, :4])
+    assert ("lost, in result/0" in jmpp.drift(step, params, state, X[:8, :4], grad=False).verdict) == is_lost
+
+
+def test_a_moving_average_that_float32_adds_up_is_lost_in_half():
+    def ema(old, new):
+        return (0.999 * old.astype(jnp.float32) + 0.001 * new).astype(HALF)
+
+    old, new = W.astype(HALF), 1.01 * W
+    with pytest.raises(AssertionError, match="below half of its last digit"):
+        jmpp.assert_drift(ema, old, new, rtol=0.01)
+    jmpp.assert_drift(ema, old, 4 * new, rtol=0.01)
+    # Of a float32 argument nothing is kept in half.
+    jmpp.assert_drift(ema, W, new, rtol=0.01)
+
+
+def test_an_argument_that_is_printed(capfd):
+    def loss_fn(w):
+        jax.debug.print("{}", w)
+        return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()
+
+    assert jmpp.drift(loss_fn, W).gradient_error > 0
+    jax.effects_barrier()
+    assert capfd.readouterr().out
+
+
 def test_of_a_jitted_function_that_is_called_twice_no_argument_is_named():
     half = jax.jit(lambda x: x.astype(HALF))
     found = jmpp.drift(lambda p: jnp.square(1e3 * (half(p["a"]) + half(p["b"]))).astype(jnp.float32).sum(),

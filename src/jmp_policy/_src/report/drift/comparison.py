@@ -291,35 +291,49 @@ class Compared(NamedTuple):
 class _Arguments(Visitor):
     """Finds casts of arguments to half, and half values that are an argument with something added to it.
 
-    The latter are new parameters, and moving averages.
+    The latter are new parameters, and moving averages; of half arguments, also those that float32 adds up.
+
+    Args:
+      dtypes: of the arguments.
 
     Attributes:
       cast: by the identity of the equation of such a cast, the index of the argument, None if it has several.
       of: by the key of such a value, the indices of arguments that this may be said of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Sequence[Any]) -> None:
         self.cast: dict[int, int | None] = {}
         self.of: dict[int, list[int]] = {}
         self._arguments: dict[int, int] = {}
+        # By the key of a value that is a number less an argument, such as `new - params`, the argument.
+        self._less: dict[int, int] = {}
+        self._dtypes = dtypes
 
     def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         """Takes note of an operation, as `Visitor.see`."""
-        name = eqn.primitive.name
+        if not results:
+            return
+        name, to_half = eqn.primitive.name, is_half(ir.dtype_of(eqn.outvars[0]))
         origins = [self._arguments.get(info.key, info.origin) for info in operands]
         known = [origin for origin in origins if origin is not None]
-        if name == "convert_element_type" and known and is_half(ir.dtype_of(eqn.outvars[0])):
+        if name == "convert_element_type" and known and to_half:
             # A jitted function that is called twice has one equation.
             one = self.cast.setdefault(id(eqn), known[0])
             self.cast[id(eqn)] = one if one == known[0] else None
-        if name in _VIEWS and operands[0].key in self.of:
-            self.of[results[0].key] = self.of[operands[0].key]
-        elif known and is_half(ir.dtype_of(eqn.outvars[0])):
-            decays = name == "mul" and any(info.constant is not None for info in operands)
-            if decays or name in _VIEWS:
-                self._arguments[results[0].key] = known[0]
-            elif name in _ADDITIONS:
-                self.of[results[0].key] = known
+        known = [origin for origin in known if to_half or is_half(self._dtypes[origin])]
+        if name in _VIEWS or name == "select_n":
+            for found in self.of, self._less:
+                passed = [found[info.key] for info in operands if info.key in found]
+                found.update((results[0].key, value) for value in passed[:1])
+        if name == "sub" and origins[1] is not None:
+            self._less[results[0].key] = origins[1]
+        # Added to what it was taken from, a difference gives a number that is kept elsewhere.
+        known = [origin for origin in known if origin not in map(self._less.get, [o.key for o in operands])]
+        decays = name == "mul" and any(info.constant is not None for info in operands)
+        if known and results[0].key not in self.of and (decays or name in _VIEWS):
+            self._arguments[results[0].key] = known[0]
+        elif known and name in _ADDITIONS:
+            self.of[results[0].key] = known
 
 
 class Comparison:
@@ -349,14 +363,15 @@ class Comparison:
         self._jaxpr, self._every = jaxpr, detail == "operation"
         lost = lost_in(jaxpr, numbers)
         self.constants, self._written = lost.found(), lost.numbers
-        arguments = _Arguments()
+        types = [var.aval for var in open_jaxpr(jaxpr).invars]
+        arguments = _Arguments([aval.dtype for aval in types])
         made, of = walk.walk(jaxpr, arguments), arguments.of
-        self._updated = {i: of[info.key] for i, info in enumerate(made) if info.key in of}
+        halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
+        self._updated = {i: of[info.key] for i, info in enumerate(made) if halves[i] and info.key in of}
         self._cast = arguments.cast
         self._errors = Errors(quick)
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
-        types = [var.aval for var in open_jaxpr(jaxpr).invars]
         jax.eval_shape(lambda *arrays: self._run(arrays, {})[1], *types)
         self._wanted: Mapping[int, Set[str]] = {}
         if detail == "operation":
