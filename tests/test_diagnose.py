@@ -1028,6 +1028,28 @@ def test_a_divisor_that_half_makes_zero_is_an_underflow(tmp_path):
     assert (found.kind, found.constant) == ("not finite", None)
 
 
+@pytest.mark.slow
+def test_a_loss_that_is_nan_only_when_compiled_is_no_matter_of_its_scale():
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, h):
+            z = h + 30
+            mean = z.mean(-1, keepdims=True)
+            return nn.Dense(32)((z - mean) / jnp.sqrt((z**2).mean(-1, keepdims=True) - mean**2 + 1e-3))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="head")(Norm(name="norm")(nn.gelu(nn.Dense(32)(x))))
+
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    model = jmpp.wrap(Net(), "mixed_float16")
+    params = model.init(jax.random.key(1), x)
+    found = diagnose(lambda p, x: jnp.square(model.apply(p, x) - x[:, :8]).mean(), params, x, scale=1024.0)
+    assert (found.path, dict(found.rule)) == ("Net/norm", {"norm": "float32"})
+    assert "DynamicLossScale" not in found.advice
+
+
 def test_a_finite_loss_says_which_constants_were_lost():
     def mse(w, x):
         return (jnp.square(x.astype(F16) * w.astype(F16)).sum() / 100000).astype(F32)  # mark: mean

@@ -115,6 +115,11 @@ def _diagnosed(
     found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
         return _with_constants_kept(found, mending)
+    by_compiler = not math.isfinite(loss) and replay.ranges[replay.results[0]].is_finite
+    if mending is not None and by_compiler and loss_scale > 1:
+        # What single operations show first may be gradients that are large for their scale, and no cause.
+        program, names = value_and_gradients(function, "diagnose", 1.0, mending.has_aux)
+        return _diagnosed(function, program, names, 1.0, Mending(function, 1.0, mending.has_aux))
     pairs = zip(names, replay.results, strict=True)
     bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]
     if not bad:
@@ -166,6 +171,7 @@ def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | No
         results = Pieces(jaxpr, every_rounding=True)(arrays)
         if all(range_of(value).is_finite for value in results):
             return results, None
+        return results, EagerReplay(jaxpr, arrays)
     replay = EagerReplay(jaxpr, arrays)
     return [replay.values[place] for place in replay.results], replay
 

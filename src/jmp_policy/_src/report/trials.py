@@ -167,7 +167,7 @@ class Mending:
 
     def __init__(self, function: Function, loss_scale: float, has_aux: bool):
         self._program, _ = value_and_gradients(function, "a report", loss_scale, has_aux)
-        self._arrays = function.arrays
+        self._arrays, self.has_aux = function.arrays, has_aux
         self.tried: list[Tried] = []
 
     def best(self, paths: Sequence[str], *, limit: float = _MENDED) -> Tried | None:
