@@ -567,6 +567,55 @@ def test_where_it_does_not_reach_it_says_so():
         assert in_half(np.asarray(grads["params"]["w"]))
 
 
+class SignOfGradient(nn.Module):
+    """As in Flax's documentation of `nn.custom_vjp`: its forward pass calls the module again."""
+
+    @nn.compact
+    def __call__(self, x):
+        def backward(transpose, ct):
+            params, *inputs = transpose(ct)
+            return jax.tree.map(jnp.sign, params), *inputs
+
+        def call(module, x):
+            return module(x)
+
+        of_sign = nn.custom_vjp(call, lambda module, x: nn.vjp(call, module, x), backward)
+        return nn.Dense(8)(of_sign(nn.Dense(16), x))
+
+
+class Reversible(nn.Module):
+    """Keeps nothing for the backward pass, which runs the layer again."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(x.shape[-1], parent=None)
+        params = self.param("layer", lambda key: layer.init(key, x)["params"])
+
+        def plain(params, x):
+            return layer.apply({"params": params}, x)
+
+        block = jax.custom_vjp(plain)
+        block.defvjp(lambda *args: jax.vjp(plain, *args), lambda transpose, ct: transpose(ct))
+        return nn.Dense(8)(block(params, x))
+
+
+@pytest.mark.parametrize("module", [SignOfGradient(), Reversible()])
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_modules_that_the_rule_of_a_custom_vjp_calls_are_governed(module, run):
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    params = module.init(jax.random.key(1), x)
+    found = []
+    for policy in ("mixed_float16", WIDE):
+        model = jmpp.wrap(module, policy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "grad_dtype=float32 does not reach")
+            loss_fn = lambda p, m=model: jnp.square(m.apply(p, x)).mean()  # noqa: E731
+            found.append(run(jax.grad(loss_fn))(params))
+            assert jmpp.audit(loss_fn, params, grad=True).half_share == 1
+    for half, wide in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(wide, half, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_float64_parameters():
     with jax.enable_x64(True):

@@ -383,6 +383,27 @@ def test_nnx_modules_and_functions_without_modules():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", [False, True])
+def test_modules_that_the_rule_of_a_custom_vjp_calls(measure):
+    class Reversed(nn.Module):
+        """As in Flax's documentation of `nn.custom_vjp`: its forward pass calls the module again."""
+
+        @nn.compact
+        def __call__(self, x):
+            def call(module, x):
+                return module(x)
+
+            same = nn.custom_vjp(call, lambda module, x: nn.vjp(call, module, x), lambda vjp, ct: vjp(ct))
+            return nn.Dense(3, name="last")(nn.tanh(same(nn.Dense(8, name="first"), x)))
+
+    params = Reversed().init(jax.random.key(0), X)["params"]
+    found = jmpp.sensitivity(lambda p, x: jnp.square(Reversed().apply({"params": p}, x)).mean(), params, X,
+                             dtype="float16", probes=4, measure=measure)  # fmt: skip
+    (row,) = (row for row in found.rows if row.path == "last")  # Inside, nothing is rounded.
+    assert 1e-4 < row.predicted < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [False, True])
 def test_meshes_with_explicit_axes(measure):
     explicit = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(explicit, explicit))

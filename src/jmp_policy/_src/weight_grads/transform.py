@@ -18,6 +18,7 @@ as it was traced. The product that gives a weight's gradient has half operands t
 accumulated in float32 anyway.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -320,7 +321,12 @@ _RULES: Mapping[str, Callable[[Any, Sequence[Any], Sequence[DualWeight]], Sequen
 }
 
 
-def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False) -> Callable[..., Any]:
+def with_float32_gradients(
+    fn: Callable[..., Any],
+    *,
+    opens_scope: bool = False,
+    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Callable[..., Any]:
     """The function, with float32 gradients of every parameter that it casts by `cast_weight`.
 
     Where nothing is traced nobody differentiates, and the function runs as it is.
@@ -328,6 +334,8 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
     Args:
       fn: a function of pytrees. Arguments and results that are no arrays are static.
       opens_scope: whether it opens a named scope of its own, which is to leave no trace.
+      inside: makes active what is so in the function. JAX traces the rules of a custom_vjp, and the modules
+        that they call, when it is differentiated: after the function has been traced.
 
     Warns:
       UserWarning: for places at which a gradient stays half.
@@ -340,7 +348,8 @@ def with_float32_gradients(fn: Callable[..., Any], *, opens_scope: bool = False)
                 return fn(*args, **kwargs)
             jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
         run = DualValues()
-        made = binding.run_program(jaxpr, arrays, lambda *arrays: run.results(jaxpr, arrays, opens_scope))
+        with TRACED_FOR_IT(True), inside():
+            made = binding.run_program(jaxpr, arrays, lambda *arrays: run.results(jaxpr, arrays, opens_scope))
         for place, why in run.missed.items():
             warnings.warn(
                 f"grad_dtype=float32 does not reach a weight at {place}: {why}. Its gradient is as without.",

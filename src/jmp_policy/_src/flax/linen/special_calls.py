@@ -59,7 +59,11 @@ def call_with_float32_gradients(
         return call_governed(ACTIVE.value, clone, functools.partial(method, clone), args, kwargs)
 
     function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
-    transformed = functools.partial(transform.with_float32_gradients, opens_scope=True)
+    precision, location = governed(scope, module)
+    inner = dataclasses.replace(scope, half_modules={}).inside(precision.policy, location)
+    transformed = functools.partial(
+        transform.with_float32_gradients, opens_scope=True, inside=lambda: ACTIVE(inner)
+    )
     with ACTIVE(dataclasses.replace(scope, cloned=locate(module, scope.location).path)):
         return compat.over_variables(transformed, function, module, args, kwargs)
 

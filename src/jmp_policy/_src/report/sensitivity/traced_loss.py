@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class Loss:
       args, kwargs: the rest of its arguments.
       has_aux: whether it returns a pair.
       use: the name of the report, for messages.
+      rules: those under which its modules are; None without.
     """
 
     call: Callable[..., Any]
@@ -49,6 +50,7 @@ class Loss:
     kwargs: Mapping[str, Any]
     has_aux: bool
     use: str
+    rules: PolicyMap | None = None
 
     @functools.cached_property
     def function(self) -> Function:
@@ -77,6 +79,20 @@ class Loss:
     def jaxpr(self) -> Any:
         """The loss, as a closed jaxpr of the function's arrays."""
         return self._traced[0]
+
+    @contextlib.contextmanager
+    def differentiated(self) -> Iterator[None]:
+        """Makes the rules active as they are inside of the model, for what runs the jaxpr once more.
+
+        JAX traces the rules of a custom_vjp, and the modules that they call, not before it is differentiated.
+        """
+        scopes = (scope for _, scope in self._traced[1] if scope is not None and scope.caller is not None)
+        with contextlib.ExitStack() as stack:
+            if self.rules is not None and (scope := next(scopes, None)) is not None:
+                for framework in imported_frameworks():
+                    stack.enter_context(framework.governing(self.rules))
+                stack.enter_context(ACTIVE(scope))
+            yield
 
     @functools.cached_property
     def modules(self) -> dict[tuple[str, ...], Any]:
@@ -128,7 +144,7 @@ class Loss:
             (self.params, self.args, dict(self.kwargs)),
             is_leaf=lambda value: framework_of(value) is not None,
         )
-        return dataclasses.replace(self, call=governed, params=params, args=args, kwargs=kwargs)
+        return dataclasses.replace(self, call=governed, params=params, args=args, kwargs=kwargs, rules=rules)
 
     @functools.cached_property
     def gradient(self) -> Any:
@@ -141,7 +157,7 @@ class Loss:
 
             return jax.grad(loss_of)([arrays[i] for i in self.trained])
 
-        with without_overflow_warnings():
+        with self.differentiated(), without_overflow_warnings():
             return jax.make_jaxpr(gradient)(self.function.arrays, jnp.float32(1))
 
     @functools.cached_property
@@ -214,7 +230,7 @@ class TracedLoss:
             raise ValueError(f"{loss.use} looks at float16 and bfloat16, got dtype={dtype!r}.")
         policy = f"params=float32, compute={dtype}, output=float32"
         self.in_float32 = _not_half(loss, PolicyMap(policy))
-        half = loss.under(_rules_around(self.in_float32, list(loss.modules), policy))
+        self._half = half = loss.under(_rules_around(self.in_float32, list(loss.modules), policy))
         others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
         self.name, self.dtype, self.modules = half.function.name, dtype, loss.modules
         self.jaxpr, self.trained, self.batches = half.jaxpr, half.trained, [half.function.arrays, *others]
@@ -248,7 +264,8 @@ class TracedLoss:
     def run(self, sinks: Mapping[Sink, Any], params: Sequence[Any], arrays: Sequence[Any]) -> jax.Array:
         """The loss, computed in float32 with taps."""
         program = TappedProgram(self._group_of, sinks, self.dtype)
-        return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
+        with self._half.differentiated():
+            return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
 class _NotHalf(Visitor):
