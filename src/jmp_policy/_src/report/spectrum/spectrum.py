@@ -19,7 +19,7 @@ from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.report import progress, tapping
-from jmp_policy._src.report.function import Function, as_function, as_loss_scale, replaced, trained_arguments
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
@@ -71,17 +71,12 @@ def gradient_spectrum(
     """
     function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
     loss_scale = as_loss_scale(scale)
-    trained = trained_arguments(function, "gradient_spectrum")
-
-    def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        return function.result(replaced(arrays, trained, params))
+    trained = function.trained_by("gradient_spectrum")
 
     params = [function.arrays[i] for i in trained]
-    names, out = (
-        _traced_taps(function, lambda out: split_loss(out, has_aux)[0]) if activations else ([], None)
-    )
+    names = _traced_taps(function) if activations else []
     state = SpectrumState.zeros(_trained_paths(function), names)
-    counted = _counted_gradient(loss_of, has_aux, out)
+    counted = spectrum_value_and_grad(function.of_params, has_aux=has_aux)
 
     def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
         return counted(scale, state, params, arrays)[1]
@@ -125,11 +120,6 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
       >>> state.report().overall().exponents
       {1: 3}
     """
-    return _counted_gradient(loss_fn, has_aux)
-
-
-def _counted_gradient(loss_fn: Callable[..., Any], has_aux: bool, known: Any = None) -> Callable[..., Any]:
-    """As `spectrum_value_and_grad`; `known` is the type of the loss, if somebody has traced it."""
 
     @functools.wraps(loss_fn)
     def counted(
@@ -143,9 +133,7 @@ def _counted_gradient(loss_fn: Callable[..., Any], has_aux: bool, known: Any = N
             )
         scale = as_loss_scale(scale_or_opt_state)
         # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
-        out = known
-        if known is None:
-            out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
+        out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
         cotangent = first_cotangent(getattr(out, "dtype", None), scale.loss_scale)
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
@@ -206,7 +194,7 @@ class SpectrumState:
         """
         fn = loss_fn or (lambda params: None)
         function = as_function(fn, (params, *args), kwargs, "SpectrumState.create")
-        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _traced_taps(function)[0])
+        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _traced_taps(function))
 
     @classmethod
     def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
@@ -292,22 +280,19 @@ def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
 
-def _traced_taps(function: Function, of: Callable[[Any], Any] = lambda out: out) -> tuple[list[str], Any]:
-    """The names of taps that parameters lead to, and the type of what a function makes of the result.
+def _traced_taps(function: Function) -> list[str]:
+    """The names of taps that parameters lead to.
 
     Training computes no gradients of other activations, and their size would say nothing of a loss scale.
     """
     taps, trained = tapping.Taps(histogram.count), function.trained()
 
     def traced(arrays: Sequence[Any]) -> Any:
-        def result(params: Sequence[Any]) -> Any:
-            return of(function.result(replaced(arrays, trained, params)))
-
-        return jax.vjp(result, [arrays[i] for i in trained])[0]
+        return jax.vjp(lambda params: function.of_params(params, arrays), [arrays[i] for i in trained])[0]
 
     with tapping.watching_modules(taps):
-        out = jax.eval_shape(traced, function.arrays)
-    return list(taps.met), out
+        jax.eval_shape(traced, function.arrays)
+    return list(taps.met)
 
 
 def _trained_paths(function: Function) -> list[str]:
