@@ -7,8 +7,7 @@ import pytest
 
 import jmp_policy as jmpp
 from jmp_policy._src.report import pieces
-from jmp_policy._src.report.one_pass import totals
-from jmp_policy._src.report.pieces import compiled_quickly
+from jmp_policy._src.report.pieces import compiled_quickly, totals
 
 
 def run_compiled(fn, *args):

@@ -208,6 +208,7 @@ DOCUMENTED = {
     "jax.ad_checkpoint": {"checkpoint_name"},
     "jax.experimental": {"topologies"},
     "jax.extend": {"core"},
+    "jax.flatten_util": {"ravel_pytree"},
     "jax.interpreters": {"ad", "batching", "mlir"},
     "flax.core": {"FrozenDict", "meta"},
     "flax.nnx.nn": {"dtypes"},

@@ -33,6 +33,27 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlacedOperation(Placed):
+    """Base class of what is said of one operation.
+
+    Args:
+      operation: name of the primitive.
+      path, line: as of `Placed`.
+      backward: whether it is part of a backward pass.
+    """
+
+    operation: str
+    path: str
+    line: str
+    backward: bool
+
+    @property
+    def direction(self) -> str:
+        """The name of the pass, as tables show it."""
+        return "backward" if self.backward else "forward"
+
+
+@dataclasses.dataclass(frozen=True)
 class Site(Placed):
     """Where an operation is.
 
@@ -71,33 +92,51 @@ class ValueInfo(NamedTuple):
     is_carry: bool = False
 
 
-class Visitor:
-    """Looks at the operations that have no program inside."""
+class Operation(NamedTuple):
+    """An operation that has no program inside; or a loop.
+
+    Args:
+      eqn, site: its equation, and where it is.
+      operands, results: what is known of its values; nothing of those of a loop.
+    """
+
+    eqn: Any
+    site: Site
+    operands: Sequence[ValueInfo] = ()
+    results: Sequence[ValueInfo] = ()
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop."""
+        return calls.kind_of(self.eqn) in _LOOPS
+
+
+class Walk:
+    """The operations of a closed jaxpr, those in calls and loops too.
+
+    Args:
+      jaxpr: the program.
+
+    Attributes:
+      seen: all in order, loops before what is in them.
+      operations: those that are no loops.
+      results: what is known of the program's results.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self._keys = 0
+        self.seen: list[Operation] = []
+        arguments = [self.new(origin=i) for i in range(len(compat.open_jaxpr(jaxpr).invars))]
+        self.results = self.inside(jaxpr, arguments, Site(), silent=False)
+        self.operations = [operation for operation in self.seen if not operation.is_loop]
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
-        """The marks that its results carry; asked several times for what is in loops."""
+        """The marks that the results of an equation carry; asked several times for what is in loops."""
         return frozenset()
 
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation; called once for each, in order."""
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Takes note of a loop before the operations in it."""
-
-
-def walk(jaxpr: Any, visitor: Visitor) -> list[ValueInfo]:
-    """Shows a closed jaxpr's operations to a visitor; gives what is known of its results."""
-    run = _Walk(visitor)
-    arguments = [run.new(origin=i) for i in range(len(compat.open_jaxpr(jaxpr).invars))]
-    return run.inside(jaxpr, arguments, Site(), silent=False)
-
-
-class _Walk:
-    """One walk; the rounds in which only a loop's carry is found out are silent."""
-
-    def __init__(self, visitor: Visitor):
-        self._visitor = visitor
-        self._keys = 0
+    def see(self, operation: Operation) -> None:
+        """Takes note of an operation or loop; called once for each, in order."""
+        self.seen.append(operation)
 
     def new(
         self, provenance: frozenset[int] = frozenset(), origin: int | None = None, times: int = 1
@@ -123,9 +162,9 @@ class _Walk:
 
     def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         kind = calls.kind_of(eqn)
-        if kind in (Kind.SCAN, Kind.WHILE):
+        if kind in _LOOPS:
             if not silent:
-                self._visitor.loop(eqn, site)
+                self.see(Operation(eqn, site))
             return self._loop(eqn, operands, site, silent)
         if kind in (Kind.COND, Kind.PLATFORM):
             branches = [self.inside(j, operands[1:], site, silent) for j in control_flow.branches(eqn)]
@@ -135,10 +174,10 @@ class _Walk:
             return self.inside(called.jaxpr, operands[called.skipped :], site, silent)
         inner = calls.inner_jaxprs(eqn)
         if not inner:
-            provenance = self._visitor.marks(eqn, site, operands)
+            provenance = self.marks(eqn, site, operands)
             results = [self.new(provenance, times=site.times) for _ in eqn.outvars]
             if not silent:
-                self._visitor.see(eqn, site, operands, results)
+                self.see(Operation(eqn, site, operands, results))
             return results
         provenance = _joined(operands)
         for jaxpr in inner:
@@ -186,6 +225,8 @@ def site_of(eqn: Any, outer: Site) -> Site:
         outer, path=path, backward=backward, line=source_lines.source_line(eqn, outer.line)
     )
 
+
+_LOOPS = (Kind.SCAN, Kind.WHILE)
 
 #: Names that `jax.checkpoint` puts around what it computes a second time.
 _REMAT = ("rematted_computation", "checkpoint", "remat")

@@ -83,16 +83,20 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 ACTIVE = jax.make_user_context(default_value=None)
 
 
-#: The trial of other rules (`report.trials.Trial`) that is going on in this thread, or None.
+class Met:
+    """The rules of the modules that run in a with-block, each once, in `rules`."""
+
+    def __init__(self) -> None:
+        self.rules: dict[PolicyMap, None] = {}
+
+
+#: The rules that a report tries in place of those that modules were wrapped with, or a `Met`; else None.
 TRIAL = jax.make_user_context(default_value=None)
 
 
 def in_trial(rules: PolicyMap) -> PolicyMap:
-    """The rules to follow where a module or a block has these: those of a trial, if one is going on."""
+    """The rules to follow where a module or a block has these: those that are tried, if any are."""
     trial = TRIAL.value
-    if trial is None:
-        return rules
-    if trial.rules is not None:
-        return trial.rules
-    trial.met[rules] = None
-    return rules
+    if isinstance(trial, Met):
+        trial.rules[rules] = None
+    return trial if isinstance(trial, PolicyMap) else rules

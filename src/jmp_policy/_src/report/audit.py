@@ -1,10 +1,9 @@
 """Audits the jaxpr of a function: precision of products, silent upcasts, repeated casts, sums in half."""
 
 import dataclasses
-import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +13,12 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_floating, is_half, is_wide
 from jmp_policy._src.jaxpr import compat, control_flow, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, size, walk
+from jmp_policy._src.jaxpr.walk import Operation, Site, ValueInfo, Walk, size
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
-from jmp_policy._src.report.function import as_function, replaced
-from jmp_policy._src.report.lost_constants import LostConstants, WideNumbers, without_overflow_warnings
-from jmp_policy._src.report.trials import numbers_in_float32
+from jmp_policy._src.report.function import Function, as_function, replaced
+from jmp_policy._src.report.lost_constants import LostConstant, without_overflow_warnings
+from jmp_policy._src.report.trials import lost_constants_of
 
 
 def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:
@@ -52,14 +51,45 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
         function = _with_gradients(function)
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
-    in_float32 = functools.partial(numbers_in_float32, jaxpr, function.call, function.arrays)
+    constants = lost_constants_of(jaxpr, function.call, function.arrays).found()
     is_autocast = any(map(source_lines.is_of_autocast, ir.equations(jaxpr)))
-    visitor = AuditVisitor([argument.path for argument in function.arguments], in_float32, is_autocast)
-    walk(jaxpr, visitor)
-    return visitor.audit(function.name)
+    arguments = [argument.path for argument in function.arguments]
+    return audit_of(function.name, jaxpr, arguments, constants, is_autocast)
 
 
-def _with_gradients(function: Any) -> Any:
+def audit_of(
+    function: str,
+    jaxpr: Any,
+    arguments: Sequence[str],
+    constants: tuple[LostConstant, ...] = (),
+    is_autocast: bool = False,
+) -> Audit:
+    """Audits a closed jaxpr.
+
+    Args:
+      function, arguments: names of the function and its arguments.
+      jaxpr: the program.
+      constants: that half precision makes infinite, zero or one.
+      is_autocast: whether `autocast` made it.
+    """
+    walk = _AuditWalk(jaxpr, is_autocast)
+    operations, products = walk.operations, walk.products()
+    names = [operation.eqn.primitive.name for operation in operations]
+    sums, integers = half_sums(walk.seen), rounded_integers(operations, arguments)
+    return Audit(
+        function=function,
+        products=tuple(products),
+        upcasts=tuple(walk.upcasts()),
+        repeated_casts=tuple(repeated_casts(operations, arguments)),
+        half_operations=(*half_operations(operations), *sums, *integers),
+        opaque=dict(Counter(filter(_KERNELS.__contains__, names))),
+        flops=sum(p.flops for p in products),
+        uncounted=any(o.eqn.primitive.name in _PRODUCTS and not o.site.counted for o in operations),
+        constants=constants,
+    )
+
+
+def _with_gradients(function: Function) -> Function:
     trained = function.trained()
 
     def value_and_gradients(arrays: Sequence[Any]) -> Any:
@@ -79,8 +109,8 @@ def _with_gradients(function: Any) -> Any:
     return function._replace(call=value_and_gradients, has_state=False)
 
 
-class AuditVisitor(Visitor):
-    """Visitor of a jaxpr that collects products, upcasts, casts and half operations for an audit.
+class _AuditWalk(Walk):
+    """Collects products, and the upcasts that reach them.
 
     The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32,
     and the first cast that was written: a product that reads the value is in float32 because of them.
@@ -89,31 +119,16 @@ class AuditVisitor(Visitor):
     values which the model makes of no half ones.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        in_float32: Callable[[], WideNumbers] = WideNumbers,
-        is_autocast: bool = False,
-    ):
-        self._arguments, self._is_autocast = list(arguments), is_autocast
+    def __init__(self, jaxpr: Any, is_autocast: bool):
+        self._is_autocast = is_autocast
         self._promoted: dict[int, tuple[Any, Site]] = {}
         #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32.
         self._not_promoting: set[int] = set()
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
-        self._reached: dict[int, list[str]] = defaultdict(list)
         self._products: list[tuple[Product, frozenset[int]]] = []
-        self._casts: dict[Any, list[Any]] = defaultdict(list)
-        self._half: list[HalfOperation] = []
-        self._opaque = Counter[str]()
-        self._uncounted = False
-        self._constants = LostConstants(in_float32)
-        self._sums = HalfSums()
-        self._rounded = RoundedIntegers(arguments)
-        self._upcast_ids: dict[int, int] = {}
-        self._of_carries: set[int] = set()
-        self._meets_carry: set[int] = set()
+        super().__init__(jaxpr)
 
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         if all(map(is_half, map(ir.dtype_of, eqn.outvars))):
@@ -132,26 +147,23 @@ class AuditVisitor(Visitor):
     def _id(self, eqn: Any) -> int:
         return self._ids.setdefault(id(eqn), len(self._ids))
 
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
+    def see(self, operation: Operation) -> None:
+        super().see(operation)
+        if operation.is_loop:
+            return
+        eqn, site, operands, results = operation
         name = eqn.primitive.name
         if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
-        elif name == "convert_element_type":
-            self._see_cast(eqn, site, operands[0], results[0])
+        elif _is_silent_upcast(eqn, site) and self._is_autocast:
+            self._promoted[results[0].key] = eqn, site
+        elif _is_silent_upcast(eqn, site):
+            self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
         elif name == "broadcast_in_dim" and (
             isinstance(eqn.invars[0], compat.Literal) or operands[0].origin is not None
         ):
             self._not_promoting.add(results[0].key)
-        elif name in _KERNELS:
-            self._opaque[name] += 1
         self._see_promoted(eqn, operands)
-        self._see_carry(eqn, operands, results)
-        self._see_half(eqn, site)
-        for visitor in (self._constants, self._sums, self._rounded):
-            visitor.see(eqn, site, operands, results)
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        self._sums.loop(eqn, site)
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -161,7 +173,6 @@ class AuditVisitor(Visitor):
             causes = frozenset([self._id(eqn)])
         size = matrix_products.size_of(eqn)
         lhs, rhs = fp8.operand_dtypes(eqn)
-        self._uncounted |= not site.counted
         product = Product(
             *(eqn.primitive.name, site.path, site.line, site.backward),
             *(lhs, rhs, str(ir.dtype_of(eqn.outvars[0]))),
@@ -173,29 +184,10 @@ class AuditVisitor(Visitor):
         )
         # Causes are named at the end: in a loop one may come after the product that it reaches.
         self._products.append((product, causes))
-        for cause in causes:
-            self._reached[cause].append(site.place)
 
     def _note_upcast(self, eqn: Any, site: Site, before: Any, after: Any) -> None:
         narrow, wide, shape = ir.dtype_of(before), ir.dtype_of(after), tuple(ir.shape_of(before))
         self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(narrow), str(wide), shape, ())
-
-    def _see_cast(self, eqn: Any, site: Site, operand: ValueInfo, result: ValueInfo) -> None:
-        (var,), (out,) = eqn.invars, eqn.outvars
-        before, after = ir.dtype_of(var), ir.dtype_of(out)
-        if not (is_floating(before) and is_floating(after)):
-            return
-        # XLA fuses the upcast of a computed value into the operations that read it.
-        costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
-        if costs and before != after and size(var) > 1 and not isinstance(var, compat.Literal):
-            cost = size(var) * np.dtype(before).itemsize
-            # In a scan a value is another one on each trip, unless it comes from outside.
-            times = site.times // operand.times
-            self._casts[operand.key, str(after)].append((site, operand.origin, cost, times))
-        if _is_silent_upcast(eqn, site) and self._is_autocast:
-            self._promoted[result.key] = eqn, site
-        elif _is_silent_upcast(eqn, site):
-            self._note_upcast(eqn, site, var, out)
 
     def _see_promoted(self, eqn: Any, operands: Sequence[ValueInfo]) -> None:
         casts = [self._promoted[v.key] for v in operands if v.key in self._promoted]
@@ -208,62 +200,38 @@ class AuditVisitor(Visitor):
                 self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
                 self._written.pop(self._id(cast), None)
 
-    def _see_carry(self, eqn: Any, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Notes which upcasts meet a loop's float32 carry: a sum in float32, as it should be."""
-        if id(eqn) in self._ids:
-            self._upcast_ids[results[0].key] = self._ids[id(eqn)]
-        pairs = list(zip(eqn.invars, operands, strict=True))
-        if any((v.is_carry or v.key in self._of_carries) and ir.is_float32(atom) for atom, v in pairs):
-            self._of_carries.update(info.key for info in results)
-            self._meets_carry |= {self._upcast_ids[v.key] for v in operands if v.key in self._upcast_ids}
-
-    def _see_half(self, eqn: Any, site: Site) -> None:
-        name = eqn.primitive.name
-        listed, why = op_table.LISTED.get(name, ("", ""))
-        half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), None)
-        if listed == "full" and half is not None and any(map(size, eqn.invars)):
-            self._half.append(_half_operation(name, site, half, why, sum_terms(eqn)))
-
-    def audit(self, function: str) -> Audit:
-        """The audit of everything visited so far."""
-        total = sum(p.flops for p, _ in self._products)
-        is_float8 = any(p.scales for p, _ in self._products)
-        products = []
+    def products(self) -> list[Product]:
+        """The products, with their shares of the FLOPs, and why they are not in half."""
+        flops = sum(p.flops for p, _ in self._products)
+        is_float8, found = any(p.scales for p, _ in self._products), list[Product]()
         for p, causes in self._products:
-            share, stays = p.flops / total if total else 0.0, p.stays if is_float8 else ""
-            products.append(dataclasses.replace(p, share=share, cause=self._places(causes), stays=stays))
-        upcasts = tuple(
-            dataclasses.replace(upcast, reaches=tuple(dict.fromkeys(self._reached[index])))
-            for index, upcast in self._upcasts.items()
-            if self._reached[index] or index not in self._meets_carry
-        )
-        return Audit(
-            function=function,
-            products=tuple(products),
-            upcasts=upcasts,
-            repeated_casts=tuple(self._repeated()),
-            half_operations=(*self._half, *self._sums.found, *self._rounded.found),
-            opaque=dict(self._opaque),
-            flops=total,
-            uncounted=self._uncounted,
-            constants=self._constants.found(),
-        )
+            share, stays = p.flops / flops if flops else 0.0, p.stays if is_float8 else ""
+            found.append(dataclasses.replace(p, share=share, cause=self._places(causes), stays=stays))
+        return found
+
+    def upcasts(self) -> Iterator[Upcast]:
+        """The silent upcasts with what they reach, but those that only meet a loop's float32 sum."""
+        meets_carry = self._meeting_carries()
+        for index, upcast in self._upcasts.items():
+            reaches = dict.fromkeys(p.place for p, causes in self._products if index in causes)
+            if reaches or index not in meets_carry:
+                yield dataclasses.replace(upcast, reaches=tuple(reaches))
+
+    def _meeting_carries(self) -> set[int]:
+        """The upcasts that meet a loop's float32 carry: a sum in float32, as it should be."""
+        upcasts, of_carries, found = dict[int, int](), set[int](), set[int]()
+        for eqn, _, operands, results in self.operations:
+            if id(eqn) in self._ids:
+                upcasts[results[0].key] = self._ids[id(eqn)]
+            pairs = zip(eqn.invars, operands, strict=True)
+            if any((v.is_carry or v.key in of_carries) and ir.is_float32(atom) for atom, v in pairs):
+                of_carries.update(info.key for info in results)
+                found |= {upcasts[v.key] for v in operands if v.key in upcasts}
+        return found
 
     def _places(self, causes: Iterable[int]) -> str:
         silent = [self._upcasts[c].place for c in sorted(causes) if c in self._upcasts]
         return "; ".join(dict.fromkeys(silent or [self._written[c] for c in causes if c in self._written]))
-
-    def _repeated(self) -> list[RepeatedCast]:
-        found = []
-        for (_, dtype), casts in self._casts.items():
-            times = sum(times for *_, times in casts)
-            if times < 2:
-                continue
-            _, origin, cost, _ = casts[0]
-            value = "a computed value" if origin is None else str(self._arguments[origin])
-            places = tuple(dict.fromkeys(site.place for site, *_ in casts))
-            found.append(RepeatedCast(value, dtype, times, cost, places))
-        return sorted(found, key=lambda cast: -cast.times * cast.size)
 
 
 _PRODUCTS = HAVING[Trait.PRODUCT]
@@ -296,96 +264,124 @@ def _is_widening_product(eqn: Any) -> bool:
     return eqn.primitive.name in _PRODUCTS and all(is_half(ir.dtype_of(var)) for var in eqn.invars[:2])
 
 
+def repeated_casts(operations: Sequence[Operation], arguments: Sequence[str]) -> list[RepeatedCast]:
+    """The casts of one value to the same dtype, most bytes first."""
+    found, known = list[RepeatedCast](), defaultdict[Any, list[tuple[Site, int]]](list)
+    for eqn, site, operands, _ in operations:
+        if eqn.primitive.name != "convert_element_type":
+            continue
+        (var,), (operand,), before, after = (
+            eqn.invars,
+            operands,
+            *map(ir.dtype_of, (*eqn.invars, *eqn.outvars)),
+        )
+        if not (is_floating(before) and is_floating(after)) or isinstance(var, compat.Literal):
+            continue
+        # XLA fuses the upcast of a computed value into the operations that read it.
+        costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
+        if costs and before != after and size(var) > 1:
+            value = "a computed value" if operand.origin is None else arguments[operand.origin]
+            # In a scan a value is another one on each trip, unless it comes from outside.
+            times = site.times // operand.times
+            known[operand.key, value, str(after), size(var) * np.dtype(before).itemsize].append((site, times))
+    for (_, value, dtype, cost), casts in known.items():
+        times, places = sum(times for _, times in casts), dict.fromkeys(site.place for site, _ in casts)
+        if times > 1:
+            found.append(RepeatedCast(value, dtype, times, cost, tuple(places)))
+    return sorted(found, key=lambda cast: -cast.times * cast.size)
+
+
+def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
+    """Finds operations in half precision that are listed for float32."""
+    for eqn, site, *_ in operations:
+        name = eqn.primitive.name
+        listed, why = op_table.LISTED.get(name, ("", ""))
+        half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), None)
+        if listed == "full" and half is not None and any(map(size, eqn.invars)):
+            yield _half_operation(name, site, half, why, sum_terms(eqn))
+
+
 #: Sums are hardly worse than other operations in half whose number of terms times the dtype's epsilon is up
 #: to this: 128 terms in float16, 16 in bfloat16.
 _FEW = 1 / 8
 
 
-class HalfSums(Visitor):
+def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
     """Finds sums in half precision that add one term after another: scatter-adds, and the carries of loops.
 
     XLA adds the terms of a `reduce_sum` or `cumsum` in parts, and then the parts: of 8192 equal float16 terms
     it loses 0.3 %. A scatter-add and a loop add one by one, and the sum stops growing once a term is less
     than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU.)
     """
+    distinct = dict[int, int]()
 
-    def __init__(self) -> None:
-        self.found: list[HalfOperation] = []
-        self._distinct: dict[int, int] = {}
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation, as `Visitor.see`."""
-        name = eqn.primitive.name
-        if name in _SCATTERS and is_half(ir.dtype_of(eqn.outvars[0])):
-            terms = max(scatter_terms(eqn, self._distinct_of(operands[1])), 1)
-            self._add(name, site, ir.dtype_of(eqn.outvars[0]), terms, "a cast of what is added")
-        elif name == "iota":
-            self._distinct[results[0].key] = eqn.params["shape"][eqn.params["dimension"]]
-        elif name in _KEEPS_DISTINCT and not is_half(ir.dtype_of(eqn.outvars[0])):
-            counts = [self._distinct_of(info) for info in operands]
-            if name in _ADDS and all(info.constant is None for info in operands):
-                counts = []  # Only a shift keeps numbers apart: the length, for an index from the end.
-            if max(counts, default=1) > 1:
-                self._distinct[results[0].key] = max(counts)
-
-    def loop(self, eqn: Any, site: Site) -> None:
-        """Takes note of a loop, as `Visitor.loop`."""
-        loop = control_flow.loop(eqn, eqn.invars)
-        body, first, carries = compat.open_jaxpr(loop.body), len(loop.fixed), len(loop.start)
-        starts = body.invars[first : first + carries]
-        for start, end in zip(starts, body.outvars[:carries], strict=True):
-            if is_half(ir.dtype_of(start)) and _adds_to(body, start, end):
-                self._add(eqn.primitive.name, site, ir.dtype_of(start), loop.trips or 0, "a float32 carry")
-
-    def _distinct_of(self, info: ValueInfo) -> int:
+    def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
         constant = info.constant
         if constant is not None and not ir.is_traced(constant) and np.ndim(constant) == 1:
             return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
-        return self._distinct.get(info.key, 1)
+        return distinct.get(info.key, 1)
 
-    def _add(self, name: str, site: Site, dtype: Any, terms: int, repair: str) -> None:
-        if 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
-            return
-        if site.backward:
-            repair = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
-        count = f"up to {terms} terms" if terms else "an unknown number of terms"
-        why = f"adds {count} one after another: {repair} makes it a float32 sum"
-        self.found.append(_half_operation(name, site, dtype, why, terms))
+    for operation in operations:
+        (eqn, site, operands, results), name = operation, operation.eqn.primitive.name
+        sums = list[tuple[Any, int, str]]()
+        if operation.is_loop:
+            sums = [(dtype, trips, "a float32 carry") for dtype, trips in _summed_carries(eqn)]
+        elif name in _SCATTERS and is_half(ir.dtype_of(eqn.outvars[0])):
+            terms = max(scatter_terms(eqn, distinct_of(operands[1])), 1)
+            sums = [(ir.dtype_of(eqn.outvars[0]), terms, "a cast of what is added")]
+        elif name == "iota":
+            distinct[results[0].key] = eqn.params["shape"][eqn.params["dimension"]]
+        elif name in _KEEPS_DISTINCT and not is_half(ir.dtype_of(eqn.outvars[0])):
+            counts = [distinct_of(info) for info in operands]
+            if name in _ADDS and all(info.constant is None for info in operands):
+                counts = []  # Only a shift keeps numbers apart: the length, for an index from the end.
+            if max(counts, default=1) > 1:
+                distinct[results[0].key] = max(counts)
+        for dtype, terms, repair in sums:
+            if not 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
+                if site.backward:
+                    repair = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
+                count = f"up to {terms} terms" if terms else "an unknown number of terms"
+                why = f"adds {count} one after another: {repair} makes it a float32 sum"
+                yield _half_operation(name, site, dtype, why, terms)
 
 
-class RoundedIntegers(Visitor):
+def _summed_carries(eqn: Any) -> Iterator[tuple[Any, int]]:
+    """The dtype of each carry of a loop that is a sum in half, and its number of terms; 0 if unknown."""
+    loop = control_flow.loop(eqn, eqn.invars)
+    body, first, carries = compat.open_jaxpr(loop.body), len(loop.fixed), len(loop.start)
+    starts = body.invars[first : first + carries]
+    for start, end in zip(starts, body.outvars[:carries], strict=True):
+        if is_half(ir.dtype_of(start)) and _adds_to(body, start, end):
+            yield ir.dtype_of(start), loop.trips or 0
+
+
+def rounded_integers(operations: Sequence[Operation], arguments: Sequence[str]) -> Iterator[HalfOperation]:
     """Finds integers made of an argument that was float32 and went through half precision: other numbers.
 
     Float16 holds the integers up to 2048, bfloat16 those up to 256.
     """
-
-    def __init__(self, arguments: Sequence[str]):
-        self.found: list[HalfOperation] = []
-        self._arguments = arguments
-        self._of_argument: dict[int, int] = {}
-        self._rounded: dict[int, Any] = {}
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation, as `Visitor.see`."""
+    of_argument, rounded = dict[int, int](), dict[int, Any]()
+    for eqn, site, operands, results in operations:
         if eqn.primitive.name not in _KEEPS_NUMBERS:
-            return
+            continue
         for atom, operand in zip(eqn.invars, operands, strict=True):
             before, after = ir.dtype_of(atom), ir.dtype_of(eqn.outvars[0])
-            argument = self._of_argument.get(operand.key, operand.origin)
+            argument = of_argument.get(operand.key, operand.origin)
             if argument is None or not jnp.issubdtype(before, jnp.floating):
                 continue
-            self._of_argument.update((info.key, argument) for info in results)
-            half = self._rounded.get(operand.key, after if is_half(after) and not is_half(before) else None)
+            of_argument.update((info.key, argument) for info in results)
+            half = rounded.get(operand.key, after if is_half(after) and not is_half(before) else None)
             if half is None:
                 continue
-            self._rounded.update((info.key, half) for info in results)
+            rounded.update((info.key, half) for info in results)
             if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(after, jnp.integer):
                 why = (
-                    f"makes integers of {self._arguments[argument]!r} after it was rounded: pass integers, "
+                    f"makes integers of {arguments[argument]!r} after it was rounded: pass integers, "
                     "or give the module float32 by a rule"
                 )
-                self.found.append(_half_operation(eqn.primitive.name, site, half, why))
+                yield _half_operation(eqn.primitive.name, site, half, why)
 
 
 def _half_operation(name: str, site: Site, dtype: Any, why: str, terms: int = 0) -> HalfOperation:

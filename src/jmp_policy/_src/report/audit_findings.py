@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, count_text, joined, percent
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Placed
+from jmp_policy._src.jaxpr.walk import Placed, PlacedOperation
 from jmp_policy._src.policy.module_precision import LEAST_TERMS
 from jmp_policy._src.report import lost_constants
 
@@ -20,7 +20,7 @@ _VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(Placed):
+class Product(PlacedOperation):
     """Matrix product or convolution.
 
     Args:
@@ -42,10 +42,6 @@ class Product(Placed):
       stays: why it is not in float8, in a program that has such products; else "".
     """
 
-    operation: str
-    path: str
-    line: str
-    backward: bool
     lhs: str
     rhs: str
     result: str
@@ -111,7 +107,7 @@ class RepeatedCast:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfOperation(Placed):
+class HalfOperation(PlacedOperation):
     """Operation in half precision that belongs in float32: an exponential, a logarithm, a sum.
 
     Which operations do is listed in NVIDIA's mixed-precision training guide.
@@ -125,10 +121,6 @@ class HalfOperation(Placed):
       terms: of a sum, how many terms may go into one element; 0 for others, and where it is unknown.
     """
 
-    operation: str
-    path: str
-    line: str
-    backward: bool
     dtype: str
     times: int
     why: str
@@ -274,7 +266,7 @@ class Audit(Report):
         rows = [
             (
                 *(p.operation,) * (not one),
-                *(_module(p.path), p.line.partition(" ")[0], _pass(p)),
+                *(_module(p.path), p.line.partition(" ")[0], p.direction),
                 *(_dtypes(p), _size(p), Sum(p.share, percent), p.pad, *(p.scales or p.stays,) * is_float8),
             )
             for p in self.products
@@ -289,7 +281,7 @@ class Audit(Report):
             for c in self.repeated_casts
         ]
         half = [
-            (h.operation, h.dtype, h.path, h.line.partition(" ")[0], _pass(h), Sum(h.times), h.terms or "")
+            (h.operation, h.dtype, h.path, h.line.partition(" ")[0], h.direction, Sum(h.times), h.terms or "")
             # Those that the verdict names first.
             for h in sorted(self.half_operations, key=_is_harmful, reverse=True)
         ]
@@ -345,10 +337,6 @@ def _module(path: str) -> str:
     """A path without the equation that `jnp.einsum` adds to it."""
     module, _, last = path.rpartition("/")
     return module if "->" in last else path
-
-
-def _pass(row: Product | HalfOperation) -> str:
-    return "backward" if row.backward else "forward"
 
 
 def _dtypes(p: Product) -> str:

@@ -1,7 +1,6 @@
 """Finds the first non-finite value of a loss and its gradients, or of any function, and says what to do."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +20,10 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
-from jmp_policy._src.report.function import (
-    Function,
-    as_function,
-    as_loss_scale,
-    named_results,
-    returns_scalar,
-    value_and_gradients,
-)
-from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, lost_in, without_overflow_warnings
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale
+from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, without_overflow_warnings
 from jmp_policy._src.report.pieces import Pieces
-from jmp_policy._src.report.trials import Mending, numbers_in_float32
+from jmp_policy._src.report.trials import Mending, lost_constants_of
 
 
 def diagnose(
@@ -81,15 +73,15 @@ def diagnose(
         raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
     with without_overflow_warnings(), progress.showing("diagnose"):
         is_one = isinstance(scale, int | float) and scale == 1
-        if has_aux or not is_one or returns_scalar(function):
+        if has_aux or not is_one or function.returns_scalar():
             loss_scale = float(as_loss_scale(scale).loss_scale)
-            program, names = value_and_gradients(function, "diagnose", loss_scale, has_aux)
+            program, names = function.value_and_gradients("diagnose", loss_scale, has_aux)
             return _diagnosed(function, program, names, loss_scale, Mending(function, loss_scale, has_aux))
         try:
             loss_scale = float(find_loss_scale((params, args, kwargs)).loss_scale)
         except (TypeError, ValueError):  # None, or several.
             loss_scale = 1.0
-        return _diagnosed(function, *named_results(function), loss_scale)
+        return _diagnosed(function, *function.named_results(), loss_scale)
 
 
 def _diagnosed(
@@ -111,14 +103,14 @@ def _diagnosed(
     names = list(names)  # Of this trace.
     results, replay = _run(jaxpr, function.arrays)
     loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
-    lost = lost_in(jaxpr, functools.partial(numbers_in_float32, jaxpr, program, function.arrays))
-    found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
+    constants = lost_constants_of(jaxpr, program, function.arrays).found()
+    found = Diagnosis(function.name, True, loss, loss_scale, constants=constants)
     if replay is None:
         return _with_constants_kept(found, mending)
     by_compiler = not math.isfinite(loss) and replay.ranges[replay.results[0]].is_finite
     if mending is not None and by_compiler and loss_scale > 1:
         # What single operations show first may be gradients that are large for their scale, and no cause.
-        program, names = value_and_gradients(function, "diagnose", 1.0, mending.has_aux)
+        program, names = function.value_and_gradients("diagnose", 1.0, mending.has_aux)
         return _diagnosed(function, program, names, 1.0, Mending(function, 1.0, mending.has_aux))
     pairs = zip(names, replay.results, strict=True)
     bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jmp_policy._src.core.report_base import Report, Table, joined
 from jmp_policy._src.jaxpr.op_table import NOT_FINITE
-from jmp_policy._src.jaxpr.walk import Placed
+from jmp_policy._src.jaxpr.walk import Placed, PlacedOperation
 from jmp_policy._src.report import lost_constants, trials
 
 
@@ -28,7 +28,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero(Placed):
+class Zero(PlacedOperation):
     """Operation whose result became zero in half precision, or lost its digits, at which another one failed.
 
     Args:
@@ -37,10 +37,6 @@ class Zero(Placed):
       dtype: dtype of its result.
     """
 
-    operation: str
-    path: str
-    line: str
-    backward: bool
     dtype: str
 
 

@@ -70,9 +70,63 @@ class Function(NamedTuple):
         out = self.call(arrays)
         return out[0] if self.has_state else out
 
+    def of_params(self, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """The function's result for other parameters than those among the arrays."""
+        return self.result(replaced(arrays, self.trained(), params))
+
     def jaxpr(self) -> Any:
         """Traces the function to its closed jaxpr; nothing is run."""
         return jax.make_jaxpr(self.call)(self.arrays)
+
+    def returns_scalar(self) -> bool:
+        """Whether the function's result is one number, as a loss is."""
+        answers: list[bool] = []
+
+        def run(arrays: Sequence[Any]) -> None:
+            # Here: the result itself would outlive its trace.
+            result = self.result(arrays)
+            answers.append(jax.tree.structure(result) == jax.tree.structure(0) and jnp.shape(result) == ())
+
+        jax.eval_shape(run, self.arrays)
+        return answers[0]
+
+    def trained_by(self, use: str) -> list[int]:
+        """As `trained`; raises ValueError if there is none, with the name of the report."""
+        trained = self.trained()
+        if not trained:
+            raise ValueError(f"{use} found no floating arrays in the parameters of {self.name}.")
+        return trained
+
+    def value_and_gradients(
+        self, use: str, loss_scale: Any, has_aux: bool
+    ) -> tuple[Callable[..., Any], list[str]]:
+        """A function to the loss, the loss times its scale, and the latter's gradients; and their names."""
+        trained = self.trained_by(use)
+
+        def program(arrays: Sequence[Any]) -> Any:
+            def scaled(params: Sequence[Any]) -> Any:
+                loss, _ = split_loss(self.of_params(params, arrays), has_aux)
+                loss = jnp.asarray(loss)
+                seed = jnp.asarray(first_cotangent(loss.dtype, loss_scale), jnp.float32)
+                product = loss.astype(promote_dtype(loss.dtype)) * seed
+                return product, loss
+
+            (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
+            return [loss, product, *grads]
+
+        return program, ["the loss", "the scaled loss", *(self.arguments[i].path for i in trained)]
+
+    def named_results(self) -> tuple[Callable[..., Any], list[str]]:
+        """A function to the arrays among all results, and a list that holds their names once it ran."""
+        names: list[str] = []
+
+        def program(arrays: Sequence[Any]) -> list[Any]:
+            paths = jax.tree_util.tree_leaves_with_path(self.call(arrays))
+            kept = [(path, leaf) for path, leaf in paths if is_array(leaf)]
+            names[:] = ["/".join(["result", *map(_key, path)]) for path, _ in kept]
+            return [leaf for _, leaf in kept]
+
+        return program, names
 
 
 def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: str) -> Function:
@@ -176,60 +230,6 @@ def _of_modules(
 
     arrays = [*values, *(split.others[i] for i in others)]
     return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))
-
-
-def returns_scalar(function: Function) -> bool:
-    """Whether a function's result is one number, as a loss is."""
-    answers: list[bool] = []
-
-    def run(arrays: Sequence[Any]) -> None:
-        # Here: the result itself would outlive its trace.
-        result = function.result(arrays)
-        answers.append(jax.tree.structure(result) == jax.tree.structure(0) and jnp.shape(result) == ())
-
-    jax.eval_shape(run, function.arrays)
-    return answers[0]
-
-
-def trained_arguments(function: Function, use: str) -> list[int]:
-    """Which arrays are the parameters of a loss; raises ValueError if none is."""
-    trained = function.trained()
-    if not trained:
-        raise ValueError(f"{use} found no floating arrays in the parameters of {function.name}.")
-    return trained
-
-
-def value_and_gradients(
-    function: Function, use: str, loss_scale: Any, has_aux: bool
-) -> tuple[Callable[..., Any], list[str]]:
-    """A function to the loss, the loss times its scale, and the gradients of the latter; and their names."""
-    trained = trained_arguments(function, use)
-
-    def program(arrays: Sequence[Any]) -> Any:
-        def scaled(params: Sequence[Any]) -> Any:
-            loss, _ = split_loss(function.result(replaced(arrays, trained, params)), has_aux)
-            loss = jnp.asarray(loss)
-            seed = jnp.asarray(first_cotangent(loss.dtype, loss_scale), jnp.float32)
-            product = loss.astype(promote_dtype(loss.dtype)) * seed
-            return product, loss
-
-        (product, loss), grads = jax.value_and_grad(scaled, has_aux=True)([arrays[i] for i in trained])
-        return [loss, product, *grads]
-
-    return program, ["the loss", "the scaled loss", *(function.arguments[i].path for i in trained)]
-
-
-def named_results(function: Function) -> tuple[Callable[..., Any], list[str]]:
-    """A function to the arrays among all results, and a list that holds their names once it ran."""
-    names: list[str] = []
-
-    def program(arrays: Sequence[Any]) -> list[Any]:
-        paths = jax.tree_util.tree_leaves_with_path(function.call(arrays))
-        kept = [(path, leaf) for path, leaf in paths if is_array(leaf)]
-        names[:] = ["/".join(["result", *map(_key, path)]) for path, _ in kept]
-        return [leaf for _, leaf in kept]
-
-    return program, names
 
 
 def donated_arguments(jaxpr: Any) -> tuple[int, ...]:

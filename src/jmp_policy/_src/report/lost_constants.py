@@ -16,11 +16,11 @@ from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
 from jmp_policy._src.jaxpr.source_lines import callers, is_called_by, is_of_activations, written_constants
-from jmp_policy._src.jaxpr.walk import Placed, Site, ValueInfo, Visitor, walk
+from jmp_policy._src.jaxpr.walk import Operation, PlacedOperation, Site, ValueInfo, Walk
 
 
 @dataclasses.dataclass(frozen=True)
-class LostConstant(Placed):
+class LostConstant(PlacedOperation):
     """Constant of a program that half precision makes infinite, zero or one.
 
     Args:
@@ -31,10 +31,6 @@ class LostConstant(Placed):
       becomes: "inf", "-inf", "0", or of a factor "1".
     """
 
-    operation: str
-    path: str
-    line: str
-    backward: bool
     dtype: str
     written: str
     becomes: str
@@ -66,43 +62,36 @@ class WideNumbers(NamedTuple):
     of_lines: Mapping[Any, Collection[float]] = {}
 
 
-class Numbers(Visitor):
-    """The numbers that the operations of a program read, in order."""
+def wide_numbers(program: Any, in_float32: Any) -> WideNumbers:
+    """The numbers of a program in float32, by the equations of it as it is: the n-th is the n-th there.
 
-    def __init__(self) -> None:
-        # By operation and place in the source, for each equation: its identity, and numbers by operand.
-        self._read: dict[Any, list[tuple[int, dict[int, float]]]] = defaultdict(list)
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation, as `Visitor.see`."""
-        if eqn.primitive.name not in _NAMED:
-            return
-        read = {
-            place: float(info.constant)
-            for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True))
-            if info.constant is not None and not ir.is_traced(info.constant)
-            if np.ndim(info.constant) == 0 and is_floating(ir.dtype_of(atom))
-        }
-        self._read[eqn.primitive.name, callers(eqn)].append((id(eqn), read))
-
-    def paired(self, wide: "Numbers") -> WideNumbers:
-        """Those of the same program in float32, for the equations of this one: the n-th is the n-th there."""
-        read, of_lines = dict[tuple[int, int], float](), defaultdict[Any, set[float]](set)
-        for key, there in wide._read.items():
-            of_lines[key[1][:1]].update(number for _, numbers in there for number in numbers.values())
-            here = self._read.get(key, ())
-            for (eqn, _), (_, numbers) in zip(here, there, strict=True) if len(here) == len(there) else ():
-                for place, number in numbers.items():
-                    # A jitted function that is called twice has one equation.
-                    is_one = read.setdefault((eqn, place), number) == number
-                    read[eqn, place] = number if is_one else np.nan
-        return WideNumbers(read, of_lines)
+    Args:
+      program, in_float32: its jaxprs.
+    """
+    read, of_lines, own = dict[tuple[int, int], float](), defaultdict[Any, set[float]](set), _numbers(program)
+    for key, there in _numbers(in_float32).items():
+        of_lines[key[1][:1]].update(number for _, numbers in there for number in numbers.values())
+        here = own.get(key, ())
+        for (eqn, _), (_, numbers) in zip(here, there, strict=True) if len(here) == len(there) else ():
+            for place, number in numbers.items():
+                # A jitted function that is called twice has one equation.
+                is_one = read.setdefault((eqn, place), number) == number
+                read[eqn, place] = number if is_one else np.nan
+    return WideNumbers(read, of_lines)
 
 
-def lost_in(jaxpr: Any, in_float32: Callable[[], WideNumbers]) -> "LostConstants":
-    """What is lost in a closed jaxpr; `in_float32` as of `LostConstants`."""
-    found = LostConstants(in_float32)
-    walk(jaxpr, found)
+def _numbers(jaxpr: Any) -> Mapping[Any, list[tuple[int, dict[int, float]]]]:
+    """By operation and place in the source, for each equation: its identity, and numbers by operand."""
+    found = defaultdict[Any, list[tuple[int, dict[int, float]]]](list)
+    for eqn, _, operands, _ in Walk(jaxpr).operations:
+        if eqn.primitive.name in _NAMED:
+            read = {
+                place: float(info.constant)
+                for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True))
+                if info.constant is not None and not ir.is_traced(info.constant)
+                if np.ndim(info.constant) == 0 and is_floating(ir.dtype_of(atom))
+            }
+            found[eqn.primitive.name, callers(eqn)].append((id(eqn), read))
     return found
 
 
@@ -134,10 +123,10 @@ OF_MASK = (
 
 def table(constants: Sequence[LostConstant]) -> Table:
     """Makes the table of lost constants."""
-    rows = []
-    for c in constants:
-        direction = "backward" if c.backward else "forward"
-        rows.append((c.written or "(unknown)", c.becomes, c.dtype, c.operation, c.path, c.line, direction))
+    rows = [
+        (c.written or "(unknown)", c.becomes, c.dtype, c.operation, c.path, c.line, c.direction)
+        for c in constants
+    ]
     columns = ("constant", "becomes", "in", "read by", "module", "line", "pass")
     return Table(columns, rows, "Constants that half precision makes infinite, zero or one")
 
@@ -170,8 +159,8 @@ class _Known(NamedTuple):
     not_negative: bool = False
 
 
-class LostConstants(Visitor):
-    """Collects lost constants from the operations that a walk sees, in order.
+class LostConstants:
+    """Collects lost constants from the operations of a program.
 
     A cast of a wider constant shows what was lost. A constant that is half in the jaxpr already may have been
     meant: -inf fills masks, and sums begin with 0. Of these only such count as no program means (a product
@@ -179,6 +168,7 @@ class LostConstants(Visitor):
     number stands in the source, or in the same program in float32.
 
     Args:
+      operations: of the program, in order.
       in_float32: gives the numbers of the program in float32; called at most once, where it is needed.
 
     Attributes:
@@ -186,18 +176,19 @@ class LostConstants(Visitor):
         identity of the equation that reads it, and its place among the operands.
     """
 
-    def __init__(self, in_float32: Callable[[], WideNumbers]) -> None:
+    def __init__(self, operations: Sequence[Operation], in_float32: Callable[[], WideNumbers]) -> None:
         self._in_float32 = functools.cache(in_float32)
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
         self._known: dict[int, _Known] = {}
+        for operation in operations:
+            self._see(*operation)
 
     def found(self) -> tuple[LostConstant, ...]:
-        """What was found so far, each place once."""
+        """What was found, each place once."""
         return tuple(self._found.values())
 
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation, as `Visitor.see`."""
+    def _see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
         name, dtype = eqn.primitive.name, ir.dtype_of(eqn.outvars[0]) if eqn.outvars else None
         known = [self._of(atom, info) for atom, info in zip(eqn.invars, operands, strict=True)]
         if name in _VIEWS and len(operands) == 1:

@@ -10,6 +10,7 @@ Cuts lie where a hash of two operations in a row is the least around, so that wh
 wherever it stands. That is how tools for backups find the equal parts of files.
 
 Every array is an argument of a piece, also those that a function closes over: it may have changed since.
+`totals` takes several sums over arrays of one shape in one pass: one kernel to compile, not one for each.
 
 References:
   Muthitacharoen, Chen, Mazieres, "A Low-bandwidth Network File System", 2001, section 3.1.
@@ -22,7 +23,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
@@ -328,3 +331,42 @@ _CONVOLUTION = "conv_general_dilated"
 def _hash(primitive: Any, avals: Any) -> int:
     """The same for operations that may be the same, in every process."""
     return zlib.crc32(f"{primitive} {avals}".encode())
+
+
+def totals(arrays: Sequence[Any], magnitude: Any = None) -> list[Any]:
+    """The sum over each array, and the largest of magnitudes.
+
+    Args:
+      arrays: real, of one shape or of shape ().
+      magnitude: another array, of numbers that are not negative; None for none.
+
+    Returns:
+      Scalars, the largest magnitude last; in the widest dtype of all arrays.
+    """
+    terms = [*arrays] if magnitude is None else [*arrays, magnitude]
+    if not terms:
+        return []
+    if max(x.size for x in terms) > _LONG:
+        return [*map(_total, arrays), *([] if magnitude is None else [jnp.max(magnitude, initial=0)])]
+    terms = list(jnp.broadcast_arrays(*(x.astype(jnp.result_type(*terms)) for x in terms)))
+    join = _added if magnitude is None else _added_but_the_last
+    if terms[0].ndim:
+        zeros = tuple(np.zeros((), x.dtype) for x in terms)
+        terms = list(lax.reduce(tuple(terms), zeros, join, range(terms[0].ndim)))
+    return terms
+
+
+#: XLA adds up one sum in parts, several one number after the other: 2**25 ones in float32 would be 2**24.
+_LONG = 2**16
+
+
+def _total(x: Any) -> Any:
+    return jnp.sum(jnp.sum(x, range(x.ndim - 1)))
+
+
+def _added(x: Sequence[Any], y: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(lax.add, x, y))
+
+
+def _added_but_the_last(x: Sequence[Any], y: Sequence[Any]) -> tuple[Any, ...]:
+    return (*map(lax.add, x[:-1], y[:-1]), lax.max(x[-1], y[-1]))

@@ -1,6 +1,8 @@
 """Summarises a model under a policy: which rule governs each module, and the dtypes of its values."""
 
 import dataclasses
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
 from jmp_policy._src.core.classes import is_instance_of
 from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, count_text, joined, row_of
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
+from jmp_policy._src.jaxpr.walk import Walk
 from jmp_policy._src.policy.frameworks import framework_of
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.patterns import show_pattern
@@ -181,24 +183,18 @@ def _summary(name: str, policy: str, rules: PolicyMap, rows: Sequence[ModuleRow]
     )
 
 
-class _Staying(Visitor):
-    """Visitor of a jaxpr that finds why products of layers with a recipe are not in float8."""
+def _noted(row: ModuleRow, reasons: Sequence[str]) -> ModuleRow:
+    """A row with the reason in place of the recipe, if none of its products follows that.
 
-    def __init__(self) -> None:
-        self._reasons: dict[str, list[str]] = {}
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        if eqn.primitive.name == "dot_general":
-            # The first name is that of the model.
-            self._reasons.setdefault(site.path.partition("/")[2], []).append(stays_in_half(eqn))
-
-    def noted(self, row: ModuleRow) -> ModuleRow:
-        """A row with the reason in place of the recipe, if none of its products follows that."""
-        reasons, words = self._reasons.get(row.path, [""]), row.note.split(", ")
-        if not all(reasons):
-            return row
-        words = [f"not in {arithmetic_of(word)}: {reasons[0]}" if is_recipe(word) else word for word in words]
-        return dataclasses.replace(row, note=", ".join(words))
+    Args:
+      row: the row.
+      reasons: why products of the module are not in float8; "" for one that is.
+    """
+    if not all(reasons):
+        return row
+    words = row.note.split(", ")
+    words = [f"not in {arithmetic_of(word)}: {reasons[0]}" if is_recipe(word) else word for word in words]
+    return dataclasses.replace(row, note=", ".join(words))
 
 
 _ISLAND = "float32 island"
@@ -248,8 +244,12 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
             from jmp_policy._src.report.summary_of_nnx import described
         name, rules, rows, jaxpr = described(model, policy, inputs, kwargs)
         # It shows the layers whose size keeps them from following a recipe.
-        walk(jaxpr, staying := _Staying())
-        rows = [staying.noted(make_row(*row)) for row in rows]
+        reasons = defaultdict[str, list[str]](list)
+        for eqn, site, *_ in Walk(jaxpr).operations:
+            if eqn.primitive.name == "dot_general":
+                # The first name is that of the model.
+                reasons[site.path.partition("/")[2]].append(stays_in_half(eqn))
+        rows = [_noted(row, reasons.get(row.path, [""])) for row in itertools.starmap(make_row, rows)]
         return _summary(name, repr(rules) if rules.overrides else str(rules.default), rules, rows)
     if not callable(model):
         raise TypeError(f"summary takes a module or a function, got {model!r:.200}.")
@@ -272,10 +272,7 @@ def _of_function(
         paths.setdefault(operation.path, []).append(operation)
     rows = []
     for path, inside in paths.items():
-        names = path.split("/") if path else []
-        above = ("/".join(names[:depth]) for depth in range(len(names), -1, -1))
-        index = next((i for i in map(rules.match, above) if i is not None), None)
-        chosen = rules.overrides[index][1] if index is not None else rules.default
+        index = rules.governing(path)
         rows.append(
             ModuleRow(
                 path=path,
@@ -283,7 +280,7 @@ def _of_function(
                 rule="default" if index is None else show_pattern(rules.overrides[index][0]),
                 # Autocast does not cast arguments and results.
                 param_dtype="-",
-                compute_dtype=chosen.compute_dtype.name,
+                compute_dtype=rules.resolve(path).compute_dtype.name,
                 output_dtype="-",
                 parameters=0,
                 bytes=0,

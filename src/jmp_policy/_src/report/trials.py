@@ -9,7 +9,6 @@ and in what `autocast` made.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,21 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr.walk import walk
+from jmp_policy._src.jaxpr.walk import Walk
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap, get_policy
-from jmp_policy._src.policy.scope import TRIAL
-from jmp_policy._src.report import progress
-from jmp_policy._src.report.function import Function, value_and_gradients
-from jmp_policy._src.report.lost_constants import (
-    LostConstant,
-    Numbers,
-    WideNumbers,
-    lost_in,
-    without_overflow_warnings,
-)
+from jmp_policy._src.policy.scope import TRIAL, Met
+from jmp_policy._src.report import lost_constants, progress
+from jmp_policy._src.report.function import Function
+from jmp_policy._src.report.lost_constants import LostConstants, WideNumbers, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
 
@@ -44,30 +37,6 @@ _TOLERABLE = 0.1
 
 #: At most so many modules are tried one by one.
 _MOST = 4
-
-
-class Trial:
-    """Rules that a report tries in place of those that modules were wrapped with.
-
-    Trials of equal rules are equal, and caches of jit that keep one trace the same.
-
-    Args:
-      rules: the rules; None to leave modules their own.
-
-    Attributes:
-      met: of a trial without rules, those of the modules that were met, each once.
-    """
-
-    def __init__(self, rules: PolicyMap | None = None):
-        self.rules = rules
-        self.met: dict[PolicyMap, None] = {}
-
-    def __eq__(self, other: object) -> bool:
-        is_equal = isinstance(other, Trial) and self.rules is not None and self.rules == other.rules
-        return self is other or is_equal
-
-    def __hash__(self) -> int:
-        return id(self) if self.rules is None else hash(self.rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +70,25 @@ class Tried:
         return self.error <= _TOLERABLE
 
 
-def numbers_in_float32(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> WideNumbers:
-    """The numbers that the operations of a program read where its modules and half arguments are float32.
+def lost_constants_of(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> LostConstants:
+    """What is lost in a program.
 
-    A trace in half precision shows what became of a number; this one the number, whatever it was called.
+    A trace in half precision shows what became of a number; one whose modules and half arguments are float32
+    shows the number, whatever it was called.
 
     Args:
       jaxpr: of the program as it is.
       program, arrays: the program, and what it takes.
     """
-    here, there = Numbers(), Numbers()
-    walk(jaxpr, here)
-    # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
-    with contextlib.suppress(Exception), without_overflow_warnings(), TRIAL(Trial(PolicyMap("float32"))):
-        walk(jax.make_jaxpr(program)(list(map(_in_float32, arrays))), there)
-    return here.paired(there)
+
+    def in_float32() -> WideNumbers:
+        # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
+        with contextlib.suppress(Exception), without_overflow_warnings(), TRIAL(PolicyMap("float32")):
+            types = list(map(_in_float32, arrays))
+            return lost_constants.wide_numbers(jaxpr, jax.make_jaxpr(program)(types))
+        return WideNumbers()
+
+    return LostConstants(Walk(jaxpr).operations, in_float32)
 
 
 def _in_float32(array: Any) -> Any:
@@ -166,7 +139,7 @@ class Mending:
     """
 
     def __init__(self, function: Function, loss_scale: float, has_aux: bool):
-        self._program, _ = value_and_gradients(function, "a report", loss_scale, has_aux)
+        self._program, _ = function.value_and_gradients("a report", loss_scale, has_aux)
         self._arrays, self.has_aux = function.arrays, has_aux
         self.tried: list[Tried] = []
 
@@ -185,7 +158,7 @@ class Mending:
         best = min(self.tried, key=lambda tried: tried.error, default=None)
         return best if best is not None and best.is_mended else None
 
-    def keeping(self, constants: Sequence[LostConstant]) -> Tried | None:
+    def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
         own = self._rules() if constants else None
         rule = _together(self._named(constant.path for constant in constants)) if own is not None else {}
@@ -195,10 +168,9 @@ class Mending:
         missing = "no rule that keeps constants was tried"
         # A rule may be none for the code that runs.
         with contextlib.suppress(Exception), without_overflow_warnings(), progress.interruptible(missing):
-            with TRIAL(Trial(policy)):
+            with TRIAL(policy):
                 jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-            numbers = functools.partial(numbers_in_float32, jaxpr, self._program, self._arrays)
-            if not lost_in(jaxpr, numbers).found():
+            if not lost_constants_of(jaxpr, self._program, self._arrays).found():
                 return Tried(rule, policy, np.nan)
         return None
 
@@ -219,12 +191,12 @@ class Mending:
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""
-        trial, calls = Trial(), Calls(lambda module: product_layers([module]))
-        with TRIAL(trial), watching_modules(calls):
+        met, calls = Met(), Calls(lambda module: product_layers([module]))
+        with TRIAL(met), watching_modules(calls):
             jax.eval_shape(self._program, self._arrays)
         self._paths = {call.name.partition(".")[0] for call, _ in calls.calls}
         self._products = dict.fromkeys(kind for _, kinds in calls.calls for kind in kinds)
-        return next(iter(trial.met)) if len(trial.met) == 1 else None
+        return next(iter(met.rules)) if len(met.rules) == 1 else None
 
     def _module(self, path: str) -> str:
         """The innermost module that a report's path leads to, as a rule writes it; "" for the model."""
@@ -257,7 +229,7 @@ class Mending:
         return list(filter(None, dict.fromkeys(map(self._module, paths))))
 
     def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
-        with TRIAL(Trial(rules)):
+        with TRIAL(rules):
             _, _, *gradient = compiled_quickly(self._program)(self._arrays)
         return [np.asarray(g).astype(np.float64) for g in gradient if jnp.issubdtype(g.dtype, jnp.floating)]
 

@@ -18,12 +18,14 @@ What one line of the source does with few operations that are cheap is a region,
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.narrowing import narrowed
@@ -33,13 +35,12 @@ from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor
+from jmp_policy._src.jaxpr.walk import Site, Walk
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.lost import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
-from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, Stack, squares
+from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
-from jmp_policy._src.report.lost_constants import WideNumbers, lost_in
 
 
 class TwinEvaluation(Interpreter):
@@ -49,7 +50,7 @@ class TwinEvaluation(Interpreter):
       recorder: takes note of the values that differ.
       every_operation: whether every operation is measured for itself, and there are no regions.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
-      cast: of casts of arguments to half, the argument, as of `_Arguments`.
+      cast: of casts of arguments to half, the argument, as of `_uses_of_arguments`.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class TwinEvaluation(Interpreter):
         self.recorder.measured = outside
         return results, measured
 
-    def of_trip(self, record: dict[int, Measured]) -> Stack:
-        """What is measured in a trip, as one array."""
-        return Stack.of(record)
+    def of_trip(self, record: dict[int, Measured]) -> Any:
+        """What is measured in a trip, as one array: a loop that fills hundreds of small ones is slow."""
+        with jax.numpy_dtype_promotion("standard"):  # Of a program in float64 some are.
+            array, apart = ravel_pytree(record)
+        return array, jax.tree_util.Partial(apart)
 
     def over_devices(self, eqn: Any, record: dict[int, Measured]) -> dict[int, Measured]:
         """What is measured on all devices of a shard_map."""
@@ -115,7 +118,10 @@ class TwinEvaluation(Interpreter):
 
     def keep(self, record: Any) -> None:
         """Keeps what was measured in a loop or on devices."""
-        self.recorder.measured.update(record.measured() if isinstance(record, Stack) else record)
+        if isinstance(record, tuple):
+            array, apart = record
+            record = jax.vmap(apart)(array)
+        self.recorder.measured.update(record)
 
     def checkpoint(self, eqn: Any, values: list[Twin], where: Site) -> Sequence[Twin]:
         """Runs what a jax.checkpoint holds, kept apart from what computed the same before."""
@@ -288,52 +294,52 @@ class Compared(NamedTuple):
         return (self.exact + self.half - self.error) / (2 * (self.exact * self.half) ** 0.5)
 
 
-class _Arguments(Visitor):
-    """Finds casts of arguments to half, and half values that are an argument with something added to it.
+def _uses_of_arguments(
+    seen: Walk, dtypes: Sequence[Any]
+) -> tuple[dict[int, int | None], dict[int, list[int]]]:
+    """Finds casts of arguments to half, and half results that are an argument with something added to it.
 
     The latter are new parameters, and moving averages; of half arguments, also those that float32 adds up.
 
     Args:
-      dtypes: of the arguments.
+      seen: the program.
+      dtypes: of its arguments.
 
-    Attributes:
-      cast: by the identity of the equation of such a cast, the index of the argument, None if it has several.
-      of: by the key of such a value, the indices of arguments that this may be said of.
+    Returns:
+      By the identity of the equation of such a cast, the index of the argument, None if it has several; and
+      by such a result the indices of arguments that this may be said of.
     """
-
-    def __init__(self, dtypes: Sequence[Any]) -> None:
-        self.cast: dict[int, int | None] = {}
-        self.of: dict[int, list[int]] = {}
-        self._arguments: dict[int, int] = {}
-        # By the key of a value that is a number less an argument, such as `new - params`, the argument.
-        self._less: dict[int, int] = {}
-        self._dtypes = dtypes
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        """Takes note of an operation, as `Visitor.see`."""
+    # The arguments that a value is, those that were added to, and by a number less an argument
+    # (`new - params`) the argument.
+    arguments, added, less = dict[int, int](), dict[int, list[int]](), dict[int, int]()
+    cast = dict[int, int | None]()
+    for eqn, _, operands, results in seen.operations:
         if not results:
-            return
+            continue
         name, to_half = eqn.primitive.name, is_half(ir.dtype_of(eqn.outvars[0]))
-        origins = [self._arguments.get(info.key, info.origin) for info in operands]
+        origins = [arguments.get(info.key, info.origin) for info in operands]
         known = [origin for origin in origins if origin is not None]
         if name == "convert_element_type" and known and to_half:
             # A jitted function that is called twice has one equation.
-            one = self.cast.setdefault(id(eqn), known[0])
-            self.cast[id(eqn)] = one if one == known[0] else None
-        known = [origin for origin in known if to_half or is_half(self._dtypes[origin])]
+            one = cast.setdefault(id(eqn), known[0])
+            cast[id(eqn)] = one if one == known[0] else None
+        known = [origin for origin in known if to_half or is_half(dtypes[origin])]
         if name in _VIEWS or name == "select_n":
-            for found in self.of, self._less:
-                passed = [found[info.key] for info in operands if info.key in found]
-                found.update((results[0].key, value) for value in passed[:1])
+            for info in operands:
+                if info.key in added:
+                    added[results[0].key] = added[info.key]
+                if info.key in less:
+                    less[results[0].key] = less[info.key]
         if name == "sub" and origins[1] is not None:
-            self._less[results[0].key] = origins[1]
+            less[results[0].key] = origins[1]
         # Added to what it was taken from, a difference gives a number that is kept elsewhere.
-        known = [origin for origin in known if origin not in map(self._less.get, [o.key for o in operands])]
+        known = [origin for origin in known if origin not in map(less.get, [info.key for info in operands])]
         decays = name == "mul" and any(info.constant is not None for info in operands)
-        if known and results[0].key not in self.of and (decays or name in _VIEWS):
-            self._arguments[results[0].key] = known[0]
+        if known and results[0].key not in added and (decays or name in _VIEWS):
+            arguments[results[0].key] = known[0]
         elif known and name in _ADDITIONS:
-            self.of[results[0].key] = known
+            added[results[0].key] = known
+    return cast, {i: added[info.key] for i, info in enumerate(seen.results) if info.key in added}
 
 
 class Comparison:
@@ -343,33 +349,28 @@ class Comparison:
       jaxpr: closed.
       detail: "operation" to measure everything at each operation, "module" where values leave modules,
         "result" for nothing but the results.
-      numbers: gives those of the program in float32, as of `LostConstants`.
+      written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
       quick: whether to measure in less time. Then `is_reliable` says whether it has to be done again without.
 
     Attributes:
       nodes: values at which the runs may differ.
       results: for each result of the program its node, or None where the runs cannot differ.
-      constants: those that half precision makes infinite, zero or one.
     """
 
     def __init__(
         self,
         jaxpr: Any,
         detail: str,
-        numbers: Callable[[], WideNumbers] = WideNumbers,
+        written: Mapping[tuple[int, int], float] = MappingProxyType({}),
         *,
         quick: bool = False,
     ):
         self._jaxpr, self._every = jaxpr, detail == "operation"
-        lost = lost_in(jaxpr, numbers)
-        self.constants, self._written = lost.found(), lost.numbers
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
-        arguments = _Arguments([aval.dtype for aval in types])
-        made, of = walk.walk(jaxpr, arguments), arguments.of
+        self._written, self._errors = written, Errors(quick)
+        self._cast, updated = _uses_of_arguments(Walk(jaxpr), [aval.dtype for aval in types])
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
-        self._updated = {i: of[info.key] for i, info in enumerate(made) if halves[i] and info.key in of}
-        self._cast = arguments.cast
-        self._errors = Errors(quick)
+        self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
         jax.eval_shape(lambda *arrays: self._run(arrays, {})[1], *types)

@@ -1,8 +1,6 @@
 """Compares a half-precision function with its float32 replay, and says where the difference is introduced."""
 
-import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,28 +14,14 @@ from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import progress
+from jmp_policy._src.report.drift import findings
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
-from jmp_policy._src.report.drift.findings import (
-    NAMED,
-    NORMAL,
-    Drift,
-    ResultDrift,
-    exceeding_text,
-    loses_unseen,
-    zero_but_for_rounding,
-)
+from jmp_policy._src.report.drift.findings import Drift, ResultDrift
 from jmp_policy._src.report.drift.rows import Rows
-from jmp_policy._src.report.function import (
-    Function,
-    as_function,
-    as_loss_scale,
-    named_results,
-    returns_scalar,
-    value_and_gradients,
-)
-from jmp_policy._src.report.lost_constants import WideNumbers, without_overflow_warnings
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale
+from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.trials import Mending, Trial, numbers_in_float32
+from jmp_policy._src.report.trials import Mending, lost_constants_of
 
 
 def drift(
@@ -94,9 +78,9 @@ def drift(
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
             return found if kept is None else dataclasses.replace(found, rule=kept.rule, advice=kept.text)
-        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= NAMED))
+        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
-        limit = max(min(NORMAL * found.expected, found.error / 10), 1e-3)
+        limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
         exponent = _missing_scale(found, float(as_loss_scale(scale).loss_scale))
         if exponent:
             error = math.inf
@@ -133,11 +117,10 @@ _LARGE_EXPONENT, _MOST_EXPONENT = 8, 24
 
 def _error_under(policy: PolicyMap | None, function: Function, scale: Any, has_aux: bool) -> float:
     """The error of the gradient under another policy, or another loss scale."""
-    under = TRIAL(Trial(policy)) if policy is not None else contextlib.nullcontext()
-    with without_overflow_warnings(), under:
-        jaxpr, numbers, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
+    with without_overflow_warnings(), TRIAL(policy):
+        jaxpr, lost, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
     with without_overflow_warnings():
-        compared, *_ = compiled_quickly(Comparison(jaxpr, "result", numbers))(function.arrays)
+        compared, *_ = compiled_quickly(Comparison(jaxpr, "result", lost.numbers))(function.arrays)
     whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])
     return _result("", whole, 1.0).error
 
@@ -161,8 +144,8 @@ def _measured(
     loss_scale = float(as_loss_scale(scale).loss_scale)
     progress.step("tracing")
     with without_overflow_warnings():
-        jaxpr, numbers, names, is_loss = _traced(function, grad, loss_scale, has_aux)
-        comparison, (compared, measured, first, changes) = _run(jaxpr, numbers, detail, function.arrays)
+        jaxpr, lost, names, is_loss = _traced(function, grad, loss_scale, has_aux)
+        comparison, (compared, measured, first, changes) = _run(jaxpr, lost, detail, function.arrays)
     compared = [Compared(*map(_on_host, result)) for result in compared]
     scales = [1.0] * len(names)
     if is_loss:
@@ -174,7 +157,7 @@ def _measured(
         gradient = _result("the gradient", _added(compared[2:]), loss_scale)
         error, squares = gradient.error, [0.0, 0.0, *(c.error for c in compared[2:])]
     else:
-        gradient, of_zero = ResultDrift("", *[math.nan] * 4), zero_but_for_rounding(results)
+        gradient, of_zero = ResultDrift("", *[math.nan] * 4), findings.zero_but_for_rounding(results)
         squares = [0.0 if result in of_zero else result.error**2 for result in results]
         counted = sum(
             c.exact > 0 and result not in of_zero for c, result in zip(compared, results, strict=True)
@@ -195,14 +178,12 @@ def _measured(
         error=error,
         expected=rows.expected(error),
         loss_scale=loss_scale if is_loss else 1.0,
-        constants=comparison.constants,
+        constants=lost.found(),
     )
     return found, function
 
 
-def _run(
-    jaxpr: Any, numbers: Callable[[], WideNumbers], detail: str, arrays: Sequence[Any]
-) -> tuple[Comparison, Any]:
+def _run(jaxpr: Any, lost: LostConstants, detail: str, arrays: Sequence[Any]) -> tuple[Comparison, Any]:
     """A comparison, and what it gave on the host."""
     known: list[Any] = []
     with progress.interruptible("small errors may be wrong", known):
@@ -210,7 +191,7 @@ def _run(
             if known and not all(map(np.isfinite, jax.tree.leaves(known[0][1][0]))):
                 # No sum over a line tells which of its operations gave the first value that is not finite.
                 detail = "operation"
-            comparison = Comparison(jaxpr, detail, numbers, quick=quick)
+            comparison = Comparison(jaxpr, detail, lost.numbers, quick=quick)
             progress.step("comparing both precisions once more" if known else "comparing both precisions")
             known.append((comparison, jax.device_get(compiled_quickly(comparison)(arrays))))
             if quick and comparison.is_reliable(*known[-1][1][:2]):
@@ -238,9 +219,9 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
     found, _ = _measured(fn, args, **kwargs)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
-    if wrong := exceeding_text(found, rtol):
+    if wrong := findings.exceeding_text(found, rtol):
         raise AssertionError(f"{wrong}. {found.verdict}")
-    if loses_unseen(found):
+    if findings.loses_unseen(found):
         raise AssertionError(found.verdict)
 
 
@@ -284,8 +265,8 @@ def drift_metrics(
       True
     """
     function = as_function(fn, args, kwargs, "drift_metrics")
-    jaxpr, numbers, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
-    compared, *_ = Comparison(jaxpr, "result", numbers)(function.arrays)
+    jaxpr, lost, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
+    compared, *_ = Comparison(jaxpr, "result", lost.numbers)(function.arrays)
     if not is_loss:
         errors = [_relative(c.error, c.exact) for c in compared]
         return {f"{prefix}error": jnp.max(jnp.stack([jnp.float32(0), *errors]))}
@@ -304,18 +285,18 @@ def _relative(error: Any, exact: Any) -> jax.Array:
 
 def _traced(
     function: Function, grad: bool, loss_scale: Any, has_aux: bool
-) -> tuple[Any, Callable[[], WideNumbers], list[str], bool]:
-    """The jaxpr of what is compared, its numbers, names of its results, whether those are of a loss."""
+) -> tuple[Any, LostConstants, list[str], bool]:
+    """The jaxpr of what is compared, its lost constants, names of its results, whether it is of a loss."""
     # TF32 would be an error of its own.
     with jax.default_matmul_precision("highest"):
-        is_loss = grad and (has_aux or returns_scalar(function))
+        is_loss = grad and (has_aux or function.returns_scalar())
         if is_loss:
-            program, names = value_and_gradients(function, "drift", loss_scale, has_aux)
+            program, names = function.value_and_gradients("drift", loss_scale, has_aux)
         else:
-            program, names = named_results(function)
+            program, names = function.named_results()
         jaxpr = jax.make_jaxpr(program)(function.arrays)
-        numbers = functools.partial(numbers_in_float32, jaxpr, program, function.arrays)
-        return jaxpr, numbers, list(names), is_loss
+        names = list(names)  # Of this trace.
+        return jaxpr, lost_constants_of(jaxpr, program, function.arrays), names, is_loss
 
 
 def _on_host(number: Any) -> float:

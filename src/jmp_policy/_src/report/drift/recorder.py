@@ -5,18 +5,16 @@ A node is a value that differs. Its sources are the nodes that it was computed f
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmp_policy._src.jaxpr.float32_replay import to_float32
 from jmp_policy._src.jaxpr.walk import Site
-from jmp_policy._src.report.one_pass import totals
+from jmp_policy._src.report.pieces import totals
 
 #: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
 _BACKWARD_UNIT = 2.0**32
@@ -187,40 +185,6 @@ class Recorder:
             found.setdefault("total", found.get("introduced"))
         self.measured[number] = Measured(*map(found.get, Measured._fields))
         return number
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["structure", "shapes"]
-)
-@dataclasses.dataclass
-class Stack:
-    """What is measured in a trip of a loop as one array: a loop that fills hundreds of small ones is slow.
-
-    Args:
-      array: everything in a row; of several trips with an axis for them in front.
-      structure, shapes: of what was measured, by node.
-    """
-
-    array: Any
-    structure: Any
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, measured: Mapping[int, Measured]) -> "Stack":
-        """The stack of what was measured, by node."""
-        leaves, structure = jax.tree.flatten(dict(measured))
-        # Of a program in float64 some are.
-        dtype = max((leaf.dtype for leaf in leaves), key=lambda d: d.itemsize, default=jnp.float32)
-        array = jnp.concatenate([jnp.zeros(0, dtype), *(jnp.ravel(x).astype(dtype) for x in leaves)])
-        return cls(array, structure, tuple(map(jnp.shape, leaves)))
-
-    def measured(self) -> dict[int, Measured]:
-        """What was put in, with the axes that the array has got in front."""
-        sizes = list(map(math.prod, self.shapes))
-        parts = lax.split(self.array, sizes, self.array.ndim - 1) if sizes else []
-        before = self.array.shape[:-1]
-        leaves = [part.reshape(before + shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        return jax.tree.unflatten(self.structure, leaves)
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:

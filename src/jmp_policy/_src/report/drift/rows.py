@@ -1,6 +1,7 @@
 """Makes rows of a report from what was measured at the nodes of a program."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -45,7 +46,7 @@ class ErrorBudget:
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
         self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
-        self._known: dict[int, dict[int, float]] = {}
+        self._parts = functools.cache(self._split)
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
             (number, source, (1 - here) * part)
@@ -108,10 +109,8 @@ class ErrorBudget:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
 
-    def _parts(self, number: int) -> dict[int, float]:
+    def _split(self, number: int) -> dict[int, float]:
         """How what a node inherits is split among its sources; within a region, operation by operation."""
-        if number in self._known:
-            return self._known[number]
         node = self._nodes[number]
         operands = node.operands or tuple((source, False) for source in node.sources)
         errors = [self._at(operand).total for operand, _ in operands]
@@ -141,7 +140,6 @@ class ErrorBudget:
         for (operand, inside), error in zip(operands, errors, strict=True):
             for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
                 parts[source] += part * error / whole
-        self._known[number] = parts
         return parts
 
     def inherited(self, number: int) -> float:

@@ -19,7 +19,7 @@ from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.ir import flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Visitor, walk
+from jmp_policy._src.jaxpr.walk import Walk
 from jmp_policy._src.products.fp8.eligibility import operand_dtypes, recipe_of
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.function import Function, as_function, donated_arguments
@@ -115,8 +115,7 @@ def lowering_report(
     known = {p: known[p] for p in ("float32", *HALVES, *FEW_BITS) if p in known}
     found = estimates(known, card)
     plain = [kernels for program, kernels in known.values() if program == WITHOUT_RECIPE]
-    walk(jaxpr, paths := _Paths())
-    by_recipe = gains(plain[0], kernels, paths.float8, card) if plain else ()
+    by_recipe = gains(plain[0], kernels, _product_paths(jaxpr)[0], card) if plain else ()
     # Variants begin with float32, unless the program is that.
     wide = given if "float32" in precisions else answers[0]
     return LoweringReport(
@@ -274,19 +273,16 @@ def _device() -> Target:
     return dataclasses.replace(like, name=device.device_kind, rates={})
 
 
-class _Paths(Visitor):
-    """Visitor of a jaxpr that collects the paths of float8 products, with their recipe, and of all others."""
-
-    def __init__(self) -> None:
-        self.float8: dict[str, str] = {}
-        self.others: dict[str, None] = {}
-
-    def see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
-        if eqn.primitive.name in _PRODUCTS and ir.dtype_of(eqn.outvars[0]) is not None:
+def _product_paths(jaxpr: Any) -> tuple[dict[str, str], set[str]]:
+    """The paths of float8 products, with their recipe, and of all others."""
+    float8, others = dict[str, str](), set[str]()
+    for eqn, site, *_ in Walk(jaxpr).operations:
+        if eqn.primitive.name in _PRODUCTS:
             if all(map(few_bits, operand_dtypes(eqn))):
-                self.float8.setdefault(site.path, recipe_of(eqn))
+                float8.setdefault(site.path, recipe_of(eqn))
             else:
-                self.others[site.path] = None
+                others.add(site.path)
+    return float8, others
 
 
 def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
@@ -300,8 +296,8 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
       kernels: as it was compiled.
       program: what it is, for the message.
     """
-    walk(jaxpr, paths := _Paths())
-    if not paths.float8:
+    float8, others = _product_paths(jaxpr)
+    if not float8:
         raise AssertionError(
             f"{program} has no float8 product, though require='float8' was given. Give its policy a recipe "
             "('mixed_bfloat16, r=fp8_current'); jmp_policy.audit says why products stay in 16 bits."
@@ -311,8 +307,8 @@ def check_float8(jaxpr: Any, kernels: Sequence[Kernel], program: str) -> None:
     fell_back = [
         kernel
         for kernel in products
-        if kernel.path in paths.float8 and kernel.arithmetic not in FEW_BITS
-        if kernel.path not in paths.others or kernel.path not in in_float8
+        if kernel.path in float8 and kernel.arithmetic not in FEW_BITS
+        if kernel.path not in others or kernel.path not in in_float8
     ]
     if fell_back or not in_float8:
         found = dict.fromkeys(f"{kernel.place}: {kernel.operands}" for kernel in fell_back or products)

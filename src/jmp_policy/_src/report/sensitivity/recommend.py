@@ -26,13 +26,8 @@ from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.lowering.memory_estimate import analytic_memory_model
 from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.sensitivity import chosen_modules as chosen
+from jmp_policy._src.report.sensitivity import rounding_errors
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
-from jmp_policy._src.report.sensitivity.rounding_errors import (
-    AppliedRounding,
-    effects_if_smooth,
-    loss_scale_for,
-    not_finite_error,
-)
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
 from jmp_policy._src.report.trials import product_layers, products_alone
 
@@ -200,7 +195,7 @@ def recommend(
     others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
     exact = [_gradient(each, 1.0) for each in (loss, *others)]
     if not all(np.isfinite(gradient).all() for gradient in exact):
-        raise not_finite_error(loss.function.name)
+        raise rounding_errors.not_finite_error(loss.function.name)
     allowed = _budget(exact) if budget is None else float(budget)
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
@@ -246,7 +241,7 @@ def _in(
     loss: Loss, traced: TracedLoss, probes: int, budget: float, exact: np.ndarray, card: Target | None
 ) -> Recommendation:
     """What to recommend in one dtype."""
-    (seen, is_smooth), dtype = effects_if_smooth(traced, probes), traced.dtype
+    (seen, is_smooth), dtype = rounding_errors.effects_if_smooth(traced, probes), traced.dtype
     scale = seen.loss_scale if dtype == "float16" else 1.0
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
@@ -259,7 +254,7 @@ def _in(
     with progress.interruptible("rules with less error were not tried"):
         if measured > budget and not is_smooth:
             # First order has not seen decisions that rounding turns: it does not say which modules matter.
-            applied = AppliedRounding(traced, seen.loss_scale)
+            applied = rounding_errors.AppliedRounding(traced, seen.loss_scale)
             wanted = chosen.needing_float32(applied.own(seen), traced.in_float32)
             choice, rules, measured = run(
                 chosen.within(wanted, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
@@ -274,7 +269,7 @@ def _in(
 
     if dtype == "float16" and choice.reasons:
         # Cotangents in modules that are float32 now bind no scale.
-        wider = loss_scale_for(seen.largest[path] for path in choice.half)
+        wider = rounding_errors.loss_scale_for(seen.largest[path] for path in choice.half)
         if wider > scale and (error := _error(loss, rules, wider, exact)) <= max(measured, budget):
             scale, measured = wider, error
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted if is_known else math.nan

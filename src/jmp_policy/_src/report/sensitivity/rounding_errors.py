@@ -33,8 +33,7 @@ import numpy as np
 
 from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.one_pass import totals
-from jmp_policy._src.report.pieces import compiled_quickly
+from jmp_policy._src.report.pieces import compiled_quickly, totals
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like

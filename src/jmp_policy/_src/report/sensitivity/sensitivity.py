@@ -10,14 +10,8 @@ from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joi
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.sensitivity.rounding_errors import (
-    AppliedRounding,
-    Effect,
-    Effects,
-    effects,
-    effects_if_smooth,
-    not_finite_error,
-)
+from jmp_policy._src.report.sensitivity import rounding_errors
+from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss, is_below
 
 
@@ -172,12 +166,12 @@ def sensitivity(
     with progress.showing("sensitivity"):
         traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
         if measure is None:
-            found, is_smooth = effects_if_smooth(traced, 0 if traced.decides else probes)
+            found, is_smooth = rounding_errors.effects_if_smooth(traced, 0 if traced.decides else probes)
             is_measured = not is_smooth
         else:
-            found, is_measured = effects(traced, 0 if measure else probes), measure
+            found, is_measured = rounding_errors.effects(traced, 0 if measure else probes), measure
         if not found.finite:
-            raise not_finite_error(found.name)
+            raise rounding_errors.not_finite_error(found.name)
         # The name of each row, and the paths that it is about.
         if candidates:
             tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]

@@ -17,16 +17,16 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site, Visitor, walk
+from jmp_policy._src.jaxpr.walk import Walk
 from jmp_policy._src.loss_scaling.loss_scale import split_loss
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.frameworks import framework_of, imported_frameworks
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report import tapping
-from jmp_policy._src.report.audit import AuditVisitor
+from jmp_policy._src.report.audit import audit_of
 from jmp_policy._src.report.audit_findings import Product
-from jmp_policy._src.report.function import Function, as_function, replaced, trained_arguments
+from jmp_policy._src.report.function import Function, as_function, replaced
 from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
@@ -51,6 +51,7 @@ class Loss:
     has_aux: bool
     use: str
     rules: PolicyMap | None = None
+    _known: dict[PolicyMap, "Loss"] = dataclasses.field(default_factory=dict, init=False)
 
     @functools.cached_property
     def function(self) -> Function:
@@ -65,7 +66,7 @@ class Loss:
     @functools.cached_property
     def trained(self) -> list[int]:
         """Which of the function's arrays are parameters; raises ValueError when there are none."""
-        return trained_arguments(self.function, self.use)
+        return self.function.trained_by(self.use)
 
     @functools.cached_property
     def _traced(self) -> tuple[Any, list[tuple[tapping.Call, Scope | None]]]:
@@ -105,10 +106,6 @@ class Loss:
                 found.setdefault(names[:end], None)
             found[names] = call.module
         return found
-
-    @functools.cached_property
-    def _known(self) -> dict[PolicyMap, "Loss"]:
-        return {}
 
     def under(self, rules: PolicyMap) -> "Loss":
         """The loss whose modules are governed by rules; a function without modules under autocast."""
@@ -163,9 +160,8 @@ class Loss:
     @functools.cached_property
     def products(self) -> Sequence[Product]:
         """The products of the loss and its gradient."""
-        visitor = AuditVisitor([""] * (len(self.function.arrays) + 1))
-        walk(self.gradient, visitor)
-        return visitor.audit(self.function.name).products
+        names = [""] * (len(self.function.arrays) + 1)
+        return audit_of(self.function.name, self.gradient, names).products
 
 
 def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
@@ -268,27 +264,6 @@ class TracedLoss:
             return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
 
-class _NotHalf(Visitor):
-    """Finds the modules with operations that JAX cannot compute in half.
-
-    Args:
-      modules: as `Loss.modules` has them.
-      given_half: whether only those count whose operands are half.
-    """
-
-    def __init__(self, modules: Mapping[tuple[str, ...], Any], given_half: bool):
-        self.paths = dict[str, None]()
-        self._module_of, self._given_half = module_of(modules), given_half
-
-    def see(self, eqn: Any, site: Site, operands: Any, results: Any) -> None:
-        """Takes note of the module."""
-        is_meant = not self._given_half or any(map(is_half, map(ir.dtype_of, eqn.invars)))
-        if eqn.primitive.name in _NOT_HALF and is_meant:
-            path = self._module_of((site.path,))
-            if path is not None:
-                self.paths[path] = None
-
-
 def _not_half(loss: Loss, rules: PolicyMap) -> tuple[str, ...]:
     """The paths of the modules that cannot follow rules in half: Fourier transforms, linear algebra.
 
@@ -296,12 +271,17 @@ def _not_half(loss: Loss, rules: PolicyMap) -> tuple[str, ...]:
     before they are compiled.
     """
     try:
-        jaxpr, traced = loss.under(rules).jaxpr, True
+        jaxpr, given_half = loss.under(rules).jaxpr, True
     except half_errors.KINDS:
-        jaxpr, traced = loss.jaxpr, False
-    visitor = _NotHalf(loss.modules, traced)
-    walk(jaxpr, visitor)
-    return tuple(visitor.paths) if loss.modules else ()
+        jaxpr, given_half = loss.jaxpr, False
+    path_of = module_of(loss.modules)
+    paths = [
+        path_of((site.path,))
+        for eqn, site, *_ in Walk(jaxpr).operations
+        if eqn.primitive.name in _NOT_HALF
+        if not given_half or any(map(is_half, map(ir.dtype_of, eqn.invars)))
+    ]
+    return tuple(path for path in dict.fromkeys(paths) if path is not None) if loss.modules else ()
 
 
 def _rules_around(wide: Sequence[str], modules: Sequence[tuple[str, ...]], policy: str) -> PolicyMap:

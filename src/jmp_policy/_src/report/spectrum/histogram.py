@@ -146,12 +146,8 @@ def _bits(number: float) -> np.int32:
 _LOST = np.array(
     [
         limits
-        for zero, subnormal, infinite in _LIMITS.values()
-        for limits in (
-            (1, _bits(zero) + 1),
-            (_bits(zero) + 1, _bits(subnormal)),
-            (_bits(infinite), _bits(np.inf)),
-        )
+        for zero, subnormal, infinite in (map(_bits, known) for known in _LIMITS.values())
+        for limits in ((1, zero + 1), (zero + 1, subnormal), (infinite, _bits(np.inf)))
     ],
     np.int32,
 )

@@ -28,6 +28,11 @@ KINDS = tuple(_COLOURS)
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
+_COLUMNS = (
+    "tensor", "values ", "zero ", "largest ", "-> 0 ", "subnormal ", "inf ", "8 bits -> 0 ",
+    "log2|x| -40 to 15",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -265,21 +270,11 @@ class GradientSpectrum(Report):
             if not rows:
                 continue
             dtype = _FLOAT8.get(kind)
-            columns = [
-                "tensor",
-                "values ",
-                "zero ",
-                "largest ",
-                "-> 0 ",
-                "subnormal ",
-                "inf ",
-                "8 bits -> 0 ",
-            ]
             # All together have no scale.
             cells = [_cells(dataclasses.replace(self.overall(kind), path="all"))]
             cells += [_cells(row, dtype) for row in rows]
             title = f"{kind}s; as float16" + (f", and {dtype} with a scale for each" if dtype else "")
-            tables.append(Table([*columns, "log2|x| -40 to 15"], cells, title))
+            tables.append(Table(_COLUMNS, cells, title))
         return tables
 
     def _lines(self) -> Sequence[str]:

@@ -19,7 +19,7 @@ from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.report import progress, tapping
-from jmp_policy._src.report.function import Function, as_function, as_loss_scale, replaced, trained_arguments
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
@@ -71,17 +71,14 @@ def gradient_spectrum(
     """
     function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
     loss_scale = as_loss_scale(scale)
-    trained = trained_arguments(function, "gradient_spectrum")
-
-    def loss_of(params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        return function.result(replaced(arrays, trained, params))
+    trained = function.trained_by("gradient_spectrum")
 
     params = [function.arrays[i] for i in trained]
     names, out = (
         _traced_taps(function, lambda out: split_loss(out, has_aux)[0]) if activations else ([], None)
     )
     state = SpectrumState.zeros(_trained_paths(function), names)
-    counted = _counted_gradient(loss_of, has_aux, out)
+    counted = _counted_gradient(function.of_params, has_aux, out)
 
     def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
         return counted(scale, state, params, arrays)[1]
@@ -301,7 +298,7 @@ def _traced_taps(function: Function, of: Callable[[Any], Any] = lambda out: out)
 
     def traced(arrays: Sequence[Any]) -> Any:
         def result(params: Sequence[Any]) -> Any:
-            return of(function.result(replaced(arrays, trained, params)))
+            return of(function.of_params(params, arrays))
 
         return jax.vjp(result, [arrays[i] for i in trained])[0]
 
