@@ -85,10 +85,6 @@ class Interpreter:
         """Where an operation is, in a jaxpr that is run at `around`."""
         return around
 
-    def in_loop(self, eqn: Any, around: Any) -> Any:
-        """Where the body of a loop is."""
-        return around
-
     def context(self, eqn: Any, around: Any) -> Any:
         """The with-block in which an operation of a jaxpr that is run at `around` is done."""
         return compat.eqn_context(eqn)
@@ -101,8 +97,8 @@ class Interpreter:
         """Runs a jaxpr in a trace of its own, on the values that `take` gives there.
 
         Returns its results and a record, a pytree of arrays. The record leaves the trace and is given to
-        `keep`: of a scan with an axis of trips in front, of a while loop as `added` joins the trips, of a
-        shard_map as `over_devices` joins devices.
+        `keep`: of a scan with an axis of trips in front, of a shard_map as `over_devices` joins devices. That
+        of a while loop is dropped.
         """
         return self.run(jaxpr, take(), where), ()
 
@@ -111,10 +107,6 @@ class Interpreter:
 
     def of_trip(self, record: Any) -> Any:
         """The record of one trip, as a loop hands it out."""
-        return record
-
-    def added(self, record: Any, trip: Any) -> Any:
-        """The record of several trips of a while loop and of one more; at first zeros."""
         return record
 
     def over_devices(self, eqn: Any, record: Any) -> Any:
@@ -181,7 +173,7 @@ class Interpreter:
     def scan(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Runs a lax.scan, as one."""
         loop = control_flow.loop(eqn, values)
-        carries, count, where = self.carries(eqn, loop, where), len(loop.start), self.in_loop(eqn, where)
+        carries, count = self.carries(eqn, loop, where), len(loop.start)
 
         def trip(carry: Any, xs: Any) -> Any:
             take = lambda: [*loop.fixed, *carries.begin(carry), *xs]  # noqa: E731
@@ -198,36 +190,17 @@ class Interpreter:
         return [*carries.last(last), *ys]
 
     def while_loop(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
-        """Runs a lax.while_loop that ends for all its values at once, as one."""
+        """Runs a lax.while_loop that ends for all its values at once, as one; carries are as they are."""
         loop = control_flow.loop(eqn, values)
-        carries, where = self.carries(eqn, loop, where), self.in_loop(eqn, where)
 
-        def one_trip(carry: Any) -> Any:
-            take = lambda: [*loop.fixed, *carries.begin(carry)]  # noqa: E731
-            results, record = self.inside(loop.body, take, where)
-            return carries.end(results), self.of_trip(record)
+        def goes_on(carry: list[Any]) -> Any:
+            (found,) = self.run(loop.test, [*loop.tested, *carry], where)
+            return found
 
-        def trip(state: Any) -> Any:
-            after, record = one_trip(state[0])
-            return after, self.added(state[1], record)
+        def trip(carry: list[Any]) -> list[Any]:
+            return self.inside(loop.body, lambda: [*loop.fixed, *carry], where)[0]
 
-        def first_trip() -> Any:
-            return one_trip(carries.first())
-
-        carries.settle(first_trip)
-        _, types = jax.eval_shape(lambda: first_trip())
-        last, record = lax.while_loop(
-            lambda state: self.goes_on(loop, carries, state[0], where),
-            trip,
-            (carries.first(), jax.tree.map(ir.zeros, types)),
-        )
-        self.keep(record)
-        return carries.last(last)
-
-    def goes_on(self, loop: control_flow.Loop, carries: Carries, carry: Any, where: Any) -> Any:
-        """Whether a while loop has another trip; boolean scalar."""
-        (found,) = self.run(loop.test, [*loop.tested, *carries.begin(carry)], where)
-        return found
+        return lax.while_loop(goes_on, trip, list(loop.start))
 
     def cond(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Runs a lax.cond or lax.switch, as one."""
