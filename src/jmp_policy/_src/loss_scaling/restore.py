@@ -284,30 +284,23 @@ def _check_structure(pairs: list[_Pair]) -> None:
     lists = {"missing": missing, "left over": left_over, "of another shape": reshaped}
     parts = [f"{len(found)} {what}:\n{_first(found)}" for what, found in lists.items() if found]
     if parts:
-        text = "\n".join(["What was saved does not fit this program's state.", *parts])
-        raise ValueError(text + _hint([p.path for p in pairs if p.wanted is _ABSENT]))
+        left_over_names = {name for p in pairs if p.wanted is _ABSENT for name in p.path.split("/")}
+        hints = [hint for name, hint in _HINTS.items() if name in left_over_names][:1]
+        raise ValueError("\n".join(["What was saved does not fit this program's state.", *parts, *hints]))
 
 
-def _hint(left_over: list[str]) -> str:
-    names = {name for path in left_over for name in path.split("/")}
-    if "grads_finite" in names:
-        return (
-            "\nThe saved optimizer state is one of loss_scaled, the template's is not: wrap its optimizer in "
-            "loss_scaled too (with NoOpLossScale() where nothing is to be scaled), or pass .inner_state."
-        )
-    if "masters" in names:
-        return (
-            "\nThe saved optimizer state is one of master_weights, the template's is not: wrap its optimizer "
-            "in master_weights too, or pass .inner_state, and .masters as the parameters."
-        )
-    if "loss_scale" in names:
-        return (
-            "\nWas it saved with another kind of loss scale, or with one where there are several now? Remove "
-            "the saved loss_scale to start with the template's."
-        )
-    if "gradients" in names:
-        return "\nGive loss_scaled the same monitor=, or remove the saved gradients; they serve metrics only."
-    return ""
+#: What to do about fields that were saved and are not in the template; the first that is there.
+_HINTS = {
+    "grads_finite": "The saved optimizer state is one of loss_scaled, the template's is not: wrap its "
+    "optimizer in loss_scaled too (with NoOpLossScale() where nothing is to be scaled), or pass "
+    ".inner_state.",
+    "masters": "The saved optimizer state is one of master_weights, the template's is not: wrap its "
+    "optimizer in master_weights too, or pass .inner_state, and .masters as the parameters.",
+    "loss_scale": "Was it saved with another kind of loss scale, or with one where there are several now? "
+    "Remove the saved loss_scale to start with the template's.",
+    "gradients": "Give loss_scaled the same monitor=, or remove the saved gradients; they serve metrics "
+    "only.",
+}
 
 
 def _check_types(pairs: Iterable[_Pair]) -> None:
