@@ -11,14 +11,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.targets import Target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.matrix_products import Size, size_of
-from jmp_policy._src.policy.recipes import (
-    DELAYED,
-    loses_by,
-    parts_of_nvfp4,
-    passes_of,
-    role_by_name,
-    target_of,
-)
+from jmp_policy._src.policy import recipes
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, ragged_stays_because
 from jmp_policy._src.products.fp8.scales import BLOCKS, TERMS, has_blocks
 
@@ -34,7 +27,7 @@ def recipe_of(eqn: Any) -> str:
 
     Those of a replay in float32 are not.
     """
-    forward = passes_of(eqn.params.get("recipe", "")).fwd or ""
+    forward = recipes.passes_of(eqn.params.get("recipe", "")).fwd or ""
     is_rounded = forward and None not in eqn.params["formats"] and is_half(ir.dtype_of(eqn.invars[0]))
     return forward if is_rounded else ""
 
@@ -61,7 +54,7 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
         return f"it asks for precision={eqn.params['precision']}"
     # A size that is known only when an exported program is called is that of a batch.
     sizes = {name: n for name in "mnk" if isinstance(n := getattr(size, name), int)}
-    multiple = BLOCK_MULTIPLE if any(map(has_blocks, passes_of(recipe))) else MULTIPLE
+    multiple = BLOCK_MULTIPLE if any(map(has_blocks, recipes.passes_of(recipe))) else MULTIPLE
     refused = [f"{name}={n}" for name, n in sizes.items() if n % multiple or not n]
     if refused:
         return f"{', '.join(refused)} is no multiple of {multiple}"
@@ -91,14 +84,14 @@ def why_not(eqn: Any, path: str) -> str:
         return "one of batches, as in attention"
     if "recipe" in eqn.params:
         return "" if None in eqn.params["formats"] else "the recipe is for gradients"
-    return role_by_name(path, size_of(eqn).n) or stays_in_half(eqn) or "no recipe reaches it"
+    return recipes.role_by_name(path, size_of(eqn).n) or stays_in_half(eqn) or "no recipe reaches it"
 
 
 def stays_in_half(eqn: Any) -> str:
     """Returns why a product of a layer with a recipe is not in float8, by its size and settings; else ""."""
     if "recipe" in eqn.params:
         return ""
-    marked = loses_by(compat.scopes(eqn))
+    marked = recipes.loses_by(compat.scopes(eqn))
     return stays_because(eqn) if marked is None else loses(Size(*marked[1]), marked[0])
 
 
@@ -131,9 +124,9 @@ _TRANSFORMED = _Rounding(31, 15, 22)
 
 
 def _rounding_of(recipe: str) -> _Rounding:
-    if "rht" in (parts_of_nvfp4(recipe) or ()):
+    if "rht" in (recipes.parts_of_nvfp4(recipe) or ()):
         return _TRANSFORMED
-    return _PER_TENSOR if recipe in ("fp8_current", DELAYED) else _PER_BLOCK
+    return _PER_TENSOR if recipe in ("fp8_current", recipes.DELAYED) else _PER_BLOCK
 
 
 class Profit(NamedTuple):
@@ -168,7 +161,7 @@ def profit_of(size: Size, recipe: str, target: Target) -> Profit:
     """
     batch, m, n, k, _ = size
     forward, gradients = [(m, n, k)], [(m, k, n), (k, n, m)]
-    fwd, bwd = passes_of(recipe)
+    fwd, bwd = recipes.passes_of(recipe)
     parts = [(fwd, forward, m * k), (bwd, gradients, m * (k + n))]
     if fwd == bwd:  # What is rounded forward is so for the gradients.
         parts = [(fwd, forward + gradients, m * (k + n))]
@@ -189,7 +182,7 @@ def _arithmetic(recipe: str, target: Target) -> str:
     """The arithmetic of a recipe's products on a device."""
     if recipe in BLOCKS:
         return "float8" if "mxfp8" in target.on_tensor_cores else "bfloat16"
-    if parts_of_nvfp4(recipe) is not None:
+    if recipes.parts_of_nvfp4(recipe) is not None:
         return "float4" if "float4" in target.on_tensor_cores else "bfloat16"
     return "float8"
 
@@ -211,7 +204,7 @@ def loses(size: Size, recipe: str) -> str:
       size: of the product in the forward pass.
       recipe: "fp8_current@H100"; one without a device is followed everywhere.
     """
-    target = target_of(recipe)
+    target = recipes.target_of(recipe)
     if target is None:
         return ""
     if not all(isinstance(n, int) for n in size) or 0 in size:

@@ -33,7 +33,8 @@ TERMS, SCALE = 16, "float8_e4m3fn"
 
 _LARGEST, _LARGEST_SCALE = np.float32(6), np.float32(448)
 
-#: Signs of the rows of the Hadamard matrix, drawn once.
+#: A Hadamard matrix, and signs of its rows, drawn once.
+_HADAMARD = np.array([[(-1) ** (i & j).bit_count() for j in range(TERMS)] for i in range(TERMS)], np.float32)
 _SIGNS = np.array([1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1], np.float32)
 
 
@@ -71,19 +72,12 @@ def is_transformed(recipe: str, weight: int | None, gradient: int | None) -> boo
 
 def transformed(x: Any) -> Any:
     """Multiplies each 16 terms of (batch, rows, terms) by an orthogonal matrix; padded with zeros before."""
-    matrix = _SIGNS[:, None] * _hadamard(TERMS) / 4
+    matrix = _SIGNS[:, None] * _HADAMARD / 4
     numbers = (((3,), (0,)), ((), ()))
     parts = dot_general(
         in_parts(x, TERMS), matrix.astype(x.dtype), numbers, preferred_element_type=jnp.float32
     )
     return parts.reshape(*x.shape[:2], -1)
-
-
-def _hadamard(size: int) -> np.ndarray:
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
 
 
 def _rounded(x: Any, rows: int, bits: Any, has_own: bool) -> Scaled:

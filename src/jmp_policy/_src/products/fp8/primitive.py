@@ -36,13 +36,16 @@ from jax.sharding import PartitionSpec as P
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, parts_of_nvfp4, passes_of
+from jmp_policy._src.products import functions
 from jmp_policy._src.products.fp8 import nvfp4, ragged
+from jmp_policy._src.products.fp8.eligibility import recipe_of
 from jmp_policy._src.products.fp8.scales import (
     BLOCKS,
     FLOAT4,
     GRADIENT,
     VALUE,
     Scaled,
+    as_matrices,
     has_blocks,
     like_result,
     named_bits,
@@ -50,14 +53,6 @@ from jmp_policy._src.products.fp8.scales import (
     rounded_by_blocks,
     scale_of,
     scaled_product,
-)
-from jmp_policy._src.products.functions import (
-    batched_as,
-    evaluated,
-    lowered,
-    primitive_for,
-    product_primitive,
-    transposed_jaxpr,
 )
 
 #: Recipes with one scale per tensor, which forward and gradients share.
@@ -157,7 +152,7 @@ def _compute(
     given, recipe, jaxs = params["formats"], passes_of(params["recipe"]).fwd, _jaxs_params(params)
     result = jaxs["preferred_element_type"] or both[0].dtype
     if recipe is None or None in given or not all(is_half(x.dtype) for x in both):
-        return primitive_for(like, both, jaxs).bind(*both, *sizes, **jaxs)
+        return functions.primitive_for(like, both, jaxs).bind(*both, *sizes, **jaxs)
     if has_blocks(recipe):
         of_scales = nvfp4.SCALE if FLOAT4 in given else jnp.float8_e8m0fnu
 
@@ -187,7 +182,7 @@ def _compute(
         values, scales = values[::-1], scales[::-1]
     if on_cpu:
         values = [x.astype(jnp.bfloat16) for x in values]
-    out = primitive_for(like, values, jaxs).bind(*values, *sizes, **jaxs)
+    out = functions.primitive_for(like, values, jaxs).bind(*values, *sizes, **jaxs)
     if sizes:
         scales = ragged.scales_like_result(values, scales, sizes[0], jaxs)
     else:
@@ -223,6 +218,38 @@ def rounder(params: dict[str, Any], key: Any, sizes: Sequence[Any]) -> Callable[
     is_nvfp4 = recipe not in BLOCKS
     rounded = nvfp4.rounder(recipe, weight, params["gradient"], key, has_own) if is_nvfp4 else by_blocks
     return functools.partial(ragged.rounded_rows, rounded, sizes[0], params) if sizes else rounded
+
+
+def lost_in_float8(eqn: Any, operands: Sequence[Any]) -> jax.Array:
+    """Counts elements of the two operands of a float8 product.
+
+    Args:
+      eqn: the product.
+      operands: all of its operands.
+
+    Returns:
+      float32 of shape (2, 3): for each operand how many elements it has, how many that are not zero become
+      zero, and how many finite ones are beyond the range of their scale.
+    """
+    recipe = recipe_of(eqn)
+    contracted, batch = ragged.axes_of(eqn.params)
+    transforms = nvfp4.is_transformed(recipe, eqn.params["weight"], eqn.params["gradient"])
+    found = []
+    for place, format in enumerate(eqn.params["formats"]):
+        x, scale = operands[place], operands[2 + place]
+        largest = float(jnp.finfo(format).max)
+        if has_blocks(recipe):
+            x = as_matrices(x, contracted[place], batch[place])
+            scaled = rounder(eqn.params, operands[4], operands[7:])(place, x)
+            scale = scaled.scale_of_each if scaled.whole is None else scaled.scale_of_each * scaled.whole
+            x = nvfp4.transformed(x) if transforms else x
+            is_zero = scaled.values == 0
+        else:
+            is_zero = quantised(x, scale, format, saturates=recipe == DELAYED) == 0
+        divided = x.astype(jnp.float32) / jnp.where(scale > 0, scale, jnp.inf)
+        counted = is_zero & (x != 0), jnp.isfinite(x) & (jnp.abs(divided) > largest)
+        found.append([jnp.float32(x.size), *(jnp.sum(each, dtype=jnp.float32) for each in counted)])
+    return jnp.array(found)
 
 
 def _is_of_weight(formats: Sequence[str], params: dict[str, Any]) -> bool:
@@ -277,7 +304,7 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
     forward, recipe = passes_of(params["recipe"])
     sizes, jaxs = operands[7:], tuple(_jaxs_params(params).items())
     types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval, *map(jax.typeof, sizes)
-    jaxpr = transposed_jaxpr(like, place, types, jaxs, jax.sharding.get_abstract_mesh())
+    jaxpr = functions.transposed_jaxpr(like, place, types, jaxs, jax.sharding.get_abstract_mesh())
     # No Tensor Core multiplies two gradients: where the other one is such, it is a second derivative. A block
     # needs no more range than e4m3 has.
     value = _value_format(recipe)
@@ -294,7 +321,7 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
     def product(eqn: Any, operands_and_sizes: Sequence[Any]) -> Any:
         values = operands_and_sizes[:2]
         if recipe is None or not all(is_half(value.dtype) for value in values):
-            return primitive_for(like, values, eqn.params).bind(*operands_and_sizes, **eqn.params)
+            return functions.primitive_for(like, values, eqn.params).bind(*operands_and_sizes, **eqn.params)
         gradient = 1 if values[0] is other else 0
         own = {"weight": 1 - gradient if params["weight"] == 1 - place else None, "gradient": gradient}
         formats, scales, rounded = [of_other] * 2, [kept] * 2, [bits] * 2
@@ -305,7 +332,7 @@ def _transpose(like: Primitive, cotangent: Any, *operands: Any, **params: Any) -
             operands_and_sizes, recipe, eqn.params, formats, scales, rounded=rounded, like=like, **own
         )
 
-    found[place] = evaluated(jaxpr, (cotangent, other, *sizes), product)
+    found[place] = functions.evaluated(jaxpr, (cotangent, other, *sizes), product)
     return found
 
 
@@ -335,7 +362,7 @@ def _batch(
         return bind_float8(values, params=eqn.params, scales=(None, None, third), like=like, **own)
 
     arrays, own_dims = (*operands[:2], *operands[7:]), (*dims[:2], *dims[7:])
-    return batched_as(like, product, axis, arrays, own_dims, **_jaxs_params(params))
+    return functions.batched_as(like, product, axis, arrays, own_dims, **_jaxs_params(params))
 
 
 @functools.cache
@@ -351,14 +378,14 @@ def float8_like(like: Primitive) -> Primitive:
 
     def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         compute = functools.partial(_compute, like, scaled=compat.is_for_one_device(ctx))
-        return lowered(compute)(ctx, *operands, **params)
+        return functions.lowered(compute)(ctx, *operands, **params)
 
     lowerings = {
-        None: lowered(functools.partial(_compute, like)),
-        "cpu": lowered(functools.partial(_compute, like, on_cpu=True)),
+        None: functions.lowered(functools.partial(_compute, like)),
+        "cpu": functions.lowered(functools.partial(_compute, like, on_cpu=True)),
         "cuda": on_cuda,
     }
-    primitive = product_primitive(like, abstract, functools.partial(_batch, like), lowerings)
+    primitive = functions.product_primitive(like, abstract, functools.partial(_batch, like), lowerings)
     ad.primitive_jvps[primitive] = functools.partial(_differentiate, primitive)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, like)
     return primitive

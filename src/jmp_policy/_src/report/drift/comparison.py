@@ -37,7 +37,7 @@ from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, Walk
 from jmp_policy._src.products.fp8.eligibility import formats_of
-from jmp_policy._src.products.fp8.lost import lost_in_float8
+from jmp_policy._src.products.fp8.primitive import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
 from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
