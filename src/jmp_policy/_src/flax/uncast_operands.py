@@ -124,7 +124,7 @@ class _Look:
             given = zip(reversed(jaxpr.invars), reversed(operands), strict=False)
             origins = {var: origin for var, origin in given if origin is not None}
             origins |= self.constants(zip(jaxpr.constvars, compat.constants(closed), strict=False))
-            self.follow(_rows(jaxpr), origins)
+            self.follow([(inner, inner.invars) for inner in jaxpr.eqns], origins)
             if len(jaxpr.outvars) == len(results):  # Else it is the condition of a while loop.
                 pairs = zip(results, jaxpr.outvars, strict=True)
                 results = [known or _origin(origins, atom) for known, atom in pairs]
@@ -160,10 +160,6 @@ class _Look:
 
 def _origin(origins: dict[Any, _Origin], atom: Any) -> _Origin | None:
     return _Origin(is_weight=True) if isinstance(atom, compat.Literal) else origins.get(atom)
-
-
-def _rows(jaxpr: Any) -> Rows:
-    return [(eqn, eqn.invars) for eqn in compat.open_jaxpr(jaxpr).eqns]
 
 
 def _is_upcast(eqn: Any, atoms: Sequence[Any]) -> bool:

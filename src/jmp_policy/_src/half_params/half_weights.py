@@ -4,6 +4,7 @@ Different from the peers, the training step stays the same: `optax.apply_updates
 gives the rounded parameters.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -162,12 +163,8 @@ def master_weights(
     if not isinstance(stochastic_rounding, bool):
         raise TypeError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}.")
     check_seed(seed)
-
-    def exact(p: Any, master: Any) -> Any:
-        return _current(p, master, stochastic_rounding)
-
     name = "master_weights"
-    rules = _master, exact, _stepped
+    rules = _master, functools.partial(_current, stochastic=stochastic_rounding), _stepped
     random = (seed, f"{name}(..., stochastic_rounding=True)") if stochastic_rounding else ()
     return _training_half(inner, name, MasterWeightsState, "masters", *rules, *random)
 
@@ -272,15 +269,8 @@ def stochastic_rounding(inner: Transformation, seed: Any = 0) -> optax.GradientT
       Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3.
     """
     check_seed(seed)
-
-    def nothing(p: Any) -> None:
-        return None
-
-    def exact(p: Any, own: Any) -> Any:
-        return tree_to_float32(p)
-
     name = "stochastic_rounding"
-    rules = nothing, exact, _randomly_rounded
+    rules = lambda p: None, lambda p, own: tree_to_float32(p), _randomly_rounded
     return _training_half(inner, name, StochasticRoundingState, "", *rules, seed=seed, needs_half=name)
 
 

@@ -218,22 +218,19 @@ def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:
     return primitive_for(eqn.primitive, operands, eqn.params).bind(*operands, **eqn.params)
 
 
-@functools.wraps(lax.dot_general)
-def dot_general(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `lax.dot_general`, with the same arguments."""
-    return _suited(lax.dot_general, lhs, rhs, *args, **kwargs)
+def _suited(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for a product of `jax.lax`, with the same arguments."""
+
+    @functools.wraps(function)
+    def suited(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not all(getattr(x, "dtype", None) == jnp.bfloat16 for x in (lhs, rhs)):
+            return function(lhs, rhs, *args, **kwargs)
+        return bound_by(bind_suited, function, lhs, rhs, *args, **kwargs)
+
+    return suited
 
 
-@functools.wraps(lax.conv_general_dilated)
-def conv_general_dilated(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `lax.conv_general_dilated`, with the same arguments."""
-    return _suited(lax.conv_general_dilated, lhs, rhs, *args, **kwargs)
-
-
-def _suited(function: Callable[..., Any], lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    if not all(getattr(x, "dtype", None) == jnp.bfloat16 for x in (lhs, rhs)):
-        return function(lhs, rhs, *args, **kwargs)
-    return bound_by(bind_suited, function, lhs, rhs, *args, **kwargs)
+dot_general = _suited(lax.dot_general)
 
 
 def bound_by(bind: Bind, function: Callable[..., Any], lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +253,7 @@ def stand_in(function: Any, dtype: Any) -> Any:
     return _STAND_INS[function] if is_jaxs_own(function) and are_chosen(dtype) else function
 
 
-_STAND_INS = {lax.dot_general: dot_general, lax.conv_general_dilated: conv_general_dilated}
+_STAND_INS = {lax.dot_general: dot_general, lax.conv_general_dilated: _suited(lax.conv_general_dilated)}
 _CODE = {function: function.__code__ for function in _STAND_INS}
 
 

@@ -61,13 +61,6 @@ def _seen_under(_: PolicyMap) -> Seen:
     return Seen()
 
 
-class _Entered(threading.local):
-    """What one thread has entered."""
-
-    def __init__(self) -> None:
-        self.stacks: list[contextlib.ExitStack] = []
-
-
 class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Runs the Linen modules called in a with-block, or in a decorated function, under a policy.
 
@@ -99,13 +92,13 @@ class intercept(contextlib.ContextDecorator):  # noqa: N801 - used like a functi
 
     def __init__(self, policy: PolicyMapLike):
         self.rules: PolicyMap = as_policy_map(policy)
-        self._entered = _Entered()
+        self._entered = threading.local()  # What one thread has entered.
 
     def __enter__(self) -> Scope:
         stack, location = contextlib.ExitStack(), running_location()
         root_path = () if location is None else location.path
         scope = stack.enter_context(pushed(self._scope(root_path, location)))
-        self._entered.stacks.append(stack)
+        vars(self._entered).setdefault("stacks", []).append(stack)
         return scope
 
     def __exit__(self, *exc: Any) -> None:
