@@ -1,5 +1,6 @@
 """`loss_scaled` around every optax optimizer: clean steps, overflow steps, states."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -490,6 +491,21 @@ def test_state_is_found_anywhere(name):
     grads = jax.tree.map(lambda p: p * 2.0**16, PARAMS)
     _, state = tx.update(grads, state, PARAMS)
     assert jmpp.optim.get_loss_scale_state(state).loss_scale is not None
+
+
+@pytest.mark.parametrize(
+    ("others", "scale", "warns"),
+    [(optax.sgd(0.1), jmpp.DynamicLossScale(), True), (optax.adam(0.1), jmpp.StaticLossScale(2.0), True),
+     (optax.sgd(0.1), jmpp.NoOpLossScale(), False), (optax.set_to_zero(), jmpp.DynamicLossScale(), False)],
+)  # fmt: skip
+def test_a_group_of_parameters_without_the_loss_scale_of_the_others_is_named(others, scale, warns):
+    tx = optax.multi_transform({"t": jmpp.loss_scaled(optax.sgd(0.1), scale), "f": others}, LABELS)
+    gradient = jmpp.scaled_value_and_grad(lambda params: sum(map(jnp.sum, jax.tree.leaves(params))))
+    expected = pytest.warns(UserWarning, match=r"gradients of the group 'f' are never divided .* around the")
+    with expected if warns else contextlib.nullcontext():
+        gradient(tx.init(PARAMS), PARAMS)
+    whole = jmpp.loss_scaled(optax.multi_transform({"t": optax.sgd(0.1), "f": others}, LABELS), scale)
+    gradient(whole.init(PARAMS), PARAMS)
 
 
 def test_none_and_several_scales():

@@ -105,6 +105,18 @@ def test_overflow_needs_no_budget():
 X = jax.random.normal(jax.random.key(1), (8, 8))
 
 
+def test_a_loss_in_float16_bounds_the_scale_that_it_is_measured_at():
+    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(8)])
+    params = model.init(jax.random.key(0), X)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply(params, x).astype(jnp.float16) - 1).mean()
+
+    found = jmpp.recommend(loss_fn, params, X)
+    assert (found.policy, float(found.loss_scale.loss_scale)) == (jmpp.PolicyMap("mixed_float16"), 2.0**16)
+    assert found.measured < 0.01
+
+
 def test_products_alone_in_half_are_rules_for_their_classes():
     modules = {("Net",): None, ("Net", "mix"): None, ("Net", "a"): nn.Dense(2), ("Net", "b"): nn.Dense(2)}
     own = {"": Effect(1e-8), "mix": Effect(4e-2), "a": Effect(1e-8), "b": Effect(1e-8)}

@@ -122,13 +122,25 @@ def misplaced(opt_state: PyTree, state: Any) -> str:
     """What to say of a wrapper that stands around the state of `loss_scaled`, and belongs inside."""
     if not jax.tree.leaves(state.loss_scale):  # Nothing that could fall.
         return ""
-    for outer in jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_advice(node))):
+    kind = type(state)
+    for outer in jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_advice(node, kind))):
         if any(node is state for node in jax.tree.leaves(outer, is_leaf=lambda node: node is state)):
-            return _advice(outer)
+            return _advice(outer, kind)
     return ""
 
 
-def _advice(wrapper: Any) -> str:
+def _advice(wrapper: Any, kind: type) -> str:
+    """What to say of a wrapper around a state of `loss_scaled`, whose class is `kind`."""
+    if isinstance(groups := getattr(wrapper, "inner_states", None), Mapping):
+        # The state of a group is that of optax.masked; a frozen one has none of its own.
+        trained = {name: group for name, group in groups.items() if group != (optax.EmptyState(),)}
+        without = [name for name, group in trained.items() if not _holds(group, kind)]
+        if without and len(without) < len(trained):
+            return (
+                "loss_scaled is around one group of optax.multi_transform (partition), and the loss is "
+                f"scaled for all: gradients of the group {without[0]!r} are never divided by the loss scale. "
+                "Put it around the whole: loss_scaled(optax.multi_transform(...), loss_scale)."
+            )
     if isinstance(wrapper, optax.ApplyIfFiniteState):
         return (
             "optax.apply_if_finite stands around loss_scaled and keeps overflows from it: the loss scale "
@@ -142,6 +154,11 @@ def _advice(wrapper: Any) -> str:
             "loss_scale)."
         )
     return ""
+
+
+def _holds(tree: Any, kind: type) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(leaf, kind) for leaf in leaves)
 
 
 class Division(NamedTuple):

@@ -15,6 +15,7 @@ from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.loss_scale import DynamicLossScale, LossScale
 from jmp_policy._src.loss_scaling.scale_types import NoOpLossScale
 from jmp_policy._src.policy.frameworks import framework_of
@@ -313,6 +314,7 @@ def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> flo
 @without_overflow_warnings()
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
     """The gradient of a loss as one vector, without the scale, computed on this machine."""
+    scale = float(first_cotangent(loss.jaxpr.out_avals[0].dtype, scale))
     grads = Pieces(loss.gradient)([*loss.function.arrays, np.float32(scale)])
     return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
 
