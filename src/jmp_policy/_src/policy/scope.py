@@ -83,20 +83,13 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 ACTIVE = jax.make_user_context(default_value=None)
 
 
-class Met:
-    """The rules of the modules that run in a with-block, each once, in `rules`."""
-
-    def __init__(self) -> None:
-        self.rules: dict[PolicyMap, None] = {}
-
-
-#: The rules that a report tries in place of those that modules were wrapped with, or a `Met`; else None.
+#: The rules that a report tries in place of those that modules were wrapped with, or a `trials.Met`; or None.
 TRIAL = jax.make_user_context(default_value=None)
 
 
 def in_trial(rules: PolicyMap) -> PolicyMap:
     """The rules to follow where a module or a block has these: those that are tried, if any are."""
     trial = TRIAL.value
-    if isinstance(trial, Met):
+    if trial is not None and not isinstance(trial, PolicyMap):
         trial.rules[rules] = None
     return trial if isinstance(trial, PolicyMap) else rules

@@ -22,7 +22,7 @@ from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap, get_policy
-from jmp_policy._src.policy.scope import TRIAL, Met
+from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import lost_constants, progress
 from jmp_policy._src.report.function import Function
 from jmp_policy._src.report.lost_constants import LostConstants, WideNumbers, without_overflow_warnings
@@ -37,6 +37,13 @@ _TOLERABLE = 0.1
 
 #: At most so many modules are tried one by one.
 _MOST = 4
+
+
+class Met:
+    """The rules of the modules that run while it is the trial, each once, in `rules`."""
+
+    def __init__(self) -> None:
+        self.rules: dict[PolicyMap, None] = {}
 
 
 @dataclasses.dataclass(frozen=True)

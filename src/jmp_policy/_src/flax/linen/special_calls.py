@@ -61,11 +61,9 @@ def call_with_float32_gradients(
     function = nn.compact(float32_gradients) if compat.is_compact(method) else float32_gradients
     precision, location = governed(scope, module)
     inner = dataclasses.replace(scope, half_modules={}).inside(precision.policy, location)
-    transformed = functools.partial(
-        transform.with_float32_gradients, opens_scope=True, inside=lambda: ACTIVE(inner)
-    )
+    run = functools.partial(transform.with_float32_gradients, opens_scope=True, inside=lambda: ACTIVE(inner))
     with ACTIVE(dataclasses.replace(scope, cloned=locate(module, scope.location).path)):
-        return compat.over_variables(transformed, function, module, args, kwargs)
+        return compat.over_variables(run, function, module, args, kwargs)
 
 
 def with_params_of(out: Any, bare: Any) -> Any:

@@ -13,14 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_policy._src.core.dtypes import (
-    cast_floating,
-    cast_leaf,
-    in_dtype_of,
-    is_floating_array,
-    is_half,
-    promote_dtype,
-)
+from jmp_policy._src.core import dtypes
 from jmp_policy._src.flax.linen.governing import module_precision
 from jmp_policy._src.policy.module_precision import ModulePrecision
 from jmp_policy._src.policy.scope import ACTIVE
@@ -71,7 +64,7 @@ def variable(
         args = (first_value, *args[1:])
     made = own(col, name, *args, **kwargs)
     # State that a module computes in half and writes would have another dtype after each step.
-    return CastVariable(made, lambda value: value) if is_half(precision.compute_dtype) else made
+    return CastVariable(made, lambda value: value) if dtypes.is_half(precision.compute_dtype) else made
 
 
 def _cast_variable(
@@ -88,7 +81,7 @@ def _cast_variable(
     if col == "params":
 
         def init(*args: Any, **kwargs: Any) -> Any:
-            return cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
+            return dtypes.cast_floating(init_fn(*args, **kwargs), precision.param_dtype)
 
         made = own(col, name, init_fn and init, *args, **kwargs)
         dtype, policy = precision.used_param_dtype, precision.policy
@@ -96,14 +89,14 @@ def _cast_variable(
     is_new = not module.has_variable(col, name)
     made = own(col, name, init_fn, *args, **kwargs)
     compute, stored = precision.compute_dtype, jax.tree.leaves(made.value)
-    others = {x.dtype for x in stored if is_floating_array(x) and x.dtype != compute}
-    if is_new or init_fn is None or not any(is_half(compute) or is_half(dtype) for dtype in others):
+    others = {x.dtype for x in stored if dtypes.is_floating_array(x) and x.dtype != compute}
+    if is_new or init_fn is None or not (others and any(map(dtypes.is_half, (compute, *others)))):
         return made
     kwargs.pop("unbox", None)
     wanted = jax.eval_shape(lambda: init_fn(*args, **kwargs))
     if jax.tree.structure(wanted) != jax.tree.structure(made.value):
         return made
-    return CastVariable(made, lambda value: jax.tree.map(in_dtype_of, wanted, value))
+    return CastVariable(made, lambda value: jax.tree.map(dtypes.in_dtype_of, wanted, value))
 
 
 class CastVariable(nn.Variable):
@@ -122,9 +115,9 @@ class CastVariable(nn.Variable):
     def value(self, value: Any) -> None:
         stored = nn.Variable.value.fget(self)  # type: ignore[attr-defined]
         if jax.tree.structure(stored) == jax.tree.structure(value):
-            value = jax.tree.map(in_dtype_of, stored, value)
+            value = jax.tree.map(dtypes.in_dtype_of, stored, value)
         nn.Variable.value.fset(self, value)  # type: ignore[attr-defined]
 
 
 def _in_float32(x: Any) -> Any:
-    return cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x
+    return dtypes.cast_leaf(x, dtypes.promote_dtype(x.dtype)) if dtypes.is_floating_array(x) else x
