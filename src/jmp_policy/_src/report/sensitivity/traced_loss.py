@@ -241,9 +241,10 @@ class TracedLoss:
         jax.eval_shape(lambda arrays: untapped(half.jaxpr, arrays), half.function.arrays)
         if not untapped.groups:
             raise ValueError(
-                f"Nothing of {self.name} would be computed in {dtype}: it calls no module of Flax that "
-                "computes in half under a policy, and has no matrix product for autocast outside of a "
-                "custom_vjp. Give it the loss of the float32 model."
+                f"Nothing of {self.name} would be computed in {dtype} that can be measured: outside of "
+                "functions with a derivative of their own (custom_vjp, lax.custom_root, odeint) it has no "
+                "module of Flax that computes in half under a policy, and no matrix product for autocast. "
+                "Give it the loss of the float32 model."
             )
         self.groups = list(dict.fromkeys([*untapped.groups, *self.in_float32]))
         self.decides = makes_decisions(half.gradient)
