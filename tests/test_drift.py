@@ -360,6 +360,22 @@ def test_a_moving_average_that_float32_adds_up_is_lost_in_half():
     jmpp.assert_drift(ema, W, new, rtol=0.01)
 
 
+@pytest.mark.parametrize(("offset", "is_normal"), [(0.0, True), (30.0, False)])
+def test_of_a_while_loop_a_small_error_is_normal(offset, is_normal):
+    def loss_fn(w, x):
+        def trip(state):
+            trips, h = state
+            product = (h.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)
+            return trips + 1, jnp.tanh(rounded(product + offset, HALF) - offset)
+
+        return jnp.square(jax.lax.while_loop(lambda state: state[0] < 4, trip, (0, x))[1]).mean()
+
+    found = jmpp.drift(loss_fn, 0.5 * jnp.asarray(np.eye(8), jnp.float32), X, grad=False)
+    assert found.contributions[0].operation == "while"
+    assert 1e-5 < found.error < 1
+    assert found.is_normal == is_normal
+
+
 def test_an_argument_that_is_printed(capfd):
     def loss_fn(w):
         jax.debug.print("{}", w)

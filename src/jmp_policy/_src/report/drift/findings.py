@@ -158,7 +158,8 @@ class Drift(Report):
       gradient_norm: norm of the float32 gradient, scale taken off.
       error: what `share` in rows refers to: `gradient_error`; of a function that is no loss the root of the
         mean of the squared relative errors of its results.
-      expected: what `error` would be if every operation in half precision rounded once, at random.
+      expected: what `error` would be if every operation in half precision rounded once, at random, and the
+        result of a while loop were off by up to 1 %.
       loss_scale: what the loss was multiplied by.
       constants: constants that half precision makes infinite, zero or one; float32 computes with those whose
         number is known.
