@@ -331,6 +331,7 @@ def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
         jmpp.assert_drift(step, *args, rtol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "is_lost"),
     [(lambda tx: tx, True), (lambda tx: jmpp.loss_scaled(tx, jmpp.DynamicLossScale(1.0)), True),
@@ -467,6 +468,7 @@ def test_masks_that_are_infinite_in_both_runs_are_no_error():
     assert found.loss_error < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_result_that_is_zero_but_for_rounding_does_not_decide_on_a_step():
     model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False)]), "mixed_float16")

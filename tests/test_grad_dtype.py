@@ -599,6 +599,7 @@ class Reversible(nn.Module):
         return nn.Dense(8)(block(params, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [SignOfGradient(), Reversible()])
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit])
 def test_modules_that_the_rule_of_a_custom_vjp_calls_are_governed(module, run):
