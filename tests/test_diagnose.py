@@ -1050,6 +1050,11 @@ def test_a_loss_that_is_nan_only_when_compiled_is_no_matter_of_its_scale():
     assert "DynamicLossScale" not in found.advice
 
 
+def test_a_function_that_prints_and_returns_nothing():
+    found = diagnose(lambda x: jax.debug.print("{}", x), jnp.ones(2))
+    assert found.finite
+
+
 def test_a_finite_loss_says_which_constants_were_lost():
     def mse(w, x):
         return (jnp.square(x.astype(F16) * w.astype(F16)).sum() / 100000).astype(F32)  # mark: mean

@@ -133,7 +133,8 @@ def _advice(wrapper: Any, kind: type) -> str:
     """What to say of a wrapper around a state of `loss_scaled`, whose class is `kind`."""
     if isinstance(groups := getattr(wrapper, "inner_states", None), Mapping):
         # The state of a group is that of optax.masked; a frozen one has none of its own.
-        trained = {name: group for name, group in groups.items() if group != (optax.EmptyState(),)}
+        states = {name: getattr(group, "inner_state", group) for name, group in groups.items()}
+        trained = {name: state for name, state in states.items() if not isinstance(state, optax.EmptyState)}
         without = [name for name, group in trained.items() if not _holds(group, kind)]
         if without and len(without) < len(trained):
             return (

@@ -107,8 +107,8 @@ def _diagnosed(
     found = Diagnosis(function.name, True, loss, loss_scale, constants=constants)
     if replay is None:
         return _with_constants_kept(found, mending)
-    by_compiler = not math.isfinite(loss) and replay.ranges[replay.results[0]].is_finite
-    if mending is not None and by_compiler and loss_scale > 1:
+    is_lost = loss_scale > 1 and not math.isfinite(loss)
+    if mending is not None and is_lost and replay.ranges[replay.results[0]].is_finite:
         # What single operations show first may be gradients that are large for their scale, and no cause.
         program, names = function.value_and_gradients("diagnose", 1.0, mending.has_aux)
         return _diagnosed(function, program, names, 1.0, Mending(function, 1.0, mending.has_aux))

@@ -309,8 +309,8 @@ class Drift(Report):
         return [*tables, *self._furthest(6)]
 
     def _furthest(self, most: int) -> Sequence[Table]:
-        shown = (r for r in self.results if r.error and r not in zero_but_for_rounding(self.results))
-        worst = sorted(shown, key=lambda r: -r.error)
+        of_zero = zero_but_for_rounding(self.results)
+        worst = sorted((r for r in self.results if r.error and r not in of_zero), key=lambda r: -r.error)
         cells = [(r.name, f"{r.error:.2g}", f"{r.largest:.2g}", f"{r.norm:.3g}") for r in worst]
         names = ["result", "error ", "largest ", "norm "]
         return [Table(names, cells, "results that are furthest off", most=most)] if worst else []
