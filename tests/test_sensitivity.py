@@ -404,6 +404,23 @@ def test_modules_that_the_rule_of_a_custom_vjp_calls(measure):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", [False, True])
+def test_float32_in_64_bit_mode_is_measured_as_without(measure):
+    x = X.reshape(4, 4, 12)
+    cell = nn.RNN(nn.SimpleCell(8))  # A loop hands on the counts.
+    params = cell.init(jax.random.key(0), x)["params"]
+
+    def error():
+        found = jmpp.sensitivity(lambda p, x: jnp.square(cell.apply({"params": p}, x)).mean(), params, x,
+                                 dtype="float16", probes=1, measure=measure)  # fmt: skip
+        return found.rows[0].predicted
+
+    wanted = error()
+    with jax.enable_x64(True):
+        assert error() == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [False, True])
 def test_meshes_with_explicit_axes(measure):
     explicit = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(explicit, explicit))

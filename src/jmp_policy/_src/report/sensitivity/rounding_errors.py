@@ -336,7 +336,7 @@ def _signs(number: int, traced: TracedLoss) -> list[np.ndarray]:
 def _probe(traced: TracedLoss, signs: Sequence[Any] | None, scale: Any, arrays: Sequence[Any]) -> _Seen:
     """One backward pass, and one of the gradient's product with signs, if there are any."""
     params = traced.params(arrays)
-    scale, zero, zeros = jnp.float32(scale), jnp.float32(0), jnp.zeros(len(STATISTICS))
+    scale, zero, zeros = jnp.float32(scale), jnp.float32(0), jnp.zeros(len(STATISTICS), jnp.float32)
 
     def gradient(squares: Any) -> Any:
         def run(numbers: Any, params: Any) -> Any:
