@@ -231,6 +231,14 @@ STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "parameters first": (lambda: gradients(PARAMS), "first argument before the parameters"),
     "a number first": (lambda: gradients(8.0, PARAMS), "first argument before the parameters"),
     "the optimizer first": (lambda: gradients(TX, PARAMS), r"init\(params\)|first argument"),
+    "all arguments in the first call": (
+        lambda: jmpp.scaled_value_and_grad(square, TX.init(PARAMS), PARAMS),
+        r"scaled_value_and_grad\(loss_fn\)\(opt_state, params\)",
+    ),
+    "an NNX model before its optimizer": (
+        lambda: nnx_step(lambda f: lambda o, m: jmpp.nnx.scaled_value_and_grad(f)(m, o)),
+        r"\(optimizer, model, \.\.\.\)",
+    ),
     "a state without a scale": (lambda: gradients(SGD.init(PARAMS), PARAMS), "loss_scaled"),
     "the state forgotten": (lambda: gradients(TX.init(PARAMS)), "params|parameters"),
     "parameters and state turned round": (lambda: gradients(PARAMS, TX.init(PARAMS)), "first argument"),
@@ -383,6 +391,10 @@ REPORTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a small letter in a card": (lambda: jmpp.lowering_report(square, PARAMS, target="h10"), "H100"),
     "a recipe that is none": (lambda: jmpp.Policy("mixed_bfloat16, r=fp8_curent"), "fp8_current"),
     "recommend without parameters": (lambda: jmpp.recommend(square), "params|arguments"),
+    "recommend of a model without its other variables": (
+        lambda: jmpp.recommend(NET, NET.init(jax.random.key(0), X)["params"], X),
+        r"\{'params': params\}",
+    ),
     "recommend of a wrapped model": (
         lambda: jmpp.recommend(
             lambda p, x: jmpp.wrap(NET, "mixed_float16").apply(p, x).sum(), NET.init(jax.random.key(0), X), X

@@ -39,6 +39,17 @@ def test_steps_that_are_skipped_one_after_the_other():
     assert "12 steps in a row were skipped at a loss scale of 0.25" in found.verdict
 
 
+def test_a_static_scale_that_is_too_large():
+    state = trained([(np.inf, 1.0)] * 60, jmpp.StaticLossScale(2.0**24))
+    (change,) = jmpp.advise(state).changes
+    assert (change.change, change.rule) == ("Use DynamicLossScale(), which finds a smaller one", "")
+    with pytest.raises(jmpp.LossScaleStuckError, match=r"does not change.* Use a smaller one, or Dynamic"):
+        jmpp.check(state)
+    # With a scale of 1 there is no smaller one to use.
+    with pytest.raises(jmpp.LossScaleStuckError, match="A smaller scale cannot help"):
+        jmpp.check(trained([(np.inf, 1.0)] * 60, jmpp.NoOpLossScale()))
+
+
 def test_of_several_losses_the_one_is_named():
     scales = {"actor": jmpp.DynamicLossScale(2.0**10), "critic": jmpp.StaticLossScale(8.0)}
     tx = jmpp.loss_scaled(optax.sgd(0.1), scales)
@@ -73,6 +84,8 @@ def test_gradients_that_float16_loses():
     found = jmpp.advise(trained([(1e-9, 1e-8)], monitor=True))
     assert found.changes[0].change.startswith("The loss scale can be ")
     assert found.rules == {}
+    (first, _) = jmpp.advise(trained([(0.0, 0.0)], monitor=True)).changes
+    assert first.change == "Use DynamicLossScale(), which finds a larger one"
     # Rows of a table that no token asked for are 0, and lost to nothing.
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(2.0), monitor=True)
     _, state = tx.update(

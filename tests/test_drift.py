@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import flax.linen as nn
 import jax
@@ -263,6 +264,51 @@ def test_an_overflow_within_a_line_names_its_operation():
     assert "with each operation rounded (`diagnose` looks at the compiled program)" in found.verdict
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", ["norm", "log"])
+def test_what_is_not_finite_for_a_lost_constant_is_mended_where_it_is_read(epsilon):
+    def scaled(h):
+        if epsilon == "norm":
+            return h / jnp.sqrt(jnp.square(h).sum(-1, keepdims=True) + 1e-12)
+        return jnp.log(jax.nn.softmax(25 * h) + 1e-8)
+
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, h):
+            return nn.Dense(8)(scaled(h))
+
+    model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.relu, Part(), nn.Dense(3)]), "mixed_float16")
+    x = X.at[2].set(0)
+    params = model.init(jax.random.key(0), x)
+    found = jmpp.drift(lambda params: jnp.square(model.apply(params, x) - 1).mean(), params)
+    assert math.isinf(found.error)
+    assert {row.module for row in found.contributions} == {"Sequential/layers_2"}
+    assert found.rule == {"layers_2": "float32"}
+    assert found.error_after < 2e-3
+
+
+def test_of_two_constants_on_a_line_the_one_that_is_read_is_named():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = jnp.abs(nn.Dense(4)(x))
+            return 1 / (h + 1e-12) + 1 / (h + 1e-9)
+
+    model = jmpp.wrap(Model(), "mixed_float16")
+    found = jmpp.drift(lambda params: model.apply(params, X).mean(), model.init(jax.random.key(0), X))
+    assert {constant.written for constant in found.constants} == {"+ 1e-12", "+ 1e-09"}
+
+
+def test_an_infinite_loss_is_not_normal_though_its_gradient_is():
+    def loss_fn(w):
+        return jnp.sum((X @ w + 3000).astype(HALF)).astype(jnp.float32)
+
+    found = jmpp.drift(loss_fn, W)
+    assert found.error < 1e-2
+    assert "The loss is not finite" in found.verdict
+    assert not found.is_normal
+
+
 def test_squares_beyond_float32_are_an_infinite_error():
     def loss_fn(w):
         return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()
@@ -444,6 +490,29 @@ def test_the_operation_that_spoils_the_loss_is_named_for_it():
     worst = max(found.rows, key=lambda row: row.loss_share)
     assert worst.loss_share > 0.9
     assert worst.operation == "add"
+
+
+@pytest.mark.parametrize(("trips", "is_normal"), [(64, True), (4000, False)])
+def test_a_sum_that_stops_growing_is_not_normal(trips, is_normal):
+    def loss_fn(w, xs):
+        def body(total, x):
+            return total + jnp.square(w * x).astype(HALF), None
+
+        return jnp.square(jax.lax.scan(body, HALF(0), xs)[0].astype(jnp.float32))
+
+    xs = jax.random.uniform(jax.random.key(0), (trips,), minval=0.9)
+    found = jmpp.drift(loss_fn, jnp.float32(1.0), xs)
+    assert found.is_normal == is_normal, found.verdict
+
+
+def test_operations_whose_parameters_are_dtypes_of_their_own_kind():
+    from jax.experimental import sparse
+
+    def loss_fn(w):
+        eye = sparse.BCOO.fromdense(jnp.eye(8), nse=8)
+        return jnp.square((eye @ (X[:8].astype(HALF) @ w.astype(HALF))).astype(jnp.float32)).mean()
+
+    assert 1e-5 < jmpp.drift(loss_fn, W).gradient_error < 1e-3
 
 
 def test_a_loss_that_is_nan_in_both_runs_is_told():

@@ -110,10 +110,11 @@ def test_a_loss_in_float16_bounds_the_scale_that_it_is_measured_at():
     params = model.init(jax.random.key(0), X)
 
     def loss_fn(params, x):
-        return jnp.square(model.apply(params, x).astype(jnp.float16) - 1).mean()
+        return jnp.square(model.apply(params, x).astype(jnp.float16) / 4).mean()
 
     found = jmpp.recommend(loss_fn, params, X)
-    assert (found.policy, float(found.loss_scale.loss_scale)) == (jmpp.PolicyMap("mixed_float16"), 2.0**16)
+    assert found.policy == jmpp.PolicyMap("mixed_float16")
+    assert found.loss_scale.loss_scale > 65504
     assert found.measured < 0.01
 
 
@@ -302,6 +303,25 @@ class OfNnxMix(nnx.Module):
 
     def __call__(self, x):
         return jnp.linalg.solve(self.w[...], x.T)
+
+
+@pytest.mark.slow
+def test_the_loss_scale_leaves_room_for_gradients_of_biases():
+    class Bag(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Dense(3)(jnp.tanh(nn.Dense(32)(jax.nn.one_hot(tokens, 20)).sum(1)))
+
+    tokens = jax.random.randint(jax.random.key(0), (64, 16), 0, 20)
+    params = Bag().init(jax.random.key(0), tokens)["params"]
+
+    def loss_fn(params, tokens):
+        return 100 * jnp.square(Bag().apply({"params": params}, tokens) - 1).mean()
+
+    found = jmpp.recommend(loss_fn, params, tokens, dtype="float16", probes=1)
+    largest = max(jnp.abs(g).max() for g in jax.tree.leaves(jax.grad(loss_fn)(params, tokens)))
+    assert found.loss_scale.loss_scale * largest < 65504 / 2
+    assert (found.fits, found.half_share) == (True, 1)
 
 
 @pytest.mark.parametrize(

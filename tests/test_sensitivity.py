@@ -403,6 +403,25 @@ def test_modules_that_the_rule_of_a_custom_vjp_calls(measure):
 
 
 @pytest.mark.slow
+def test_what_jax_cannot_differentiate_twice_is_measured():
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.lecun_normal(), (2, 8, 16))
+            return nn.Dense(3)(jax.lax.ragged_dot(nn.Dense(8)(x), w, jnp.array([7, 9])))
+
+    params = Experts().init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params, x):
+        return jnp.square(Experts().apply({"params": params}, x)).mean()
+
+    found = jmpp.sensitivity(loss_fn, params, X)
+    assert found.measured
+    assert 1e-5 < found.of("").predicted < 1e-2
+    assert jmpp.recommend(loss_fn, params, X, dtype="float16").half_share == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [False, True])
 def test_float32_in_64_bit_mode_is_measured_as_without(measure):
     x = X.reshape(4, 4, 12)

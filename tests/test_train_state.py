@@ -229,8 +229,11 @@ def test_nnx_optimizer_of_some_parameters_and_with_aux():
 
 def test_nnx_optimizer_refuses_what_is_wired_wrongly():
     bare = NNXNet(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"NNXNet.*is not wrapped.*precision\.wrap\(model\)"):
+    said = r"NNXNet.*is not wrapped.*: precision = jmp_policy\.from_config\('bf16'\); model = precision\.wrap"
+    with pytest.raises(ValueError, match=said):
         jmpp.nnx.Optimizer(bare, optax.sgd(0.1), wrt=nnx.Param, precision="bf16")
+    with pytest.raises(ValueError, match=r"optimizer: model = precision\.wrap\(model\)"):
+        jmpp.nnx.Optimizer(bare, optax.sgd(0.1), wrt=nnx.Param, precision=jmpp.from_config("bf16"))
     with pytest.raises(ValueError, match="has a loss scale already"):
         jmpp.nnx.Optimizer(jmpp.wrap(bare, "float32"), lines_tx(), wrt=nnx.Param, precision="no")
     wrapped = jmpp.nnx.wrap(bare, "mixed_bfloat16", methods=["__call__"])

@@ -136,13 +136,15 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
             continue
         whose, count = (f" of {loss[1:]!r}", f"{in_a_row} times in a row, ") if loss else ("", "")
         scale = float(scales.min())
-        reason = "is at its floor" if stuck else "cannot help"
+        reason, repair = "is at its floor" if stuck else "cannot help", "A smaller scale cannot help: the"
+        if f"stuck{loss}" not in values and scale > 1:
+            reason = "does not change"
+            repair = "Use a smaller one, or DynamicLossScale(), which finds it; if that does not help, the"
         return (
             f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
-            f"{skips} steps skipped in a row, {skipped} in all. A smaller scale cannot help: the model "
-            "overflows in the forward pass, or data or parameters are NaN. Ask "
-            "jmp_policy.all_finite(params); an optimizer that computes in float16 makes NaN where its eps is "
-            "0 there, as 1e-8 is."
+            f"{skips} steps skipped in a row, {skipped} in all. {repair} model overflows in the forward "
+            "pass, or data or parameters are NaN. Ask jmp_policy.all_finite(params); an optimizer that "
+            "computes in float16 makes NaN where its eps is 0 there, as 1e-8 is."
         ), scale
     if limit is None or skips < limit:
         return None

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import flax.nnx as nnx
 
-from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
+from jmp_policy._src.api.precision import check_one_loss_scale, from_config
 from jmp_policy._src.flax.nnx.framework import policy_of
 from jmp_policy._src.flax.nnx.model_state import keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
@@ -49,9 +49,8 @@ class Optimizer(nnx.Optimizer):
     def __init__(
         self, model: nnx.Module, tx: Transformation, *, wrt: Any, precision: Any, graph: bool | None = None
     ):
-        precision = from_config(precision)
         _check_wrapped(model, precision)
-        super().__init__(model, precision.loss_scaled(tx), wrt=wrt, graph=graph)
+        super().__init__(model, from_config(precision).loss_scaled(tx), wrt=wrt, graph=graph)
         check_one_loss_scale(self)
 
     def value_and_grad(self, fun: Callable[..., T], **options: Any) -> Callable[..., tuple[T, Any]]:
@@ -97,11 +96,12 @@ class Optimizer(nnx.Optimizer):
         return value
 
 
-def _check_wrapped(model: Any, precision: Precision) -> None:
+def _check_wrapped(model: Any, precision: Any) -> None:
     if any(policy_of(module) is not None for _, module in nnx.iter_modules(model)):
         return
-    if nnx.graphdef(precision.wrap(model)) != nnx.graphdef(model):
+    if nnx.graphdef(from_config(precision).wrap(model)) != nnx.graphdef(model):
+        made = f"precision = jmp_policy.from_config({precision!r}); " if isinstance(precision, str) else ""
         raise ValueError(
             f"The model ({type(model).__name__}) is not wrapped: it would compute as it was written, "
-            "whatever the precision. Make it before the optimizer: model = precision.wrap(model)."
+            f"whatever the precision. Make it before the optimizer: {made}model = precision.wrap(model)."
         )

@@ -194,7 +194,10 @@ def _mentions_half(value: Any) -> bool:
     """Whether a parameter names a half dtype in a way that nobody here knows."""
     if isinstance(value, tuple | list):
         return any(map(_mentions_half, value))
-    return is_half(value if isinstance(value, np.dtype) else getattr(value, "dtype", None))
+    if isinstance(value, type) and issubclass(value, np.generic):
+        value = np.dtype(value)
+    dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None)
+    return isinstance(dtype, np.dtype) and is_half(dtype)
 
 
 def as_traced(eqn: Any, values: Sequence[Any]) -> list[Any]:

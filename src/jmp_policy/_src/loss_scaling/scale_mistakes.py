@@ -76,6 +76,14 @@ def no_loss(out: Any, has_aux: bool) -> TypeError:
     )
 
 
+def called_at_once(argnums: Any) -> TypeError:
+    """Makes the error for what is no number of an argument, such as an optimizer's state."""
+    return TypeError(
+        f"argnums are numbers of arguments, got {type(argnums).__name__}. The optimizer's state and the "
+        "parameters go to what is returned: scaled_value_and_grad(loss_fn)(opt_state, params)."
+    )
+
+
 def too_few(given: int, argnums: Any) -> TypeError:
     """Makes the error for a call without the argument that is to be differentiated."""
     return TypeError(

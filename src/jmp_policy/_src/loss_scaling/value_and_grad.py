@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
+import numpy as np
 
 from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.settings import positive_int
@@ -89,6 +90,9 @@ def scaled_value_and_grad(
     """
     if not callable(fun):
         raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not all(isinstance(number, int | np.integer) for number in numbers):
+        raise scale_mistakes.called_at_once(argnums)
     if retries:
         positive_int(retries, "retries")
 
@@ -100,13 +104,12 @@ def scaled_value_and_grad(
         gradient = jax.value_and_grad(scaled_loss, argnums, True, holomorphic, allow_int)
         (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
         if loss_scale.holds_float8_state(grads):
-            params = tuple(args[i] for i in argnums) if isinstance(argnums, Sequence) else args[argnums]
-            grads = next_histories(grads, params)
+            params = tuple(args[i] for i in numbers)
+            grads = next_histories(grads, params if isinstance(argnums, Sequence) else params[0])
         value = (unscaled, aux) if has_aux else unscaled
         return value, loss_scale.restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
         check_no_nnx_module("scaled_value_and_grad", *[args[i] for i in numbers if i < len(args)])
         scale = find_loss_scale(scale_or_opt_state, loss)
         if len(args) <= max(numbers, default=0):

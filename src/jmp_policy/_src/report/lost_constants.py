@@ -236,6 +236,9 @@ class LostConstants:
             if name in _NAMED and not any(_is_lost(n, becomes, dtype) for n, _ in numbers):
                 numbers += self._by_another_name(eqn, site, place, becomes)
             lost = [(n, text) for n, text in numbers if _is_lost(n, becomes, dtype)]
+            if len(lost) > 1:  # On one line.
+                number = self._in_float32().read.get((id(eqn), place))
+                lost.sort(key=lambda one: np.float32(one[0]) != number)
             if lost:
                 self.numbers[id(eqn), place] = lost[0][0]
                 found = dataclasses.replace(found, written=lost[0][1])

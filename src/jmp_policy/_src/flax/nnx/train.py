@@ -61,6 +61,11 @@ def scaled_value_and_grad(
         raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
 
     def value_and_scaled_grad(scale_or_optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(scale_or_optimizer, nnx.Module):
+            raise TypeError(
+                "scaled_value_and_grad(loss_fn) is called as (optimizer, model, ...); the first argument is "
+                f"the model ({type(scale_or_optimizer).__name__})."
+            )
         scale = find_loss_scale(scale_or_optimizer, loss)
 
         @functools.wraps(fun)  # NNX puts keyword arguments in their places by the signature.

@@ -423,11 +423,13 @@ class Comparison:
 
 def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
     """What is measured of which nodes: what shares take, and everything of what leaves modules."""
-    used = _used(nodes, results)
+    used, carried = _used(nodes, results), carried_on(nodes)
     wanted: dict[int, set[str]] = defaultdict(set)
     for number in used:
         if nodes[number].rounds:
             wanted[number] |= {"introduced", "inherited", "exact"}
+        if number in carried:
+            wanted[number].add("total")
     for number in _used(nodes, results, within_regions=True):
         node = nodes[number]
         operands = node.operands or tuple((source, False) for source in node.sources)
@@ -459,6 +461,11 @@ def _used(nodes: Sequence[Node], results: Sequence[int | None], *, within_region
         inner = {n for number in ahead for n, _ in nodes[number].operands} if within_regions else set()
         ahead = (inner | {source for number in ahead for source in nodes[number].sources}) - used
     return used
+
+
+def carried_on(nodes: Sequence[Node]) -> set[int]:
+    """The nodes that begin a carry, or are carried into the next trip."""
+    return {source for node in nodes if node.operation == "carry" for source in node.sources}
 
 
 def _leaving(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:

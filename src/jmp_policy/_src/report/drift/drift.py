@@ -78,7 +78,10 @@ def drift(
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
             return found if kept is None else dataclasses.replace(found, rule=kept.rule, advice=kept.text)
-        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
+        named = [row.module for row in found.contributions if row.share >= findings.NAMED]
+        if not math.isfinite(found.error):
+            named = [constant.path for constant in found.constants] + named
+        named = list(dict.fromkeys(named))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
         exponent = _missing_scale(found, float(as_loss_scale(scale).loss_scale))

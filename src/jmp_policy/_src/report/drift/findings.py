@@ -204,7 +204,11 @@ class Drift(Report):
 
     @property
     def is_normal(self) -> bool:
-        """Whether the error is no more than one random rounding per operation explains."""
+        """Whether the error is what one random rounding per operation explains, and the loss finite."""
+        return self._is_rounding and not math.isinf(self.loss_error)
+
+    @property
+    def _is_rounding(self) -> bool:
         return self.error <= NORMAL * self.expected
 
     @property
@@ -214,7 +218,7 @@ class Drift(Report):
             return False
         most = max((row.share for row in self.rows), default=0)
         by_one_line = self.error >= _WORTH_A_RULE and most > 0.5
-        return not self.is_normal or self.error >= _LARGE or by_one_line
+        return not self._is_rounding or self.error >= _LARGE or by_one_line
 
     @property
     def contributions(self) -> tuple[DriftRow, ...]:
@@ -268,7 +272,7 @@ class Drift(Report):
     def _compared(self) -> str:
         if not math.isfinite(self.error):
             return _ROUNDED
-        if self.is_normal:
+        if self._is_rounding:
             text = ", which is normal rounding error"
             return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"
         if not self.expected:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.report.drift.comparison import Comparison, group_of, is_floating
+from jmp_policy._src.report.drift.comparison import Comparison, carried_on, group_of, is_floating
 from jmp_policy._src.report.drift.findings import ACTIVATION_GRADIENTS, OUTPUTS, PARAMETER_GRADIENTS, DriftRow
 from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips, whole_error
 
@@ -109,7 +109,9 @@ class ErrorBudget:
 
     def _introduced_part(self, number: int) -> float:
         here, before = self._at(number).introduced, self._at(number).inherited
-        if not self._nodes[number].rounds or np.isinf(before) or not here:
+        if np.isinf(before):
+            return float(not any(np.isinf(whole_error(self._at(n))) for n in self._nodes[number].sources))
+        if not self._nodes[number].rounds or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
 
@@ -229,15 +231,19 @@ class Rows:
         The error of rounding to nearest is uniform in (-u, u) times the value, for unit roundoff u: its
         variance is at most u^2 / 3 times the square. How much an operation's error matters in the end is
         known from its share. A while loop, of which the operations inside are not known, may be off by 1 %.
+        Errors of trips whose squares do not add up have one sign, as those of a sum that stopped growing.
         """
-        found = 0.0
+        found, carried = 0.0, carried_on(self._nodes)
         for number in map(int, np.flatnonzero(self.shares)):
             at, dtype = self._measured[number], self._nodes[number].dtype
             if self._nodes[number].operation == "while" and at.introduced:
                 found += self.shares[number] * min(_OF_LOOP**2 * at.exact / at.introduced, 1.0)
             elif at.introduced and math.isfinite(at.introduced) and is_half(dtype):
                 unit_roundoff = float(jnp.finfo(dtype).eps) / 2
-                found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / at.introduced
+                made = at.introduced
+                if number in carried and math.isfinite(at.total):
+                    made = max(made, at.total - at.inherited)
+                found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / made
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
 
     def _where_it_is_for(self, number: int) -> Node:

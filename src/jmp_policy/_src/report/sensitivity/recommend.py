@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -338,6 +338,11 @@ def _as_loss(loss_fn: Any, params: Any, args: Any, kwargs: Any, has_aux: bool) -
     if framework.holds_arrays:
         call = _of_outputs(lambda model, *a, **k: model(*a, **k))
         return Loss(call, loss_fn, (params, *args), kwargs, False, "recommend")
+    if not isinstance(params, Mapping) or "params" not in params:
+        raise TypeError(
+            "recommend of a Linen module takes all of its variables, as `init` returns them: "
+            "recommend(model, {'params': params}, *inputs)."
+        )
     rest = {kind: value for kind, value in params.items() if kind != "params"}
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:

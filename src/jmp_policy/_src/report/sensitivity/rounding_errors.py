@@ -21,6 +21,7 @@ References:
   M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix (1990).
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,7 +150,9 @@ def _counted(which: Which, rounded: Any, scale: Any, seen: Any) -> Any:
 def _counted_sum(dtype: str, exact: Any, error: Any, scale: Any) -> Any:
     """What rounding adds to a sum, and the statistics."""
     _, overflow, _ = rounding(exact, dtype, scale)
-    numbers = _statistics(exact, gradient_overflow=jnp.sum(overflow, dtype=jnp.float32))
+    largest = jnp.max(jnp.abs(exact), initial=0.0)
+    overflowed = jnp.sum(overflow, dtype=jnp.float32)
+    numbers = _statistics(exact, gradient_overflow=overflowed, largest_gradient=largest)
     return jnp.where(jnp.isfinite(error), error, np.float32(0)), numbers
 
 
@@ -307,13 +310,11 @@ def effects_if_smooth(traced: TracedLoss, probes: int) -> tuple[Effects, bool]:
     where its gradient cannot be differentiated once more, as that of a custom_vjp with a loop in it: then
     nothing is known but counts.
     """
-    try:
+    # What is wrong with the loss itself is raised below too.
+    with contextlib.suppress(Exception):
         found = effects(traced, probes)
         if all(math.isfinite(e.gradient) for of in (found.own, found.alone) for e in of.values()):
             return found, not traced.decides
-    except ValueError as error:
-        if "Reverse-mode differentiation" not in str(error):
-            raise
     return effects(traced, 0), False
 
 

@@ -143,9 +143,12 @@ def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
             many = f"{in_a_row:.0f} steps in a row were skipped"
             what = many if in_a_row >= _IN_A_ROW else "overflows go on"
             finding = f"{what}{whose} at a loss scale of {values[f'loss_scale{name}']:g}"
+            stuck = True
+            if f"stuck{name}" not in values and values[f"loss_scale{name}"] > 1:
+                yield Change("", finding, "Use DynamicLossScale(), which finds a smaller one")
+                continue
             change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
             yield Change("", finding, change, "mixed_bfloat16")
-            stuck = True
     if stuck:
         return
     if steps >= _ENOUGH and skipped / steps > _SKIPPED:
@@ -171,7 +174,9 @@ def _of_groups(values: Mapping[str, float]) -> Iterator[Change]:
         largest = max(value for key, value in values.items() if key.startswith("grad_max/"))
         finding = f"{share:.0%} of the gradients are 0 in float16 at a loss scale of {scale:g}"
         room = _LARGEST_FLOAT16 / max(largest * scale, 2.0**-100)
-        if room > 2.0**8:
+        if not largest:
+            yield Change(group, finding, "Use DynamicLossScale(), which finds a larger one")
+        elif room > 2.0**8:
             times = 2.0 ** int(np.log2(room) - 4)
             yield Change(group, finding, f"The loss scale can be {times:g} times as large")
         else:
