@@ -299,6 +299,7 @@ def test_rules_name_modules_of_haiku(name, rules):
     assert products(grad, *args)[("dot_general", "float32", "float32")] == 3
 
 
+@pytest.mark.slow
 def test_rules_reach_what_is_inside_of_modules_of_haiku():
     apply, *args = made("haiku_lstm")
     assert set(counts_by_path(apply, *args, rules={"lstm": "off"})) == {

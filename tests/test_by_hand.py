@@ -73,6 +73,7 @@ def test_attention_softmax_weights_sum_to_one():
     np.testing.assert_allclose(hessian, jax.hessian(lambda x: jax.nn.softmax(x)[0])(jnp.ones(3)), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_without_a_mask_has_a_barrier_before_its_derivative(masked):
     """Without it XLA for a GPU keeps the float32 exponentials of a ViT beside the half weights."""

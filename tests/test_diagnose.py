@@ -132,6 +132,7 @@ class LogOfProbability(nn.Module):
         return Log(name="bce")(30 * nn.Dense(1, name="out")(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_the_rule_that_is_advised_was_tried_and_mends(report):
     model, x = LogOfProbability(), jax.random.normal(jax.random.key(0), (64, 8))
@@ -197,6 +198,7 @@ OTHER_KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_rules_are_tried_in_other_kinds_of_models(kind):
     x = jax.random.normal(jax.random.key(0), (64, 8))
@@ -207,6 +209,7 @@ def test_rules_are_tried_in_other_kinds_of_models(kind):
     assert found.error_after < 0.01
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_none_for_the_code_that_runs_is_not_tried():
     """Two parts under autocast of their own: a rule for one matches nothing in the other."""
     parts = {name: NnxDeep(None) for name in ("one", "two")}
@@ -220,6 +223,7 @@ def test_a_rule_that_is_none_for_the_code_that_runs_is_not_tried():
     assert dict(found.rule) in ({}, {"layers/0": "float32"})
 
 
+@pytest.mark.slow
 def test_an_error_of_casts_that_the_model_writes_has_no_rule():
     class Net(nn.Module):
         @nn.compact
@@ -261,6 +265,7 @@ def test_an_argument_that_overflows_is_named_and_no_mask():
     assert "If it is a mask" in masked.advice
 
 
+@pytest.mark.slow
 def test_the_operation_that_made_most_zeros_is_named():
     def loss(w, x):
         h = x.astype(jnp.float16) * w.astype(jnp.float16)
@@ -292,6 +297,7 @@ class Decaying(nn.Module):
         return nn.Dense(8, name="out")(Decay(0.9999, name="decay")(nn.Dense(8, name="in")(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_a_rule_that_keeps_constants_is_advised(report):
     loss, params = of_linen(Decaying())
@@ -339,6 +345,7 @@ def test_what_lost_its_digits_on_devices_is_no_error():
     assert found.largest_in_float32 < 100
 
 
+@pytest.mark.slow
 def test_what_lost_its_digits_long_before_is_traced_to_where():
     """Of a large stream the norms see differences that float16 has rounded away; what adds it up is named."""
 
@@ -983,6 +990,7 @@ def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
     assert "jnp.finfo(x.dtype).min / 2" in found.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fill",
     [

@@ -297,6 +297,7 @@ def test_of_two_constants_on_a_line_the_one_that_is_read_is_named():
     model = jmpp.wrap(Model(), "mixed_float16")
     found = jmpp.drift(lambda params: model.apply(params, X).mean(), model.init(jax.random.key(0), X))
     assert {constant.written for constant in found.constants} == {"+ 1e-12", "+ 1e-09"}
+    assert isinstance(found.tried[0], jmpp.report.Tried)
 
 
 def test_an_infinite_loss_is_not_normal_though_its_gradient_is():
@@ -323,6 +324,7 @@ def mean_of_70000(w, x):
     return jnp.square(mean.astype(jnp.float32) - 1).sum()
 
 
+@pytest.mark.slow
 def test_float32_computes_with_the_constants_as_they_are_written():
     found = jmpp.drift(mean_of_70000, W, X)
     (constant,) = found.constants
@@ -433,6 +435,7 @@ def test_an_argument_that_is_printed(capfd):
     assert capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_of_a_jitted_function_that_is_called_twice_no_argument_is_named():
     half = jax.jit(lambda x: x.astype(HALF))
     found = jmpp.drift(lambda p: jnp.square(1e3 * (half(p["a"]) + half(p["b"]))).astype(jnp.float32).sum(),
@@ -449,6 +452,7 @@ def test_an_argument_whose_cast_rounds_is_named():
     assert "a cast of the argument 'batch/obs' to float16" in found.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 4])
 def test_a_harmless_cast_has_no_share_however_its_reader_is_written(lines):
     """The cast of e makes an error of 0.0002, what is added to a one of 0.25."""
@@ -558,6 +562,7 @@ def test_a_result_that_is_zero_but_for_rounding_does_not_decide_on_a_step():
     jmpp.assert_drift(gradient, variables["params"], X, grad=False, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_train_steps_show_which_part_of_the_new_state_is_off():
     loss_fn, params = mlp("mixed_float16")
     tx = jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale())

@@ -173,6 +173,7 @@ def test_ragged_numbers_are_those_of_numpy():
             )
 
 
+@pytest.mark.slow
 def test_reports_and_float32_gradients_know_ragged_products():
     w, x = arrays()
     loss = lambda w, x: jnp.sum(ragged(w, x, SIZES) ** 2)  # noqa: E731
@@ -188,6 +189,7 @@ def test_reports_and_float32_gradients_know_ragged_products():
     assert "finite" in str(jmpp.report.diagnose(half, w, x))
 
 
+@pytest.mark.slow
 def test_each_of_a_batch_of_ragged_products():
     w, x = arrays()
     half = jmpp.autocast(ragged, lower="fp8_current")

@@ -444,6 +444,7 @@ class LlamaBlock(nn.Module):
         return x + dense(64, name="down")(nn.silu(dense(160, name="wide")(h)) * dense(160, name="up")(h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "jax"])
 def test_residuals_of_a_block_that_keeps_operands_in_8_bits(framework):
     x = jnp.asarray(RNG.normal(size=(2, 32, 64)), jnp.float32)
@@ -508,6 +509,7 @@ def test_shapes_that_the_hardware_refuses_stay():
     assert float8_count(precise.apply, jax.eval_shape(precise.init, jax.random.key(0), x), x) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "float8"), [(64, 2), (512, 3)], ids=["router", "swiglu"])
 def test_a_gate_is_a_router_where_it_has_few_outputs(outputs, float8):
     class Experts(nn.Module):

@@ -549,6 +549,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_compiler_and_keeps_the_program_that_is_compiled(monkeypatch, tmp_path):
     pytest.importorskip("flatbuffers")

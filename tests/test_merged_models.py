@@ -46,6 +46,7 @@ def of_jitted(model):
     return jitted, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_state, of_bare_state, of_model_and_optimizer, of_jitted])
 def test_their_modules_are_named_and_rules_are_tried_on_them(make):
     model = jmpp.wrap(Net(), "fp16")

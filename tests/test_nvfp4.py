@@ -51,6 +51,7 @@ def error(a, b):
     return float(np.linalg.norm(np.float64(a) - np.float64(b)) / np.linalg.norm(np.float64(b)))
 
 
+@pytest.mark.slow
 def test_products_are_those_of_the_rounded_operands():
     want = rounded(X) @ rounded(W.T, rows=16).T
     assert error(product()(X, W, DIMS), want) < 4e-3
@@ -59,6 +60,7 @@ def test_products_are_those_of_the_rounded_operands():
     assert error(flat, want) > 0.05
 
 
+@pytest.mark.slow
 def test_forward_and_backward_see_the_same_weight():
     def gradient(recipe):
         return jax.grad(lambda x: 2688 * product(recipe)(x, W, DIMS).astype(jnp.float32).sum())(X)
@@ -69,6 +71,7 @@ def test_forward_and_backward_see_the_same_weight():
     assert error(gradient("nvfp4-sr-2d"), np.broadcast_to(square, X.shape)) > 0.01
 
 
+@pytest.mark.slow
 def test_gradients_are_right_on_average():
     out, back = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, DIMS), X, W)
     cotangent = jnp.asarray(RNG.normal(size=out.shape), out.dtype)
@@ -89,6 +92,7 @@ def test_gradients_are_right_on_average():
     assert not np.array_equal(at_random(KEY)[1], at_random(jax.random.key(1))[1])
 
 
+@pytest.mark.slow
 def test_the_hadamard_transform_spreads_outliers_of_weight_gradients():
     # One token of 16 is 60 times as large as the others, which become 0 beside it, and has no gradient.
     is_large = np.arange(1024)[:, None] % 16 == 0
@@ -174,6 +178,7 @@ def test_linen_layers_draw_from_their_stream():
     assert error(kernel(first), kernel(half)) < 0.6
 
 
+@pytest.mark.slow
 def test_the_last_blocks_and_heads_stay_and_summary_says_so():
     x, _ = model_and_params()
     notes = {row.path: row.note for row in jmpp.summary(Net(7), "mixed_bfloat16, r=nvfp4", x).modules}
@@ -199,6 +204,7 @@ class NNXNet(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_nnx_modules_and_functions_take_the_key_of_a_block():
     x, _ = model_and_params()
     model = jmpp.wrap(NNXNet(), "mixed_bfloat16, r=nvfp4")

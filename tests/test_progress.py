@@ -128,6 +128,7 @@ def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
         jmpp.sensitivity(loss, W, X, measure=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["_error", "_gradient", "_rules"])
 def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch, method):
     import flax.linen as nn

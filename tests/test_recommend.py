@@ -105,6 +105,7 @@ def test_overflow_needs_no_budget():
 X = jax.random.normal(jax.random.key(1), (8, 8))
 
 
+@pytest.mark.slow
 def test_a_loss_in_float16_bounds_the_scale_that_it_is_measured_at():
     model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(8)])
     params = model.init(jax.random.key(0), X)
@@ -324,6 +325,7 @@ def test_the_loss_scale_leaves_room_for_gradients_of_biases():
     assert (found.fits, found.half_share) == (True, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [(Flow, "float16"), (Flow, "bfloat16"), (Spectral, "bfloat16"), (OfNnx, "float16")],
@@ -366,6 +368,7 @@ class Implicit(nn.Module):
         return jnp.sin(nn.Dense(8, name="out")(doubled(nn.Dense(8, name="into")(x)))).mean()
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cannot_be_differentiated_again_is_measured():
     """An implicit layer solves with a loop in its backward pass."""
     x = jax.random.normal(jax.random.key(0), (16, 8))
@@ -400,6 +403,7 @@ class Around(nn.Module):
         return jnp.square(nn.Dense(8, name="out")(x + Recurrence(name="recurrence")(x))).mean()
 
 
+@pytest.mark.slow
 def test_cotangents_in_float32_modules_bind_no_loss_scale():
     x = jax.random.normal(jax.random.key(0), (16, 8))
     params = Around().init(jax.random.key(1), x)["params"]

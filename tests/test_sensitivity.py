@@ -234,6 +234,7 @@ bent.defjvps(lambda dx, _, x: slope(x) * dx)
 slope.defjvps(lambda dx, _, x: jnp.float32(1e25) * dx)
 
 
+@pytest.mark.slow
 def test_what_float32_cannot_differentiate_twice_is_measured():
     def loss_of(params):
         return jnp.square(bent(Net().apply({"params": params}, X).astype(jnp.float32))).mean()
@@ -243,6 +244,7 @@ def test_what_float32_cannot_differentiate_twice_is_measured():
     assert all(0 <= row.predicted < 1 for row in found.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [jmpp.sensitivity, jmpp.recommend])
 def test_a_loss_that_is_not_finite_in_float32_is_refused(of):
     params = Net().init(jax.random.key(0), X)["params"]

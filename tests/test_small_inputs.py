@@ -159,6 +159,7 @@ class Thinned(nn.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ids_in_floats_read_their_own_rows_and_masks_meet_ones(policy):
     x = jnp.concatenate([jnp.ones((3, 8)), jnp.array([[2049.0], [4097.0], [4999.0]])], axis=1)
@@ -214,6 +215,7 @@ class CoordinatesNNX(nnx.Module):
         return jnp.cos(x @ self.kernel[...] + self.bias[...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(
     ("linen", "of_nnx", "shape"),
@@ -290,6 +292,7 @@ class WithLikelihood(nn.Module):
         return Likelihood()(x, nn.Dense(16)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_what_modules_hand_on_in_float32_is_not_rounded(policy):
     x, mask = 1 + jnp.abs(drawn(2, 16, 8)), jnp.zeros((2, 16)).at[:, 9:].set(1)

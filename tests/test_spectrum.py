@@ -925,6 +925,7 @@ class Behind(nn.Module):
         return nn.Dense(8, name="head")(nn.tanh(nn.Dense(32, name="body")(1e4 * h)))
 
 
+@pytest.mark.slow
 def test_activations_that_no_parameter_leads_to_say_nothing_of_the_scale():
     """Training computes no gradients of them: in a layer without parameters, or before the first one."""
     x = jax.random.normal(jax.random.key(0), (16, 16))

@@ -138,8 +138,7 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
         scale = float(scales.min())
         reason, repair = "is at its floor" if stuck else "cannot help", "A smaller scale cannot help: the"
         if f"stuck{loss}" not in values and scale > 1:
-            reason = "does not change"
-            repair = "Use a smaller one, or DynamicLossScale(), which finds it; if that does not help, the"
+            repair = "It never changes: use DynamicLossScale(), or a smaller one. If none helps, the"
         return (
             f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"
             f"{skips} steps skipped in a row, {skipped} in all. {repair} model overflows in the forward "
