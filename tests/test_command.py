@@ -150,7 +150,7 @@ def test_drift(capsys):
     assert "loss: no difference from float32." in out
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_reports_that_run_the_function(capsys):
     found = data(capsys, "diagnose", "jmp_example:failing", "--policy", "mixed_float16", "--scale", "1024")
     assert found["operation"] == "log"

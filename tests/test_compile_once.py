@@ -88,7 +88,7 @@ def layers(count):
     return jax.value_and_grad(loss), [jax.random.normal(key, (8, 8)) for _ in range(count)], jnp.ones((4, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_equal_layers_are_compiled_once(count):
     found = {}
     for depth in (20, 40):

@@ -209,7 +209,7 @@ def test_rules_are_tried_in_other_kinds_of_models(kind):
     assert found.error_after < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_rule_that_is_none_for_the_code_that_runs_is_not_tried():
     """Two parts under autocast of their own: a rule for one matches nothing in the other."""
     parts = {name: NnxDeep(None) for name in ("one", "two")}
@@ -223,7 +223,7 @@ def test_a_rule_that_is_none_for_the_code_that_runs_is_not_tried():
     assert dict(found.rule) in ({}, {"layers/0": "float32"})
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_an_error_of_casts_that_the_model_writes_has_no_rule():
     class Net(nn.Module):
         @nn.compact
@@ -345,7 +345,7 @@ def test_what_lost_its_digits_on_devices_is_no_error():
     assert found.largest_in_float32 < 100
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_what_lost_its_digits_long_before_is_traced_to_where():
     """Of a large stream the norms see differences that float16 has rounded away; what adds it up is named."""
 
@@ -935,7 +935,7 @@ def log_loss(policy):
     return lambda p, x: -jnp.log(model.apply({"params": p}, x)[rows, rows % 10]).mean(), params, x
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_an_underflow_is_named_where_the_value_became_zero_and_not_where_its_logarithm_is_taken():
     found = diagnose(*log_loss("mixed_float16"))
     assert (found.kind, found.operation, found.dtype) == ("underflow", "log", "float32")

@@ -479,7 +479,7 @@ def test_linen_layers_follow_but_for_heads_and_attention(remat, grad):
     assert sum(n for (f, _), n in found.items() if f is None) == (11 if remat else 9)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_rules_choose_layers_and_overrule_names():
     x = jnp.ones((2, 16, 32))
     for rules, count in (

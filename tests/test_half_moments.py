@@ -203,7 +203,7 @@ def test_donated_states_train_on():
     assert len(traces) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_bits_differ_by_step_moment_and_seed_and_repeat():
     def moments(seed, steps=2):
         tx = jmpp.half_moments(optax.adam(1e-2), seed=seed)

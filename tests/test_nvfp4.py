@@ -71,7 +71,7 @@ def test_forward_and_backward_see_the_same_weight():
     assert error(gradient("nvfp4-sr-2d"), np.broadcast_to(square, X.shape)) > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_are_right_on_average():
     out, back = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, DIMS), X, W)
     cotangent = jnp.asarray(RNG.normal(size=out.shape), out.dtype)
@@ -92,7 +92,7 @@ def test_gradients_are_right_on_average():
     assert not np.array_equal(at_random(KEY)[1], at_random(jax.random.key(1))[1])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_hadamard_transform_spreads_outliers_of_weight_gradients():
     # One token of 16 is 60 times as large as the others, which become 0 beside it, and has no gradient.
     is_large = np.arange(1024)[:, None] % 16 == 0

@@ -306,7 +306,7 @@ class OfNnxMix(nnx.Module):
         return jnp.linalg.solve(self.w[...], x.T)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_loss_scale_leaves_room_for_gradients_of_biases():
     class Bag(nn.Module):
         @nn.compact
@@ -403,7 +403,7 @@ class Around(nn.Module):
         return jnp.square(nn.Dense(8, name="out")(x + Recurrence(name="recurrence")(x))).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_cotangents_in_float32_modules_bind_no_loss_scale():
     x = jax.random.normal(jax.random.key(0), (16, 8))
     params = Around().init(jax.random.key(1), x)["params"]
