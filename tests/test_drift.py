@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -261,30 +262,56 @@ def test_an_overflow_within_a_line_names_its_operation():
     found = report.drift(loss_fn, 10 * W)
     (row,) = [row for row in found.rows if row.loss_share > 0.5]
     assert row.operation == "mul"
-    assert "with each operation rounded (`diagnose` looks at the compiled program)" in found.verdict
+    assert "the result of mul" in found.verdict
+    assert "an overflow: in float32 it is finite" in found.verdict
+
+
+class Applied(nn.Module):
+    call: Any
+
+    @nn.compact
+    def __call__(self, h):
+        return self.call(h)
+
+
+#: First part, second part, what becomes zero, and the layer that is to compute in float32.
+NOT_FINITE = {
+    "epsilon of a norm": (
+        nn.relu,
+        lambda h: h / jnp.sqrt(jnp.square(h).sum(-1, keepdims=True) + 1e-12),
+        "'+ 1e-12' is 0 in float16, in Sequential/layers_2",
+        "layers_2",
+    ),
+    "epsilon of a logarithm": (
+        nn.relu,
+        lambda h: jnp.log(jax.nn.softmax(25 * h) + 1e-8),
+        "'+ 1e-08' is 0 in float16, in Sequential/layers_2",
+        "layers_2",
+    ),
+    "a square of the part before": (
+        lambda h: jnp.square((nn.softplus(h) + 0.5) * 1e-5),
+        jnp.log,
+        "the result of square (float16) in Sequential/layers_1",
+        "layers_1",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epsilon", ["norm", "log"])
-def test_what_is_not_finite_for_a_lost_constant_is_mended_where_it_is_read(epsilon):
-    def scaled(h):
-        if epsilon == "norm":
-            return h / jnp.sqrt(jnp.square(h).sum(-1, keepdims=True) + 1e-12)
-        return jnp.log(jax.nn.softmax(25 * h) + 1e-8)
-
-    class Part(nn.Module):
-        @nn.compact
-        def __call__(self, h):
-            return nn.Dense(8)(scaled(h))
-
-    model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.relu, Part(), nn.Dense(3)]), "mixed_float16")
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_of_a_gradient_that_is_not_finite_the_cause_is_told_and_mended(case):
+    first, second, cause, layer = NOT_FINITE[case]
+    layers = [nn.Dense(32), Applied(first), Applied(second), nn.Dense(3)]
+    model = jmpp.wrap(nn.Sequential(layers), "mixed_float16")
     x = X.at[2].set(0)
     params = model.init(jax.random.key(0), x)
     found = jmpp.drift(lambda params: jnp.square(model.apply(params, x) - 1).mean(), params)
     assert math.isinf(found.error)
     assert {row.module for row in found.contributions} == {"Sequential/layers_2"}
-    assert found.rule == {"layers_2": "float32"}
+    assert found.verdict.count(cause) == 1
+    assert found.rule == {layer: "float32"}
     assert found.error_after < 2e-3
+    assert f"The rule {{{layer!r}: 'float32'}} mends it" in found.verdict
 
 
 def test_of_two_constants_on_a_line_the_one_that_is_read_is_named():

@@ -123,6 +123,13 @@ def test_histogram_of_every_power_of_two():
     assert zeros == 0
 
 
+def test_the_number_of_values_may_be_unknown():
+    (rows,) = jax.export.symbolic_shape("rows")
+    exported = jax.export.export(jax.jit(histogram.count))(jax.ShapeDtypeStruct((rows, 3), F32))
+    zeros, exponents, *_ = histogram.take_apart(exported.call(jnp.ones((5, 3))))
+    assert (zeros, exponents[-histogram.LOWEST]) == (0, 15)
+
+
 def test_counts_are_whole_beyond_half_a_million():
     exponents = histogram.take_apart(count(jnp.full(600_001, 2.0**-3, F16)))[1]
     assert exponents[-3 - histogram.LOWEST] == 600_001

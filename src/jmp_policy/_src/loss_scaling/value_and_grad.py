@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import jax
-import numpy as np
 
 from jmp_policy._src.core.classes import check_no_nnx_module
 from jmp_policy._src.core.settings import positive_int
@@ -91,7 +90,7 @@ def scaled_value_and_grad(
     if not callable(fun):
         raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    if not all(isinstance(number, int | np.integer) for number in numbers):
+    if not all(hasattr(number, "__index__") for number in numbers):
         raise scale_mistakes.called_at_once(argnums)
     if retries:
         positive_int(retries, "retries")

@@ -75,13 +75,18 @@ def diagnose(
         is_one = isinstance(scale, int | float) and scale == 1
         if has_aux or not is_one or function.returns_scalar():
             loss_scale = float(as_loss_scale(scale).loss_scale)
-            program, names = function.value_and_gradients("diagnose", loss_scale, has_aux)
-            return _diagnosed(function, program, names, loss_scale, Mending(function, loss_scale, has_aux))
+            return of_loss(function, loss_scale, has_aux)
         try:
             loss_scale = float(find_loss_scale((params, args, kwargs)).loss_scale)
         except (TypeError, ValueError):  # None, or several.
             loss_scale = 1.0
         return _diagnosed(function, *function.named_results(), loss_scale)
+
+
+def of_loss(function: Function, loss_scale: float, has_aux: bool) -> Diagnosis:
+    """The diagnosis of a loss and its gradients."""
+    program, names = function.value_and_gradients("diagnose", loss_scale, has_aux)
+    return _diagnosed(function, program, names, loss_scale, Mending(function, loss_scale, has_aux))
 
 
 def _diagnosed(
@@ -110,8 +115,7 @@ def _diagnosed(
     is_lost = loss_scale > 1 and not math.isfinite(loss)
     if mending is not None and is_lost and replay.ranges[replay.results[0]].is_finite:
         # What single operations show first may be gradients that are large for their scale, and no cause.
-        program, names = function.value_and_gradients("diagnose", 1.0, mending.has_aux)
-        return _diagnosed(function, program, names, 1.0, Mending(function, 1.0, mending.has_aux))
+        return of_loss(function, 1.0, mending.has_aux)
     pairs = zip(names, replay.results, strict=True)
     bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]
     if not bad:

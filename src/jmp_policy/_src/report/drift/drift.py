@@ -13,7 +13,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
-from jmp_policy._src.report import progress
+from jmp_policy._src.report import diagnose, progress
 from jmp_policy._src.report.drift import findings
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift
@@ -21,7 +21,7 @@ from jmp_policy._src.report.drift.rows import Rows
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
 from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.trials import Mending, lost_constants_of
+from jmp_policy._src.report.trials import Mending, Tried, lost_constants_of
 
 
 def drift(
@@ -37,7 +37,8 @@ def drift(
 
     Computes the function, and the gradients of a loss, twice: as it is written, each operation rounding its
     result, and with every half value replaced by a float32 one. Arguments and random numbers are the same in
-    both. Use it where half precision gives worse results, but no NaN.
+    both. Use it where half precision gives worse results, but no NaN: of a gradient that is not finite it has
+    the cause and the rule that `diagnose` finds.
 
     Args:
       fn: a loss function `(params, *args) -> scalar`, of NNX modules `(model, *args) -> scalar`; or any
@@ -74,17 +75,22 @@ def drift(
         found, function = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
         if not found.is_loss:
             return found
-        mending = Mending(function, float(as_loss_scale(scale).loss_scale), has_aux)
+        loss_scale = float(as_loss_scale(scale).loss_scale)
+        if not math.isfinite(found.error):
+            with without_overflow_warnings():
+                seen = diagnose.of_loss(function, loss_scale, has_aux)
+            if not seen.finite:
+                best = min(seen.tried, key=lambda tried: tried.error, default=None)
+                found = dataclasses.replace(found, cause=seen.verdict, tried=seen.tried)
+                return found if best is None or not best.is_mended else _mended(found, best)
+        mending = Mending(function, loss_scale, has_aux)
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
             return found if kept is None else dataclasses.replace(found, rule=kept.rule, advice=kept.text)
-        named = [row.module for row in found.contributions if row.share >= findings.NAMED]
-        if not math.isfinite(found.error):
-            named = [constant.path for constant in found.constants] + named
-        named = list(dict.fromkeys(named))
+        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
-        exponent = _missing_scale(found, float(as_loss_scale(scale).loss_scale))
+        exponent = _missing_scale(found, loss_scale)
         if exponent:
             error = math.inf
             with progress.interruptible("a loss scale was not tried"):
@@ -104,7 +110,11 @@ def drift(
         found = dataclasses.replace(found, tried=tuple(tried))
         if mended is None or not mended.error < found.error / 2:
             return found
-        return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
+        return _mended(found, mended)
+
+
+def _mended(found: Drift, mended: Tried) -> Drift:
+    return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
 
 
 def _missing_scale(found: Drift, scale: float) -> int:

@@ -168,6 +168,7 @@ class Drift(Report):
       advice: the rule, policy or loss scale to write, in words; "" if none was found.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under what is advised; nan without, and for a rule that keeps constants.
+      cause: of a gradient that is not finite, what `diagnose` says of the first such value.
 
     Example:
       >>> import jax.numpy as jnp
@@ -193,6 +194,7 @@ class Drift(Report):
     advice: str = ""
     tried: tuple[trials.Tried, ...] = ()
     error_after: float = math.nan
+    cause: str = ""
 
     _rows = "rows"
     _computed = ("verdict", "is_normal")
@@ -237,6 +239,9 @@ class Drift(Report):
         more = f" (cosine {self.cosine:.6g})" if math.isfinite(self.cosine) else self._most_off()
         off = f"off by {trials.error_text(self.error)}" if math.isfinite(self.error) else "not finite"
         parts = [f"{self.function}: {what} {off}{more}{self._compared()}"]
+        if self.cause:
+            parts = [f"{self.function}: {what} {off}", self.cause.removesuffix("."), *self._losses()]
+            return ". ".join([*parts, *filter(None, [self._mended()])]) + "."
         named = [row for row in self.contributions if row.share >= NAMED][:3]
         if named:
             first, *rest = named
@@ -267,7 +272,8 @@ class Drift(Report):
 
     def _losses(self) -> list[str]:
         """Describes lost constants, and updates that half precision does not hold."""
-        return list(filter(None, [lost_constants.text(self.constants), _updates_text(self.results)]))
+        constants = [constant for constant in self.constants if constant.text not in self.cause]
+        return list(filter(None, [lost_constants.text(constants), _updates_text(self.results)]))
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.jaxpr.device_dispatch import by_devices
+from jmp_policy._src.jaxpr.device_dispatch import by_devices, has_known_sizes
 
 #: Exponents that are counted separately: those of float32, subnormal numbers included.
 LOWEST, HIGHEST = -149, 127
@@ -40,7 +40,9 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
       float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
     """
     missing = 0
-    if 1 < x.size < _CHUNK:  # Of few lengths, which are compiled in less time than many shapes.
+    if (
+        has_known_sizes(x.shape) and 1 < x.size < _CHUNK
+    ):  # Of few lengths, which are compiled in less time than many shapes.
         missing = 2 ** (x.size - 1).bit_length() - x.size
         x = jnp.pad(_unsharded(x).ravel(), (0, missing))
     (counts,) = _choose(x, jnp.asarray(inverse_scale, jnp.float32))
