@@ -1,5 +1,7 @@
 """What `advise` says of a run, from what the run has logged."""
 
+from typing import Any, NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,21 @@ import pytest
 import jmp_policy as jmpp
 
 PARAMS = {"params": {"encoder": {"w": jnp.ones(64)}, "head": {"w": jnp.ones(64)}}}
+
+
+class Halved(NamedTuple):
+    """A loss scale of one's own."""
+
+    loss_scale: Any
+
+    def scale(self, tree):
+        return jax.tree.map(lambda x: x * self.loss_scale, tree)
+
+    def unscale(self, tree):
+        return jax.tree.map(lambda x: x / self.loss_scale, tree)
+
+    def adjust(self, grads_finite):
+        return Halved(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
 
 
 def trained(gradients, scale=None, **kwargs):
@@ -42,10 +59,13 @@ def test_steps_that_are_skipped_one_after_the_other():
 def test_a_static_scale_that_is_too_large():
     state = trained([(np.inf, 1.0)] * 60, jmpp.StaticLossScale(2.0**24))
     (change,) = jmpp.advise(state).changes
-    assert (change.change, change.rule) == ("Use DynamicLossScale(), which finds a smaller one", "")
+    assert change.change == "Use DynamicLossScale(), which finds a smaller one; if none helps, call diagnose"
+    assert change.rule == ""
     with pytest.raises(jmpp.LossScaleStuckError, match=r"never changes: use DynamicLossScale\(\), or"):
         jmpp.check(state)
-    # With a scale of 1 there is no smaller one to use.
+    # Scales of one's own may change without counting what they do; below 1 there is nothing to gain.
+    with pytest.raises(jmpp.LossScaleStuckError, match="A smaller scale cannot help"):
+        jmpp.check(trained([(np.inf, 1.0)] * 60, Halved(jnp.float32(2.0**80))))
     with pytest.raises(jmpp.LossScaleStuckError, match="A smaller scale cannot help"):
         jmpp.check(trained([(np.inf, 1.0)] * 60, jmpp.NoOpLossScale()))
 

@@ -536,6 +536,20 @@ def test_a_sum_that_stops_growing_is_not_normal(trips, is_normal):
     assert found.is_normal == is_normal, found.verdict
 
 
+def test_a_loop_that_settles_at_a_number_is_normal():
+    def loss_fn(w):
+        def body(h, _):
+            return h + HALF(0.1) * h - HALF(0.05) * h * h * w.astype(HALF), None
+
+        return jnp.square(jax.lax.scan(body, jnp.full(8, 0.3, HALF), None, length=120)[0]).mean()
+
+    found = jmpp.drift(
+        lambda w: loss_fn(w).astype(jnp.float32), jax.random.uniform(jax.random.key(0), (8,)) + 1
+    )
+    assert found.error < 0.01
+    assert found.is_normal, found.verdict
+
+
 def test_operations_whose_parameters_are_dtypes_of_their_own_kind():
     from jax.experimental import sparse
 

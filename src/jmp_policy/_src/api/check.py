@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.public import load
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.metrics import metrics
+from jmp_policy._src.loss_scaling.metrics import metrics, static_scales
 
 if TYPE_CHECKING:
     from jmp_policy._src.report.diagnosis import Diagnosis
@@ -95,7 +95,7 @@ def check(
             "metrics(opt_state)."
         )
     values = {name: np.asarray(value) for name, value in values.items()}
-    found = _hopeless(values, max_consecutive_skips)
+    found = _hopeless(values, static_scales(opt_state), max_consecutive_skips)
     if found is None:
         _warn_of_many_skips(values)
         _warn_of_small_gradients(values)
@@ -114,11 +114,12 @@ def check(
     raise LossScaleStuckError(message, diagnosis)
 
 
-def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, float] | None:
+def _hopeless(values: dict[str, np.ndarray], static: set[str], limit: int | None) -> tuple[str, float] | None:
     """Why training cannot go on and at which loss scale, or None if it can.
 
     Args:
       values: metrics of the optimizer state, with a leading axis where `pmap` or `vmap` mapped them.
+      static: loss scales that never change, as `static_scales` names them.
       limit: skipped steps in a row at which training counts as hopeless.
     """
     losses = [name.removeprefix("loss_scale") for name in values if name.split("/")[0] == "loss_scale"]
@@ -137,7 +138,7 @@ def _hopeless(values: dict[str, np.ndarray], limit: int | None) -> tuple[str, fl
         whose, count = (f" of {loss[1:]!r}", f"{in_a_row} times in a row, ") if loss else ("", "")
         scale = float(scales.min())
         reason, repair = "is at its floor" if stuck else "cannot help", "A smaller scale cannot help: the"
-        if f"stuck{loss}" not in values and scale > 1:
+        if loss in static and scale > 1:
             repair = "It never changes: use DynamicLossScale(), or a smaller one. If none helps, the"
         return (
             f"The loss scale{whose} {reason} ({scale:g}) and the gradients are still not finite: {count}"

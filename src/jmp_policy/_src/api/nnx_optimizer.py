@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import flax.nnx as nnx
 
-from jmp_policy._src.api.precision import check_one_loss_scale, from_config
+from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
 from jmp_policy._src.flax.nnx.framework import policy_of
 from jmp_policy._src.flax.nnx.model_state import keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
@@ -100,7 +100,8 @@ def _check_wrapped(model: Any, precision: Any) -> None:
     if any(policy_of(module) is not None for _, module in nnx.iter_modules(model)):
         return
     if nnx.graphdef(from_config(precision).wrap(model)) != nnx.graphdef(model):
-        made = f"precision = jmp_policy.from_config({precision!r}); " if isinstance(precision, str) else ""
+        is_made = isinstance(precision, Precision)
+        made = "" if is_made else f"precision = jmp_policy.from_config({precision!r}); "
         raise ValueError(
             f"The model ({type(model).__name__}) is not wrapped: it would compute as it was written, "
             f"whatever the precision. Make it before the optimizer: {made}model = precision.wrap(model)."

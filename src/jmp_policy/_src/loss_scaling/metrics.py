@@ -272,3 +272,11 @@ def get_loss_scale_state(opt_state: PyTree) -> LossScaledState:
       8.0
     """
     return unwrapped(find_one(opt_state)[1])
+
+
+def static_scales(opt_state: PyTree) -> set[str]:
+    """Whose loss scale never changes: "/name" of each such loss, or "" for the only one."""
+    scale = get_loss_scale_state(opt_state).loss_scale
+    several = isinstance(scale, LossScales)
+    scales = {f"/{name}": one for name, one in scale.scales.items()} if several else {"": scale}
+    return {name for name, one in scales.items() if getattr(one, "never_changes", False)}

@@ -21,7 +21,7 @@ from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_
 _LOST = 1e-9
 
 
-#: The relative error up to which a while loop, which is measured as a whole, is as it should be.
+#: The relative error up to which a loop is as it should be, though it is not that of independent roundings.
 _OF_LOOP = 0.01
 
 
@@ -45,7 +45,8 @@ class ErrorBudget:
       nodes: of a program.
       measured: of those at which errors are introduced or meet.
       is_finite: whether the errors of all results are finite: then none that is infinite where errors add up,
-        as that of a mask of -1e9, which becomes -inf, came through beside others.
+        as that of a mask of -1e9, which becomes -inf, came through beside others. Otherwise the error was
+        introduced where the first value became infinite, or NaN, also if that is for what it was given.
     """
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
@@ -110,7 +111,8 @@ class ErrorBudget:
     def _introduced_part(self, number: int) -> float:
         here, before = self._at(number).introduced, self._at(number).inherited
         if np.isinf(before):
-            return float(not any(np.isinf(whole_error(self._at(n))) for n in self._nodes[number].sources))
+            sources = [whole_error(self._at(source)) for source in self._nodes[number].sources]
+            return float(not self._is_finite and not any(map(np.isinf, sources)))
         if not self._nodes[number].rounds or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
@@ -231,9 +233,10 @@ class Rows:
         The error of rounding to nearest is uniform in (-u, u) times the value, for unit roundoff u: its
         variance is at most u^2 / 3 times the square. How much an operation's error matters in the end is
         known from its share. A while loop, of which the operations inside are not known, may be off by 1 %.
-        Errors of trips whose squares do not add up have one sign, as those of a sum that stopped growing.
+        So may a scan in which the errors of trips have one sign, so that not their squares add up; beyond that
+        it is a sum that stopped growing.
         """
-        found, carried = 0.0, carried_on(self._nodes)
+        found, carried = 0.0, carried_on(self._nodes) if error > _OF_LOOP else set[int]()
         for number in map(int, np.flatnonzero(self.shares)):
             at, dtype = self._measured[number], self._nodes[number].dtype
             if self._nodes[number].operation == "while" and at.introduced:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, metrics
+from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, metrics, static_scales
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState
 
@@ -123,7 +123,7 @@ def advise(
         raise TypeError(f"spectrum is a GradientSpectrum or SpectrumState, got {type(spectrum).__name__}.")
     scale = get_loss_scale_state(opt_state).loss_scale
     found = [
-        *_of_skips(values, getattr(scale, "growth_interval", None)),
+        *_of_skips(values, static_scales(opt_state), getattr(scale, "growth_interval", None)),
         *_of_histories(opt_state),
         *_of_groups(values),
         *(_of_spectrum(spectrum, values) if spectrum is not None else ()),
@@ -132,7 +132,7 @@ def advise(
     return Advice(tuple(found))
 
 
-def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
+def _of_skips(values: Mapping[str, float], static: set[str], interval: Any) -> Iterator[Change]:
     steps, skipped = values["steps"], values["skipped_steps"]
     losses = [name.partition("/")[2] for name in values if name.startswith("loss_scale/")]
     # Of several losses each has its own; a step is skipped if the gradients of one are not finite.
@@ -144,8 +144,9 @@ def _of_skips(values: Mapping[str, float], interval: Any) -> Iterator[Change]:
             what = many if in_a_row >= _IN_A_ROW else "overflows go on"
             finding = f"{what}{whose} at a loss scale of {values[f'loss_scale{name}']:g}"
             stuck = True
-            if f"stuck{name}" not in values and values[f"loss_scale{name}"] > 1:
-                yield Change("", finding, "Use DynamicLossScale(), which finds a smaller one")
+            if name in static and values[f"loss_scale{name}"] > 1:
+                change = "Use DynamicLossScale(), which finds a smaller one; if none helps, call diagnose"
+                yield Change("", finding, change)
                 continue
             change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
             yield Change("", finding, change, "mixed_bfloat16")

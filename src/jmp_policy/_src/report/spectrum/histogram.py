@@ -40,9 +40,8 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
       float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
     """
     missing = 0
-    if (
-        has_known_sizes(x.shape) and 1 < x.size < _CHUNK
-    ):  # Of few lengths, which are compiled in less time than many shapes.
+    # Vectors of few lengths are compiled in less time than arrays of many shapes.
+    if has_known_sizes(x.shape) and 1 < x.size < _CHUNK:
         missing = 2 ** (x.size - 1).bit_length() - x.size
         x = jnp.pad(_unsharded(x).ravel(), (0, missing))
     (counts,) = _choose(x, jnp.asarray(inverse_scale, jnp.float32))
