@@ -233,8 +233,8 @@ class Rows:
         The error of rounding to nearest is uniform in (-u, u) times the value, for unit roundoff u: its
         variance is at most u^2 / 3 times the square. How much an operation's error matters in the end is
         known from its share. A while loop, of which the operations inside are not known, may be off by 1 %.
-        So may a scan in which the errors of trips have one sign, so that not their squares add up; beyond that
-        it is a sum that stopped growing.
+        So may a scan in which errors of trips have one sign, so that more adds up than their squares; beyond
+        that it is a sum that stopped growing.
         """
         found, carried = 0.0, carried_on(self._nodes) if error > _OF_LOOP else set[int]()
         for number in map(int, np.flatnonzero(self.shares)):
