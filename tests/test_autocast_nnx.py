@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import errors, nnx
 from helpers import products
 
 import jmp_policy as jmpp
@@ -247,3 +247,10 @@ def test_no_tracer_leaks():
     with jax.checking_leaks():
         nnx.jit(nnx.value_and_grad(half))(net, x)
         jmpp.nnx.explain(loss, "bfloat16")(net, x)
+
+
+def test_of_a_module_in_the_closure_the_repair_is_told():
+    model = Net(nnx.Rngs(0))
+    with pytest.raises(errors.TraceContextError, match="Cannot mutate") as raised:
+        jmpp.autocast(lambda x: model(x), "float16")(X)
+    assert any("jmp_policy.nnx.autocast(lambda model, x: model(x)" in note for note in raised.value.__notes__)

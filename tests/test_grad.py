@@ -125,9 +125,12 @@ def test_keyword_arguments_may_have_any_name_and_argnums_any_integer_type():
     def fun(w, scale, scale_or_opt_state):
         return jnp.sum(w * scale * scale_or_opt_state)
 
-    value_and_grad = jmpp.scaled_value_and_grad(fun, np.int64(0))
-    _, grad = value_and_grad(SCALE, jnp.ones(2), scale=2.0, scale_or_opt_state=3.0)
-    assert grad.tolist() == [6 * 2.0**10] * 2
+    for number in (np.int64(0), np.array(0), jnp.array(0)):
+        value_and_grad = jmpp.scaled_value_and_grad(fun, number)
+        _, grad = value_and_grad(SCALE, jnp.ones(2), scale=2.0, scale_or_opt_state=3.0)
+        assert grad.tolist() == [6 * 2.0**10] * 2
+    with pytest.raises(ValueError, match="must have value greater than"):
+        jmpp.scaled_value_and_grad(jnp.sum, -5)(SCALE, jnp.ones(2))
 
 
 @pytest.mark.slow

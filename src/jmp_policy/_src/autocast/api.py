@@ -147,10 +147,20 @@ def _of_autocast(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusals_explained() -> Iterator[None]:
-    """Says what to do where cuDNN's attention, which takes half operands alone, cannot be traced."""
+    """Says what to do where cuDNN's attention, which takes half operands alone, cannot be traced.
+
+    And where Flax refuses to change the state of an NNX module that the function closes over.
+    """
     try:
         yield
-    except NotImplementedError as error:
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "jmp_policy.autocast traces the function. Make the module an argument of it: "
+                "jmp_policy.nnx.autocast(lambda model, x: model(x), 'float16')(model, x)."
+            )
+        if not isinstance(error, NotImplementedError):
+            raise
         # It may also refuse half operands: of a size, of a version.
         if not compat.is_raised_by_cudnn(error) or "float32" not in str(error):
             raise
