@@ -109,9 +109,8 @@ def scaled_value_and_grad(
         return value, loss_scale.restore_scale(scale, unscaled, grads)
 
     def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        check_no_nnx_module(
-            "scaled_value_and_grad", *[args[i] for i in numbers if -len(args) <= i < len(args)]
-        )
+        params = [args[i] for i in numbers if -len(args) <= i < len(args)]
+        check_no_nnx_module("scaled_value_and_grad", *params)
         scale = find_loss_scale(scale_or_opt_state, loss)
         if len(args) <= max(numbers, default=0):
             raise scale_mistakes.too_few(len(args), argnums)
