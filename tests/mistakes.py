@@ -346,6 +346,7 @@ STEPS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "loss_scaled",
     ),
+    "a model in place of its apply": (lambda: state_of(NET, precision="bf16"), r"apply_fn=model\.apply"),
     "a wrapped apply and precision=": (
         lambda: state_of(jmpp.wrap(NET, "mixed_float16").apply, precision="bf16"),
         "drop|already|without precision",

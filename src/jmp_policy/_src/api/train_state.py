@@ -55,9 +55,11 @@ class TrainState(train_state.TrainState):
           kwargs: other fields of a subclass.
 
         Raises:
-          TypeError, ValueError: for what is no precision; for a `tx` that has a loss scale already, and a
-            model that is wrapped already, under another policy.
+          TypeError, ValueError: for what is no precision, and a model as `apply_fn`; for a `tx` that has a
+            loss scale already, and a model that is wrapped already, under another policy.
         """
+        if isinstance(apply_fn, nn.Module):
+            raise TypeError("apply_fn is a function: write apply_fn=model.apply in place of the model.")
         precision = from_config(precision)
         module = getattr(apply_fn, "__self__", None)
         if isinstance(module, nn.Module):
