@@ -204,15 +204,19 @@ def compiled(programs: Sequence[Exported], target: Target) -> list[Compiled]:
         command = [sys.executable, "-P", compile_process.__file__, folder]
         answer, answers = Path(folder, "answer"), list[Compiled]()
         with progress.interruptible("programs to compare with were not compiled", answers):
-            try:
-                ran = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
-            finally:
-                if answer.exists():
-                    answers += [Compiled(*fields) for fields in pickle.loads(answer.read_bytes())]
-            if ran.returncode or not answers:
+            pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+            with subprocess.Popen(command, env=_environment(), text=True, **pipes) as process:
+                try:
+                    _, said = process.communicate()
+                finally:
+                    process.kill()
+                    process.wait()  # `subprocess.run` does not after Ctrl-C.
+                    if answer.exists():
+                        answers += [Compiled(*fields) for fields in pickle.loads(answer.read_bytes())]
+            if process.returncode or not answers:
+                status = f"ended with status {process.returncode}"
                 raise RuntimeError(
-                    f"XLA's compiler for {target.name} ended with status {ran.returncode}. Its last lines:\n"
-                    + last_lines(ran.stderr)
+                    f"XLA's compiler for {target.name} {status}. Its last lines:\n{last_lines(said)}"
                 )
         return answers
 
