@@ -105,7 +105,7 @@ def test_gradients_that_float16_loses():
     assert found.changes[0].change.startswith("The loss scale can be ")
     assert found.rules == {}
     (first, _) = jmpp.advise(trained([(0.0, 0.0)], monitor=True)).changes
-    assert first.change == "Use DynamicLossScale(), which finds a larger one"
+    assert first.change == "Start with a larger one, which falls: DynamicLossScale(2.0**24)"
     # Rows of a table that no token asked for are 0, and lost to nothing.
     tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(2.0), monitor=True)
     _, state = tx.update(

@@ -150,6 +150,21 @@ def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch,
     assert not jmpp.diagnose(lambda v: model.apply(v, 0 * x).sum(), variables).interrupted
 
 
+def test_an_interrupt_keeps_what_drift_measured_of_a_gradient_that_is_not_finite(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def overflows(w, x):
+        return jnp.square(1e3 * (x @ w)).mean()
+
+    assert "an overflow" in jmpp.drift(jmpp.autocast(overflows, "float16"), 1e3 * W, X).cause
+    monkeypatch.setattr(drift.diagnose, "of_loss", interrupted)
+    found = jmpp.drift(jmpp.autocast(overflows, "float16"), 1e3 * W, X)
+    assert (found.error, found.cause) == (float("inf"), "")
+    assert "the cause was not looked for." in found.interrupted
+    assert found.rows
+
+
 def test_an_interrupt_keeps_the_first_comparison(monkeypatch):
     monkeypatch.setattr(drift.Comparison, "is_reliable", lambda *args: False)
     whole, run, calls = jmpp.drift(jmpp.autocast(loss, "float16"), W, X), drift.compiled_quickly, []

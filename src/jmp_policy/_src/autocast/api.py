@@ -153,14 +153,7 @@ def _refusals_explained() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if type(error).__name__ == "TraceContextError":
-            error.add_note(
-                "jmp_policy.autocast traces the function. Make the module an argument of it: "
-                "jmp_policy.nnx.autocast(lambda model, x: model(x), 'float16')(model, x)."
-            )
-        if not isinstance(error, NotImplementedError):
-            raise
+    except NotImplementedError as error:
         # It may also refuse half operands: of a size, of a version.
         if not compat.is_raised_by_cudnn(error) or "float32" not in str(error):
             raise
@@ -169,6 +162,13 @@ def _refusals_explained() -> Iterator[None]:
             "anything, with float32 operands. Hand it half ones (`query.astype('bfloat16')`, and so key and "
             "value), or use jmp_policy.wrap for a Flax model."
         ) from error
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "jmp_policy.autocast traces the function. Make the module an argument of it: "
+                "jmp_policy.nnx.autocast(lambda model, x: model(x), 'float16')(model, x)."
+            )
+        raise
 
 
 def taken_recipe(lower: Any) -> tuple[str | None, tuple[Any, ...]]:

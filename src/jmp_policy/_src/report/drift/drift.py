@@ -77,9 +77,10 @@ def drift(
             return found
         loss_scale = float(as_loss_scale(scale).loss_scale)
         if not math.isfinite(found.error):
-            with without_overflow_warnings():
+            seen = None
+            with without_overflow_warnings(), progress.interruptible("the cause was not looked for"):
                 seen = diagnose.of_loss(function, loss_scale, has_aux)
-            if not seen.finite:
+            if seen is not None and not seen.finite:
                 best = min(seen.tried, key=lambda tried: tried.error, default=None)
                 found = dataclasses.replace(found, cause=seen.verdict, tried=seen.tried)
                 return found if best is None or not best.is_mended else _mended(found, best)

@@ -176,7 +176,7 @@ def _of_groups(values: Mapping[str, float]) -> Iterator[Change]:
         finding = f"{share:.0%} of the gradients are 0 in float16 at a loss scale of {scale:g}"
         room = _LARGEST_FLOAT16 / max(largest * scale, 2.0**-100)
         if not largest:
-            yield Change(group, finding, "Use DynamicLossScale(), which finds a larger one")
+            yield Change(group, finding, "Start with a larger one, which falls: DynamicLossScale(2.0**24)")
         elif room > 2.0**8:
             times = 2.0 ** int(np.log2(room) - 4)
             yield Change(group, finding, f"The loss scale can be {times:g} times as large")
