@@ -140,7 +140,13 @@ def float8_steps() -> str:
     rows = [{"size": size, "of": by} for size, by in found.items()]
     for row in rows:
         row["saved"] = row["of"]["fp8_current"]["temp_gigabytes"] / row["of"]["bfloat16"]["temp_gigabytes"]
-    return section("float8 steps", rows)
+    ran = load("fp8_device")
+    timed = "; ".join(
+        f"`{row['policy']}`, {row['size']}: {row['of_bfloat16']['median']:.2f}"
+        for row in ran["rows"]
+        if row["policy"] != "bfloat16"
+    )
+    return section("float8 steps", rows, timed=f"Timed on one {ran['device']}: {timed} ({provenance(ran)}).")
 
 
 def float8_blocks() -> str:

@@ -38,7 +38,7 @@ def performance() -> str:
 def results() -> str:
     """All other tables, folded."""
     parts = [
-        *("## GPUs", cards(), loss_scaling()),
+        *("## GPUs", cards(), clock(), loss_scaling()),
         *("## TPUs", tpus()),
         *("## CPUs", folded_bfloat16()),
         *("## Other libraries", peers(), torch()),
@@ -47,18 +47,27 @@ def results() -> str:
 
 
 def by_the_clock() -> str:
-    """Steps that a GPU has run; the roofline's times beside them."""
+    """Steps that a GPU has run, a column per model; what loss scaling adds to the time in their kernels."""
     result = load("zoo_device")
-    rows = {(row["model"], row["variant"]): row for row in result["rows"]}
-    ratios = [row["estimated_ms"] / row["measured_ms"] for row in result["rows"] if "estimated_ms" in row]
-    scaled, plain = (rows["GPT-2", variant]["kernel_ms"] for variant in ("float16", "float16, no scaling"))
-    estimated = next(
-        row["over_tf32"]
-        for row in load("zoo_cards")["rows"]
-        if (row["card"], row["model"], row["precision"]) == ("H100", "GPT-2", "float16")
+    models = grouped(result["rows"], "model", "variant")
+    half = [row for row in result["rows"] if "float32" not in row["variant"]]
+    ratios = [row["estimated_ms"] / row["measured_ms"] for row in half]
+    added = (
+        f"{by['float16']['kernel_ms'] / by['float16, no scaling']['kernel_ms'] - 1:.1%} in {model}"
+        for model, by in models.items()
     )
-    found = {"scaled": scaled, "plain": plain, "least": min(ratios), "most": max(ratios)}
-    return section("clock", result=result, estimated=estimated, **found)
+    words = section(
+        "clock", (), result=result, added=", ".join(added), least=min(ratios), most=max(ratios)
+    ).partition("\n\n")[0]
+    found = grouped(result["rows"], "variant", "model")
+    return "\n".join(
+        [words, "", *crossed({m: m for m in models}, found, "{measured_ms:.1f} ({over_tf32:.2f})")]
+    )
+
+
+def clock() -> str:
+    """Each step of `by_the_clock` with all that was measured of it."""
+    return folded_section("Each step by the clock", "each by the clock")
 
 
 def _figure(name: str, words: str) -> str:

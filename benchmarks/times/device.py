@@ -7,7 +7,8 @@ With `tiny` they run on a CPU.
 
 A borrowed GPU may be taken away: the models that say most come first, each is saved when it is done, and none
 begins that would not be done in time. Models that are left are measured by calling it again with their names.
-Beside an H100 the ten programs of GPT-2 compile in four minutes or less, and are measured in half of one.
+Beside an H100 the programs of ResNet-50 compile in three minutes, of Llama in two, of GPT-2 in four, and are
+measured in less than half of one; that of `fp8_current` compiles in two.
 """
 
 import concurrent.futures
@@ -109,6 +110,7 @@ def variants(model: Model) -> dict[str, steps.Variant]:
         "float32, TF32 where there is": steps.plain(bare),
         "float16 by hand": steps.hand_scaled(steps.ByHand(bare, jnp.float16)),
         "float16, no scaling": steps.plain(wrapped),
+        "float16, constant scale": steps.times_constant(wrapped, 2.0**15),
         "float16": steps.scaled(wrapped),
         "float16, autocast": steps.autocast(bare, "float16"),
         "bfloat16": steps.plain(jmpp.wrap(bare, "mixed_bfloat16")),
@@ -145,6 +147,7 @@ def rows(name: str, size: str, repeats: int = REPEATS) -> list[dict[str, Any]]:
     ]
     scaled = next(row for row in found if row["variant"] == "float16")
     scaled["over_unscaled"] = measure.ratio(times["float16"], times["float16, no scaling"])
+    scaled["over_constant"] = measure.ratio(times["float16"], times["float16, constant scale"])
     return found
 
 
@@ -168,7 +171,7 @@ def _temporary(compiled: Any) -> float:
     return round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)
 
 
-RECIPES = ("bfloat16", "fp8_current", "fp8_rowwise", "fwd:fp8_current", "fp8_block", "mxfp8")
+RECIPES = ("bfloat16", "fp8_current", "fp8_rowwise")
 POLICIES = {recipe: policy_of(recipe) for recipe in RECIPES}
 #: Most to gain first.
 ORDER = ("4096 wide, 1 layer", "BERT width, 4 layers", "GPT-2", "4096 wide, 4 layers, 4 times as many tokens")
