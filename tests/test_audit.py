@@ -1,6 +1,7 @@
 """`audit`: planted faults are named by module and line, sizes and costs are the analytic ones."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -1471,6 +1472,10 @@ def test_why_a_product_is_not_half_fits_the_program():
     why = "never half: by a rule, in a module without parameters, in a custom_vjp that autocast leaves"
     assert why in partly.verdict
     assert jmpp.audit(jnp.dot, x + 1j, w + 1j).verdict.endswith("and no complex dtype is half.")
+    exact = functools.partial(jnp.matmul, precision="highest")
+    asked = jmpp.audit(jmpp.autocast(lambda x, w: exact(x, w).sum() + (x @ w).sum(), "float16"), x, w)
+    assert "autocast leaves what asks for precision=HIGHEST" in asked.verdict
+    assert sorted(product.precision for product in asked.products) == ["", "HIGHEST"]
 
 
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.softplus])

@@ -221,3 +221,20 @@ def test_an_interrupt_keeps_the_policy_that_was_tried(monkeypatch):
     assert found.measured == 0.5
     assert "rules with less error were not tried" in found.interrupted
     assert found.interrupted in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize("mode", ["jax_debug_nans", "jax_debug_infs"])
+def test_a_nan_that_jax_looks_for_is_what_a_report_finds(mode):
+    """A user with a NaN has switched it on, and then asks the reports."""
+
+    def bad(w, x):
+        return jnp.log(-jnp.square(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)).mean()
+
+    with jax.debug_nans(mode == "jax_debug_nans"), jax.debug_infs(mode == "jax_debug_infs"):
+        assert "log" in jmpp.diagnose(bad, W, X).verdict
+        assert "The loss is nan in both" in jmpp.drift(bad, W, X).verdict
+        assert not jmpp.drift(bad, W, X).is_normal
+        assert jmpp.gradient_spectrum(lambda w, x: bad(w, x) / 0, W, X).verdict
+        with pytest.raises(ValueError, match="not finite even where nothing is rounded"):
+            jmpp.recommend(lambda w, x: jnp.log(-loss(w, x)), W, X)
+        assert getattr(jax.config, mode)

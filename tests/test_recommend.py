@@ -426,3 +426,8 @@ def test_cotangents_in_float32_modules_bind_no_loss_scale():
 
     largest = max(filter(is_finite, range(24)))
     assert 2.0 ** (largest - 4) <= found.loss_scale.loss_scale <= 2.0**largest
+
+
+def test_a_loss_that_is_not_finite_has_no_recommendation_though_its_gradient_is():
+    with pytest.raises(ValueError, match="or its gradient is not finite even where nothing is rounded"):
+        jmpp.recommend(lambda w, x: jnp.log(-jnp.square(x @ w)).mean(), jnp.ones((8, 8)), jnp.ones((4, 8)))

@@ -473,3 +473,28 @@ def test_meshes_with_explicit_axes(measure):
     assert [row.path for row in one.rows] == ["head"]  # Rows are rounded where a product reads them.
     for found, wanted in zip(many.rows, one.rows, strict=True):
         assert found.predicted == pytest.approx(wanted.predicted, rel=1e-2)
+
+
+def test_a_value_that_a_loop_reads_and_what_is_after_it_too():
+    """What is found out about it inside of the loop stays there."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="first")(x)
+            c, _ = jax.lax.scan(lambda c, _: (c + h, None), jnp.zeros_like(h), None, 8)
+            return nn.Dense(4, name="last")(h + c / 8)
+
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    params = Net().init(jax.random.key(1), x)
+
+    def loss_fn(params, x):
+        return jnp.square(Net().apply(params, x)).mean()
+
+    by_first_order, measured = (
+        {row.path: row.predicted for row in jmpp.sensitivity(loss_fn, params, x, measure=measure).rows}
+        for measure in (False, True)
+    )
+    assert by_first_order.keys() == measured.keys() == {"", "first", "last"}
+    for module, error in measured.items():
+        assert error / 2 < by_first_order[module] < 2 * error

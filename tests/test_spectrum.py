@@ -943,3 +943,8 @@ def test_activations_that_no_parameter_leads_to_say_nothing_of_the_scale():
     }  # fmt: skip
     largest = max(row.largest for row in found.tensors if row.kind == "weight gradient")
     assert found.recommended_scale * largest > 2.0**14
+
+
+def test_under_jax_numpy_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        assert jmpp.gradient_spectrum(lambda w, x: (x @ w).sum(), jnp.ones((3, 4)), jnp.ones((2, 3))).verdict

@@ -100,14 +100,14 @@ class Lower(Rule):
             not ir.holds_jaxpr(eqn)
             and bool(floating)
             and all(map(ir.is_float32, (*floating, *eqn.outvars)))
-            and not ir.asks_for_precision(eqn)
+            and not ir.asked_precision(eqn)
             and not jax_sources.is_drawn(eqn)
         )
 
     def plan(self, case: Case) -> EqnPlan:
         eqn, ins, region = case.eqn, case.ins, case.region
         if not self._is_lowered(eqn):
-            if any(case.are_float32) and ir.asks_for_precision(eqn):
+            if any(case.are_float32) and ir.asked_precision(eqn):
                 return case.as_traced("full: it asks for a precision of its own")
             if jax_sources.is_drawn(eqn):
                 return case.as_traced("full: draws random numbers")

@@ -108,10 +108,13 @@ def _is_explicit(aval: Any) -> bool:
     return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
-def asks_for_precision(eqn: Any) -> bool:
-    """Whether a product has a `precision=` of its own, and not the ambient default."""
+def asked_precision(eqn: Any) -> str:
+    """The name of the `precision=` that a product has of its own; "" if it has the ambient default."""
     default, name = jax.lax.Precision.DEFAULT, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return eqn.params.get("precision") not in (None, default, (default,) * 2, _default_precision(name))
+    asked = eqn.params.get("precision")
+    if asked in (None, default, (default,) * 2, _default_precision(name)):
+        return ""
+    return str(asked[0] if isinstance(asked, tuple) else asked)
 
 
 @functools.lru_cache(maxsize=16)

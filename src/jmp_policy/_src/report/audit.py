@@ -181,6 +181,7 @@ class _AuditWalk(Walk):
             pad=matrix_products.padding(eqn, size),
             scales=fp8.recipe_of(eqn),
             stays=fp8.why_not(eqn, site.path),
+            precision=ir.asked_precision(eqn),
         )
         # Causes are named at the end: in a loop one may come after the product that it reaches.
         self._products.append((product, causes))

@@ -40,6 +40,7 @@ class Product(PlacedOperation):
         else "".
       scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
       stays: why it is not in float8, in a program that has such products; else "".
+      precision: the `precision=` that it asks for itself, which keeps it in float32 under autocast; else "".
     """
 
     lhs: str
@@ -56,6 +57,7 @@ class Product(PlacedOperation):
     cause: str = ""
     scales: str = ""
     stays: str = ""
+    precision: str = ""
 
     @property
     def is_half(self) -> bool:
@@ -239,6 +241,11 @@ class Audit(Report):
     def _why_wide(self, cause: str, p: Product) -> str:
         if jnp.issubdtype(_widest(p), jnp.complexfloating):
             return ", and no complex dtype is half"
+        if not cause and p.precision:
+            return (
+                ", whose operands were never half, and autocast leaves what asks for "
+                f"precision={p.precision}: leave that out, or wrap the module"
+            )
         if not cause and any(other.is_half for other in self.products):
             return (
                 ", whose operands were never half: by a rule, in a module without parameters, in a "

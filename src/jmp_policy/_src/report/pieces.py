@@ -148,9 +148,7 @@ class Pieces:
     def __init__(self, closed: Any, runs: int = 1, every_rounding: bool = False):
         steps, self._known, self._arguments, self._outs = _numbered(closed)
         work = [_work(step.eqn) * runs for step in steps]
-        # If JAX looks for NaNs, it looks at all that leaves a piece.
-        is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
-        cuts = sorted({0, len(steps)}) if closed.effects or is_checked else _cuts(steps, work)
+        cuts = sorted({0, len(steps)}) if closed.effects else _cuts(steps, work)
         last = {number: place for place, step in enumerate(steps) for number in step.reads()}
         last.update((n, len(steps)) for n in self._outs if not isinstance(n, Literal))
         self.pieces = []

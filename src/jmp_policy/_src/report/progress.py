@@ -1,4 +1,7 @@
-"""Shows on a terminal how far a report is, once it has taken five seconds, and ends it early on Ctrl-C."""
+"""Shows on a terminal how far a report is, once it has taken five seconds, and ends it early on Ctrl-C.
+
+It also keeps `jax_debug_nans` from ending a report: a NaN in what is run is its finding.
+"""
 
 import contextlib
 import contextvars
@@ -7,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
+
+import jax
 
 from jmp_policy._src.core.report_base import MISSING
 
@@ -42,7 +47,8 @@ def showing(report: str) -> Iterator[None]:
     running = _Running(report)
     token, missing = _CURRENT.set(running), MISSING.set(())
     try:
-        with _line(running) if sys.stderr.isatty() else contextlib.nullcontext():
+        line = _line(running) if sys.stderr.isatty() else contextlib.nullcontext()
+        with line, jax.debug_nans(False), jax.debug_infs(False):
             yield
     finally:
         _CURRENT.reset(token)

@@ -50,7 +50,7 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
         return why
     if eqn.params["preferred_element_type"] not in (None, dtype):
         return f"its result is asked for in {eqn.params['preferred_element_type']}"
-    if ir.asks_for_precision(eqn):
+    if ir.asked_precision(eqn):
         return f"it asks for precision={eqn.params['precision']}"
     # A size that is known only when an exported program is called is that of a batch.
     sizes = {name: n for name in "mnk" if isinstance(n := getattr(size, name), int)}

@@ -207,7 +207,14 @@ class Drift(Report):
     @property
     def is_normal(self) -> bool:
         """Whether the error is what one random rounding per operation explains, and the loss finite."""
-        return self._is_rounding and not math.isinf(self.loss_error)
+        return self._is_rounding and not math.isinf(self.loss_error) and not self._nowhere
+
+    @property
+    def _nowhere(self) -> str:
+        """Says that the loss is not finite in float32 either; "" if it is finite."""
+        if not self.is_loss or math.isfinite(self.loss):
+            return ""
+        return f"the loss is {self.loss} in both: `diagnose` finds the first such value"
 
     @property
     def _is_rounding(self) -> bool:
@@ -231,9 +238,7 @@ class Drift(Report):
     def verdict(self) -> str:
         """How large the error is, whether that is normal, and where it is introduced."""
         if not any(result.error for result in self.results):
-            text = f"{self.function}: no difference from float32"
-            if self.is_loss and not math.isfinite(self.loss):
-                text += f", but the loss is {self.loss} in both: `diagnose` finds the first such value"
+            text = f"{self.function}: no difference from float32{self._nowhere and f', but {self._nowhere}'}"
             return ". ".join([text, *self._losses()]) + "."
         what = "the gradient is" if self.is_loss else "the results are"
         more = f" (cosine {self.cosine:.6g})" if math.isfinite(self.cosine) else self._most_off()
@@ -286,6 +291,8 @@ class Drift(Report):
         return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
 
     def _of_loss(self) -> str:
+        if self._nowhere:
+            return self._nowhere[0].upper() + self._nowhere[1:]
         text = f"The loss is off by {trials.error_text(self.loss_error)}"
         if not math.isfinite(self.loss_error):
             text = "The loss is not finite" + _ROUNDED * math.isfinite(self.error)

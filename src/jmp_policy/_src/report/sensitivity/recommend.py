@@ -194,13 +194,13 @@ def recommend(
     recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
     others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
-    exact = [_gradient(each, 1.0) for each in (loss, *others)]
-    if not all(np.isfinite(gradient).all() for gradient in exact):
-        raise rounding_errors.not_finite_error(loss.function.name)
-    allowed = _budget(exact) if budget is None else float(budget)
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     with progress.showing("recommend"):
+        exact = [_gradient(each, 1.0) for each in (loss, *others)]
+        if not all(np.isfinite(gradient).all() for gradient in exact):
+            raise rounding_errors.not_finite_error(loss.function.name)
+        allowed = _budget(exact) if budget is None else float(budget)
         with progress.interruptible("bfloat16 was not tried", known=found):
             for name in dtypes:
                 traced = TracedLoss(loss, name, batches)
@@ -313,10 +313,11 @@ def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> flo
 
 @without_overflow_warnings()
 def _gradient(loss: Loss, scale: float) -> np.ndarray:
-    """The gradient of a loss as one vector, without the scale, computed on this machine."""
+    """The gradient of a loss as one vector, without the scale; NaN if the loss is not finite."""
     scale = float(first_cotangent(loss.jaxpr.out_avals[0].dtype, scale))
-    grads = Pieces(loss.gradient)([*loss.function.arrays, np.float32(scale)])
-    return np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
+    *grads, value = Pieces(loss.gradient)([*loss.function.arrays, np.float32(scale)])
+    found = np.concatenate([np.asarray(grad, np.float64).ravel() / scale for grad in grads])
+    return found if np.isfinite(value) else np.full_like(found, np.nan)
 
 
 def _distance(found: np.ndarray, exact: np.ndarray) -> float:

@@ -124,6 +124,12 @@ class Tapped:
         #: By the group that reads it ("" for others), the array as that group sees it.
         self.seen_by: dict[str, Any] = {}
 
+    def within(self) -> "Tapped":
+        """The value in a trace of its own, of which nothing must be kept outside."""
+        inner = Tapped(self.array, self.group)
+        inner.rounded, inner.seen_by = self.rounded, dict(self.seen_by)
+        return inner
+
 
 jax.tree_util.register_pytree_node(
     Tapped, lambda x: ((x.array,), x.group), lambda group, arrays: Tapped(arrays[0], group)
@@ -197,6 +203,10 @@ class TappedProgram(Interpreter):
     def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """Carries that may change their group."""
         return _Carries(loop.start)
+
+    def inside(self, jaxpr: Any, take: Callable[[], list[Tapped]], where: Any) -> tuple[list[Tapped], Any]:
+        """Runs a jaxpr in a trace of its own."""
+        return super().inside(jaxpr, lambda: [value.within() for value in take()], where)
 
     def cond(self, eqn: Any, values: list[Tapped], where: Any) -> Sequence[Tapped]:
         """Runs a branch; results are of the groups that the last one gives them."""

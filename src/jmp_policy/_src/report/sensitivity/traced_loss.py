@@ -145,14 +145,15 @@ class Loss:
 
     @functools.cached_property
     def gradient(self) -> Any:
-        """The gradient by the parameters, as a closed jaxpr of the function's arrays and the loss scale."""
+        """The gradient by the parameters, and the loss: a jaxpr of the arrays and the loss scale."""
         run = jaxpr_as_fun(self.jaxpr)
 
         def gradient(arrays: Sequence[Any], scale: Any) -> Any:
             def loss_of(params: Sequence[Any]) -> Any:
-                return run(*replaced(arrays, self.trained, params))[0].astype(jnp.float32) * scale
+                loss = run(*replaced(arrays, self.trained, params))[0]
+                return loss.astype(jnp.float32) * scale, loss
 
-            return jax.grad(loss_of)([arrays[i] for i in self.trained])
+            return jax.grad(loss_of, has_aux=True)([arrays[i] for i in self.trained])
 
         with self.differentiated(), without_overflow_warnings():
             return jax.make_jaxpr(gradient)(self.function.arrays, jnp.float32(1))

@@ -73,7 +73,7 @@ def _at_once(x: jax.Array, factor: jax.Array) -> jax.Array:
     by_exponent = jnp.zeros(1 + _EXPONENTS + 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
     # Compares bits: backends flush subnormal operands of comparisons to zero.
     bits = lax.bitcast_convert_type(scaled, jnp.int32)
-    lost = ((bits >= _LOST[:, :1]) & (bits < _LOST[:, 1:])).sum(1, dtype=jnp.int32)
+    lost = ((bits[None] >= _LOST[:, :1]) & (bits[None] < _LOST[:, 1:])).sum(1, dtype=jnp.int32)
     return jnp.concatenate([by_exponent, lost]).astype(jnp.float32)
 
 
