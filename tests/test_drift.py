@@ -1145,3 +1145,31 @@ def test_a_mask_that_becomes_infinite_has_no_share():
     assert with_infinite == pytest.approx(with_finite, abs=0.02)
     assert with_finite["scores"] > 0.2
     assert with_infinite["mask"] < 0.02
+
+
+def test_an_error_as_large_as_the_gradient_is_not_normal():
+    def loss(w, x):
+        h = (x @ w).astype(jnp.bfloat16)
+        decay = jnp.cumprod(0.9995 * jnp.ones_like(h), -1) ** 200  # 0.9995 is 1 in bfloat16.
+        return jnp.square(h * decay).astype(jnp.float32).mean()
+
+    found = jmpp.drift(loss, jnp.ones((8, 32)), jnp.ones((4, 8)))
+    assert found.error > 1
+    assert not found.is_normal
+    assert "normal" not in found.verdict
+
+
+def test_on_an_explicit_mesh_where_indexing_leaves_its_axes():
+    """JAX indexes under other types of axes, to and from which it reshards."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        table = jax.device_put(jnp.linspace(-1, 1, 64 * 32).reshape(64, 32), jax.NamedSharding(mesh, jax.P()))
+        tokens = jax.device_put(jnp.arange(32).reshape(4, 8), jax.NamedSharding(mesh, jax.P("data", None)))
+
+        def loss(table, tokens):
+            rows = table.astype(jnp.bfloat16).at[tokens].get(out_sharding=jax.P("data", None, "model"))
+            return jnp.square(rows.astype(jnp.float32)).mean()
+
+        found = jmpp.drift(loss, table, tokens)
+    assert 1e-4 < found.error < 4e-3
+    assert found.is_normal

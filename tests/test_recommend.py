@@ -431,3 +431,10 @@ def test_cotangents_in_float32_modules_bind_no_loss_scale():
 def test_a_loss_that_is_not_finite_has_no_recommendation_though_its_gradient_is():
     with pytest.raises(ValueError, match="or its gradient is not finite even where nothing is rounded"):
         jmpp.recommend(lambda w, x: jnp.log(-jnp.square(x @ w)).mean(), jnp.ones((8, 8)), jnp.ones((4, 8)))
+
+
+def test_a_wrapped_model_is_refused_also_if_its_loss_is_infinite():
+    model, x = jmpp.wrap(nn.Dense(8), "mixed_float16"), jnp.full((4, 8), 6e4)
+    params = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="Dense is wrapped"):
+        jmpp.recommend(lambda p, x: jnp.exp(model.apply(p, x)).mean(), params, x)

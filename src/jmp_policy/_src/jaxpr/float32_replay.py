@@ -125,9 +125,16 @@ _REPLAY = Replay()
 
 def to_float32(value: Any) -> Any:
     """Casts an array to float32 if it is half; returns anything else unchanged."""
-    if not is_half(getattr(value, "dtype", None)):
-        return value
-    return jax.lax.convert_element_type(value, np.float32)
+    return _cast(value, np.float32) if is_half(getattr(value, "dtype", None)) else value
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """Casts an array, on the mesh that it lies on: a `reshard` runs on that of its result."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    if sharding is None or sharding.mesh.empty or sharding.mesh == jax.sharding.get_abstract_mesh():
+        return jax.lax.convert_element_type(value, dtype)
+    with jax.sharding.use_abstract_mesh(sharding.mesh):
+        return jax.lax.convert_element_type(value, dtype)
 
 
 def is_foreign(name: str) -> bool:
@@ -207,7 +214,7 @@ def as_traced(eqn: Any, values: Sequence[Any]) -> list[Any]:
       Its results; half ones are converted to float32.
     """
     values = [
-        jax.lax.convert_element_type(value, ir.dtype_of(atom)) if is_half(ir.dtype_of(atom)) else value
+        _cast(value, ir.dtype_of(atom)) if is_half(ir.dtype_of(atom)) else value
         for value, atom in zip(values, eqn.invars, strict=True)
     ]
     return [to_float32(out) for out in compat.bind_primitive(eqn.primitive, values, eqn.params)]

@@ -206,8 +206,11 @@ class Drift(Report):
 
     @property
     def is_normal(self) -> bool:
-        """Whether the error is what one random rounding per operation explains, and the loss finite."""
-        return self._is_rounding and not math.isinf(self.loss_error) and not self._nowhere
+        """Whether the error is what one random rounding per operation explains, and the loss finite.
+
+        An error as large as what it is an error of is not, however ill-conditioned the program may be.
+        """
+        return self._is_rounding and self.error < 1 and not math.isinf(self.loss_error) and not self._nowhere
 
     @property
     def _nowhere(self) -> str:
@@ -283,6 +286,8 @@ class Drift(Report):
     def _compared(self) -> str:
         if not math.isfinite(self.error):
             return _ROUNDED
+        if self._is_rounding and self.error >= 1:
+            return ", which rounding alone explains: what is rounded needs a wider dtype"
         if self._is_rounding:
             text = ", which is normal rounding error"
             return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"

@@ -197,13 +197,14 @@ def recommend(
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     with progress.showing("recommend"):
+        first = TracedLoss(loss, dtypes[0], batches)  # Refuses models that are wrapped.
         exact = [_gradient(each, 1.0) for each in (loss, *others)]
         if not all(np.isfinite(gradient).all() for gradient in exact):
             raise rounding_errors.not_finite_error(loss.function.name)
         allowed = _budget(exact) if budget is None else float(budget)
         with progress.interruptible("bfloat16 was not tried", known=found):
             for name in dtypes:
-                traced = TracedLoss(loss, name, batches)
+                traced = TracedLoss(loss, name, batches) if found else first
                 found.append(_in(loss, traced, probes, allowed, exact[0], card))
                 if found[-1].fits and len(found[-1].rows) == 1:
                     break
