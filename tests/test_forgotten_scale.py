@@ -440,8 +440,14 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
         with pytest.warns(UserWarning, match="divided by the loss scale already"):
             in_jit(gradient, optimizer())
     in_jit(clipped_right, optimizer())
-    for before in (optax.scale(0.5), optax.centralize(), optax.scale_by_learning_rate(lambda step: 0.1)):
+    for before in (
+        optax.scale(0.5),
+        optax.centralize(),
+        optax.scale_by_learning_rate(lambda step: 0.1),
+        optax.masked(optax.set_to_zero(), True),
+    ):
         in_jit(good, optax.chain(before, optimizer()))
+    in_jit(good, optax.flatten(optimizer()))
     with pytest.warns(UserWarning, match="gradients that were clipped"):
         unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
 

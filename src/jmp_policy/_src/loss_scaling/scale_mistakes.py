@@ -111,8 +111,10 @@ def not_one(state: str, paths: Sequence[str]) -> ValueError:
         return ValueError(
             f"loss_scaled is around the optimizer twice: there are loss scales at {places}. Remove one."
         )
+    groups = "Put one loss_scaled around the whole optimizer, whose groups share it. Or name"
     return ValueError(
-        f"There are {len(paths)} loss scales in this optimizer state, at {places}. Name the one you "
+        f"There are {len(paths)} loss scales in this optimizer state, at {places}. "
+        f"{groups if 'inner_states' in places else 'Name'} the one you "
         "mean by passing that part of the state, or its .loss_scale, instead of the whole."
     )
 
@@ -328,7 +330,7 @@ _DIVISOR = {"div": 1, "unscale": 0}
 _JAX, _OPTAX = directory_of("jax"), directory_of("optax")
 
 #: Transformations of optax that give k times their result for gradients that are k times as large.
-_LINEAR = {"scale", "scale_by_schedule", "centralize"}
+_LINEAR = {"scale", "scale_by_schedule", "centralize", "flatten", "set_to_zero"}
 
 
 #: Of what optax, or somebody else, has changed between the backward pass and the update.
