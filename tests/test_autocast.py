@@ -967,3 +967,26 @@ def test_a_scalar_type_among_the_arguments_is_static():
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
     assert autocast(f, "float16")(w, x, np.float32).dtype == jnp.float32
     assert autocast(f, "float16")(w, x, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_auto_axes_within_an_explicit_mesh(half):
+    """Operands are cast on the mesh that they lie on, not on that to which they are resharded."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+
+        @jax.sharding.auto_axes
+        def inner(w, x):
+            return jax.nn.softmax(x @ w) @ w.T
+
+        def loss(w, x):
+            return jnp.square(inner(w, x, out_sharding=P("data", None))).mean()
+
+        exact = jax.jit(jax.grad(loss))(w, x)
+        found = jax.jit(jax.grad(autocast(loss, half)))(w, x)
+        assert products(autocast(loss, half), w, x) == {("dot_general", half, half): 2}
+        assert jax.typeof(found) == jax.typeof(exact)
+        assert jnp.linalg.norm(found - exact) < 8 * jnp.finfo(half).eps * jnp.linalg.norm(exact)
+        assert jmpp.drift(autocast(loss, half), w, x).is_normal

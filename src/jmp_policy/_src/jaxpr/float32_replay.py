@@ -129,11 +129,7 @@ def to_float32(value: Any) -> Any:
 
 
 def _cast(value: Any, dtype: Any) -> Any:
-    """Casts an array, on the mesh that it lies on: a `reshard` runs on that of its result."""
-    sharding = getattr(jax.typeof(value), "sharding", None)
-    if sharding is None or sharding.mesh.empty or sharding.mesh == jax.sharding.get_abstract_mesh():
-        return jax.lax.convert_element_type(value, dtype)
-    with jax.sharding.use_abstract_mesh(sharding.mesh):
+    with ir.on_its_mesh(value):
         return jax.lax.convert_element_type(value, dtype)
 
 

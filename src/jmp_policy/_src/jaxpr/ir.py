@@ -3,6 +3,7 @@
 And how functions of pytrees become jaxprs of arrays: what is no array among the arguments is static.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -106,6 +107,13 @@ def is_explicit(atoms: Sequence[Any]) -> bool:
 def _is_explicit(aval: Any) -> bool:
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_its_mesh(array: Any) -> contextlib.AbstractContextManager[None]:
+    """A with-block on the mesh of an array: what reads it may run on another one, as a `reshard` does."""
+    now = jax.sharding.get_abstract_mesh()
+    mesh = now if now.empty else jax.typeof(array).sharding.mesh
+    return contextlib.nullcontext() if mesh.empty or mesh == now else jax.sharding.use_abstract_mesh(mesh)
 
 
 def asked_precision(eqn: Any) -> str:

@@ -135,7 +135,8 @@ def is_derived_by_operation() -> bool:
 def converted(value: Any, dtype: Any) -> Any:
     """Casts an array."""
     keeps = is_derived_by_operation() and isinstance(value, Tracer)
-    return converted_as_kept(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
+    with ir.on_its_mesh(value):
+        return converted_as_kept(value, dtype) if keeps else jax.lax.convert_element_type(value, dtype)
 
 
 #: Casts an array that is traced. JAX keeps the derivative, which takes half the time of deriving it again.
