@@ -210,10 +210,11 @@ class Drift(Report):
 
         An error as large as what it is an error of is not, however ill-conditioned the program may be.
         """
-        return self._is_rounding and self.error < 1 and not math.isinf(self.loss_error) and not self._nowhere
+        is_finite = not math.isinf(self.loss_error) and not self._not_finite
+        return self._is_rounding and self.error < 1 and is_finite
 
     @property
-    def _nowhere(self) -> str:
+    def _not_finite(self) -> str:
         """Says that the loss is not finite in float32 either; "" if it is finite."""
         if not self.is_loss or math.isfinite(self.loss):
             return ""
@@ -241,7 +242,9 @@ class Drift(Report):
     def verdict(self) -> str:
         """How large the error is, whether that is normal, and where it is introduced."""
         if not any(result.error for result in self.results):
-            text = f"{self.function}: no difference from float32{self._nowhere and f', but {self._nowhere}'}"
+            text = f"{self.function}: no difference from float32"
+            if self._not_finite:
+                text += f", but {self._not_finite}"
             return ". ".join([text, *self._losses()]) + "."
         what = "the gradient is" if self.is_loss else "the results are"
         more = f" (cosine {self.cosine:.6g})" if math.isfinite(self.cosine) else self._most_off()
@@ -296,8 +299,8 @@ class Drift(Report):
         return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
 
     def _of_loss(self) -> str:
-        if self._nowhere:
-            return self._nowhere[0].upper() + self._nowhere[1:]
+        if self._not_finite:
+            return self._not_finite[0].upper() + self._not_finite[1:]
         text = f"The loss is off by {trials.error_text(self.loss_error)}"
         if not math.isfinite(self.loss_error):
             text = "The loss is not finite" + _ROUNDED * math.isfinite(self.error)
