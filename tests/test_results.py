@@ -31,6 +31,15 @@ ADDS_MORE = {
 }
 
 
+def test_the_readme_says_what_a_card_measured():
+    text = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
+    measured = json.loads((RESULTS / "zoo_device.json").read_text())
+    assert f"(jax {measured['versions']['jax']}, {measured['date']})" in text
+    found = {found["model"]: found["over_tf32"] for found in rows("zoo_device", variant="float16")}
+    assert {f"{over:.1f} times faster" in text for over in found.values()} == {True}
+    assert all(model in text for model in found)
+
+
 def test_both_versions_of_jax_are_counted():
     assert {jax for _, jax in COUNTED} == {"0.10", "0.12"}
     assert len({model for model, _ in COUNTED}) == 20
