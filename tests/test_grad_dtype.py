@@ -814,27 +814,6 @@ def test_in_shard_map_and_explicit_meshes(axis_type):
                 assert not in_half(grad)
 
 
-def test_a_product_with_a_sharding_of_its_own_on_a_cpu():
-    """XLA's CPU has no half product with a float32 result that a transpose follows."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", nn.initializers.lecun_normal(), (32, 32))
-            return jnp.matmul(x, w, out_sharding=P("d", None, None))
-
-    mesh, x = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,)), jnp.ones((2, 8, 32))
-    model = jmpp.wrap(Net(), "mixed_bfloat16, g=f32")
-    with jax.set_mesh(mesh):
-        for place in (P(), P("d")):
-            placed = jax.device_put(x, NamedSharding(mesh, place))
-            params = model.init(jax.random.key(0), placed)
-            grads = jax.jit(jax.grad(lambda p, x: model.apply(p, x).sum().astype(jnp.float32)))(
-                params, placed
-            )
-            np.testing.assert_array_equal(grads["params"]["w"], np.full((32, 32), 16.0))
-
-
 @pytest.mark.slow
 def test_vmap_over_an_ensemble():
     loss, params = linen_case("raw", WIDE)

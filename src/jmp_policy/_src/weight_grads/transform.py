@@ -436,10 +436,6 @@ def _float32_derivative(transpose: Callable[[Any], Any], ct: Any) -> Any:
         params = dict(eqn.params)
         if "preferred_element_type" in params:
             params["preferred_element_type"] = FLOAT32
-        if params.get("out_sharding") is not None and jax.default_backend() == "cpu":
-            # XLA's CPU has no half product with a float32 result that a transpose follows. Elsewhere JAX's
-            # own product for CPUs is taken, which has no shardings.
-            values = [lax.convert_element_type(value, FLOAT32) for value in values]
         with compat.eqn_context(eqn):
             return binding.bind_product(eqn.primitive, values, params)
 
