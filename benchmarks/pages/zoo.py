@@ -49,20 +49,17 @@ def results() -> str:
 def by_the_clock() -> str:
     """Steps that a GPU has run, a column per model; what loss scaling adds to the time in their kernels."""
     result = load("zoo_device")
-    models = grouped(result["rows"], "model", "variant")
-    half = [row for row in result["rows"] if "float32" not in row["variant"]]
+    ran = [row for row in result["rows"] if "error" not in row]
+    models, half = grouped(ran, "model", "variant"), [row for row in ran if "float32" not in row["variant"]]
     ratios = [row["estimated_ms"] / row["measured_ms"] for row in half]
     added = (
         f"{by['float16']['kernel_ms'] / by['float16, no scaling']['kernel_ms'] - 1:.1%} in {model}"
         for model, by in models.items()
     )
-    words = section(
-        "clock", (), result=result, added=", ".join(added), least=min(ratios), most=max(ratios)
-    ).partition("\n\n")[0]
-    found = grouped(result["rows"], "variant", "model")
-    return "\n".join(
-        [words, "", *crossed({m: m for m in models}, found, "{measured_ms:.1f} ({over_tf32:.2f})")]
-    )
+    found = {"added": ", ".join(added), "least": min(ratios), "most": max(ratios)}
+    columns, cell = {model: model for model in models}, "{measured_ms:.1f} ({over_tf32:.2f})"
+    table = crossed(columns, grouped(ran, "variant", "model"), cell)
+    return "\n".join([section("clock", result=result, **found), "", *table])
 
 
 def clock() -> str:

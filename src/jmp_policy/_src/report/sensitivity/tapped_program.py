@@ -276,11 +276,10 @@ class TappedProgram(Interpreter):
         if not (value or cotangent) or not self._is_asked(group):
             return array
         sink = self._sinks[Sink(group, alone)]
-        with ir.on_its_mesh(array):
-            if value and of.rounded is None:
-                of.rounded = sink.rounded(of.array, self._dtype)
-            which = Which(value, cotangent, self._dtype)
-            return tap(which, array, of.rounded if value else None, sink.beside(array))
+        if value and of.rounded is None:
+            of.rounded = sink.rounded(of.array, self._dtype)
+        which = Which(value, cotangent, self._dtype)
+        return tap(which, array, of.rounded if value else None, sink.beside(array))
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
