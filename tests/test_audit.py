@@ -437,6 +437,23 @@ EXPLICIT = {
 }
 
 
+def test_the_verdict_has_one_sentence_for_equal_layers():
+    weight = jnp.ones((16, 16))  # Never cast: in each layer it meets float16.
+
+    def fn(x):
+        for i in range(9):
+            with jax.named_scope(f"layer_{i}"):
+                x = (x @ weight).astype(jnp.float16)
+        return x
+
+    found = jmpp.audit(fn, jnp.ones((16, 16), jnp.float16))
+    (line,) = {product.line.partition(" ")[0] for product in found.products}
+    layers = f"layer_0 ... layer_8 ({line}) (9 x)"
+    assert found.verdict.endswith(
+        f"9 products in float32: {layers}, as half values met float32 in {layers}: cast to half there."
+    )
+
+
 @pytest.mark.parametrize("which", EXPLICIT)
 def test_what_was_asked_for_is_no_silent_upcast(which):
     found = jmpp.audit(EXPLICIT[which], BATCH, array(16, dtype=F32), W)

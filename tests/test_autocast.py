@@ -698,6 +698,37 @@ def test_explicit_precision_stays_and_says_so():
     assert (row.operands, row.why) == ("float32", "full: it asks for a precision of its own")
     with jax.default_matmul_precision("highest"):
         assert set(products(autocast(layer, "float16"), W, X)) == {("dot_general", "float16", "float16")}
+        # JAX's linear algebra asks for it itself.
+        exact = products(autocast(jax.scipy.linalg.expm, "float16"), W)
+        assert {operand for _, *operands in exact for operand in operands} == {"float32"}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_weight_follows_what_the_model_has_cast_itself(half):
+    def function(w, x):
+        h = jnp.tanh(x @ w).astype(jnp.bfloat16)  # As a layer does that is written for bfloat16.
+        experts = lax.ragged_dot(h, jnp.stack([w, 2 * w]), jnp.array([3, 1]))
+        return jnp.square(h @ w + experts).sum()
+
+    found = [(name, *dtypes[:2]) for name, dtypes in names(autocast(function, half), W, X) if "dot" in name]
+    rest = ("bfloat16", "bfloat16")
+    assert found == [("dot_general", half, half), ("ragged_dot_general", *rest), ("dot_general", *rest)]
+    backward = products(jax.grad(autocast(function, half)), W, X)
+    assert {operand for _, *operands in backward for operand in operands} == {half, "bfloat16"}
+    gradient, exact = (jax.grad(f)(W, X) for f in (autocast(function, half), function))
+    assert_close(gradient, exact, "bfloat16")
+    if half == "float16":  # The sum may be beyond its range.
+        large = jax.make_jaxpr(autocast(lambda w: jnp.full((8, 8), 1e5, "bfloat16") @ w, half))(W)
+        assert large.out_avals[0].dtype == jnp.float32
+        row = explain(lambda w: jnp.ones((8, 8), "bfloat16") @ w, half)(W).of("dot_general")[0]
+        assert row.why.endswith("the result is float32, since an operand is bfloat16")
+
+
+def test_a_product_with_eight_bits_stays():
+    def function(w):
+        return lax.dot(jnp.ones((8, 8), "float8_e5m2"), w, preferred_element_type=jnp.float32)
+
+    assert products(autocast(function, "float16"), W) == products(function, W)
 
 
 def test_kernels_that_are_not_looked_into_are_named():

@@ -891,6 +891,15 @@ def log_with_epsilon(w):
     return jnp.log(w.astype(F16) + 1e-9).astype(F32).sum()  # mark: log_epsilon
 
 
+def with_a_maximum(w):
+    return lax.rsqrt(jnp.maximum(jnp.square(w.astype(F16)), 1e-9)).astype(F32).sum()  # mark: maximum
+
+
+def with_a_choice(w):
+    w = w.astype(F16)
+    return (1 / jnp.where(w > 0, w, 1e-9)).astype(F32).sum()  # mark: choice
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "w", "mark", "operation"),
@@ -901,6 +910,8 @@ def log_with_epsilon(w):
         (normalised, 0.0, "normalised", "div"),
         (log_of_small, 1e-5, "small", "log"),
         (log_with_epsilon, 0.0, "log_epsilon", "log"),
+        (with_a_maximum, 0.0, "maximum", "rsqrt"),
+        (with_a_choice, 0.0, "choice", "div"),
     ],
 )
 def test_an_epsilon_or_an_argument_that_became_zero(loss, w, mark, operation):
@@ -1034,6 +1045,33 @@ def test_a_divisor_that_half_makes_zero_is_an_underflow(tmp_path):
     # One that is zero in float32 too is no constant that was lost.
     found = diagnose(lambda w: (w.astype(F16) / 0.0).astype(F32).sum(), jnp.ones(2))
     assert (found.kind, found.constant) == ("not finite", None)
+
+
+@pytest.mark.parametrize(("divisor", "is_lost"), [("1e-6", True), ("d", True), ("2e-5", False)])
+def test_a_divisor_whose_reciprocal_is_infinite_in_half(divisor, is_lost, tmp_path):
+    """XLA multiplies by the reciprocal of a constant."""
+    file, d = tmp_path / "huber.py", 1e-6
+    file.write_text(
+        f"def loss(h, d, where):\n    return where(abs(h) < {divisor}, h**2 / {divisor}, abs(h)).sum()\n"
+    )
+    huber = runpy.run_path(str(file))["loss"]
+
+    def loss(w):
+        return huber(w.astype(F16) * jnp.linspace(-1, 1, 8).astype(F16), d, jnp.where).astype(F32)
+
+    found, compared = diagnose(loss, jnp.float32(0.7)), jmpp.drift(loss, jnp.float32(0.7))
+    assert found.finite == np.isfinite(jax.jit(jax.grad(loss))(0.7)) == compared.is_normal != is_lost
+    if is_lost:
+        written = "/ 1.01e-06" if divisor == "d" else "/ 1e-6"
+        assert (found.kind, found.constant.becomes, float(found.constant.written[1:])) == (
+            "overflow",
+            "inf",
+            float(written[1:]),
+        )
+        assert "divisors from 1.6e-5 on" in found.advice
+        assert found.constant.text in compared.verdict
+    else:
+        assert not found.constants
 
 
 @pytest.mark.slow

@@ -234,6 +234,17 @@ def test_float32_against_itself_is_exactly_zero():
 
 
 @pytest.mark.once
+def test_a_product_that_asks_for_a_precision_is_compared_as_it_runs():
+    def loss_fn(w, x):
+        return jnp.square(jnp.matmul(x, w, precision="highest")).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    # autocast leaves the product in float32.
+    assert (
+        jmpp.drift(jmpp.autocast(loss_fn, "float16"), w, x).verdict == "loss_fn: no difference from float32."
+    )
+
+
 def test_assert_drift_says_where():
     _, loss_fn, params = report_of_mlp()
     jmpp.assert_drift(loss_fn, params, X, rtol=2e-3)

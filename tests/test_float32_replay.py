@@ -187,6 +187,18 @@ def test_what_it_computes_is_the_float32_program(twin, dtype):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+def test_products_that_were_half_are_exact_in_float32_and_others_as_they_were():
+    def function(x):
+        return (x @ x.T).astype(jnp.float16) @ x.astype(jnp.float16)
+
+    asked = [
+        eqn.params["precision"]
+        for eqn in jax.make_jaxpr(replay_in_float32(function))(jnp.ones((4, 4))).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert asked == [None, (jax.lax.Precision.HIGHEST,) * 2]
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_gradients_of_wrapped_models_are_those_of_the_models(case):

@@ -43,6 +43,26 @@ def test_planted_layers_are_found_and_no_others(name):
     assert jmpp.PolicyMap.from_dict(found.to_dict()["policy"]) == found.policy
 
 
+class Difference(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * jnp.sqrt(jnp.square(x - x * (1 - 1e-4)).sum(-1, keepdims=True))  # Half: x - x.
+
+
+@pytest.mark.slow
+def test_a_constant_that_is_one_in_half_is_as_written_where_nothing_is_rounded():
+    model, x = nn.Sequential([nn.Dense(16), nn.tanh, Difference(), nn.Dense(16)]), jnp.eye(16)
+    params = jax.jit(model.init)(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply(params, x) - x).mean()
+
+    assert jmpp.sensitivity(loss_fn, params, x).dtype == "float16"  # Is not refused.
+    found = jmpp.recommend(loss_fn, params, x, dtype="float16")
+    assert found.policy == jmpp.PolicyMap("mixed_float16", {"layers_2": "float32"})
+    assert found.measured < 1e-2
+
+
 def effects(own, alone=None):
     zeros = dict.fromkeys(own, Effect())
     return Effects("loss", "float16", 8.0, {}, own, {**zeros, **(alone or {})})
@@ -130,6 +150,37 @@ def test_products_alone_in_half_are_rules_for_their_classes():
     assert (dense.pattern, dense.reason) == ("Dense", "2 of 4 modules fit the budget")
 
 
+@jax.custom_vjp
+def same(x):
+    """Divides in its own derivative by what float16 does not have: nothing looks into that."""
+    return x
+
+
+same.defvjp(lambda x: (x, None), lambda _, g: (1e5 * g / 1e5,))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return same(nn.Dense(8)(x))
+
+
+@pytest.mark.once
+def test_products_alone_are_in_half_where_no_module_mends():
+    model = nn.Sequential([Block() for _ in range(4)])
+    params = model.init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params):
+        return jnp.square(model.apply({"params": params}, X)).mean()
+
+    found = jmpp.recommend(loss_fn, params, dtype="float16", probes=1)
+    assert (found.fits, found.half_share) == (True, 1)
+    half = "params=float32,compute=float16,output=float32"
+    assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: half})
+    assert [row.pattern for row in found.rows] == ["", "Dense"]
+    assert math.isnan(found.predicted)
+
+
 class LargeConstant(nn.Module):
     """The model's own operations divide by what float16 does not have."""
 
@@ -140,18 +191,17 @@ class LargeConstant(nn.Module):
 
 
 @pytest.mark.once
-def test_products_alone_are_in_half_where_no_module_mends():
+def test_a_module_reads_a_constant_that_is_infinite_in_half():
     params = LargeConstant().init(jax.random.key(0), X)["params"]
 
     def loss_fn(params):
         return jnp.square(LargeConstant().apply({"params": params}, X)).mean()
 
     found = jmpp.recommend(loss_fn, params, dtype="float16", probes=1)
-    assert (found.fits, found.half_share) == (True, 1)
     half = "params=float32,compute=float16,output=float32"
-    assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: half})
-    assert [row.pattern for row in found.rows] == ["", "Dense"]
-    assert math.isnan(found.predicted)
+    assert found.policy == jmpp.PolicyMap("float32", {"*": half})
+    assert (found.fits, found.half_share) == (True, 1)
+    assert found.rows[0].reason.endswith("values exceed the range of float16")
 
 
 def test_a_module_that_makes_the_gradient_infinite_is_named_as_such():

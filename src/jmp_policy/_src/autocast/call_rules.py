@@ -111,9 +111,12 @@ class CustomVJP(Call):
         note, table = "", case.planner.table
         names = ir.primitives(_jaxpr(case.eqn)) if case.region.half is not None else ()
         if any(table.get(name, ("",))[0] == "lower" for name in names):
+            repair = "autocast(..., lower={'custom_vjp_call'}) lowers both"
+            if case.eqn.params["symbolic_zeros"]:
+                repair = "It has symbolic_zeros=True, so that none is lowered: autocast what it calls"
             note = (
                 "a custom_vjp holds matrix products, which stay in float32: its backward pass was written "
-                "for the dtypes of its forward pass. autocast(..., lower={'custom_vjp_call'}) lowers both"
+                f"for the dtypes of its forward pass. {repair}"
             )
         return case.as_traced("custom_vjp: as traced", note)
 

@@ -95,11 +95,12 @@ class Lower(Rule):
         return self._keeps_small and not case.region.lower and gains_nothing(case.eqn)
 
     def _is_lowered(self, eqn: Any) -> bool:
-        floating = [a for a in eqn.invars if is_floating(ir.dtype_of(a))]
+        dtypes = [ir.dtype_of(a) for a in eqn.invars if is_floating(ir.dtype_of(a))]
         return (
             not ir.holds_jaxpr(eqn)
-            and bool(floating)
-            and all(map(ir.is_float32, (*floating, *eqn.outvars)))
+            and FLOAT32 in dtypes
+            and all(d == FLOAT32 or (is_half(d) and d.itemsize == 2) for d in dtypes)
+            and all(map(ir.is_float32, eqn.outvars))
             and not ir.asked_precision(eqn)
             and not jax_sources.is_drawn(eqn)
         )
@@ -112,20 +113,22 @@ class Lower(Rule):
             if jax_sources.is_drawn(eqn):
                 return case.as_traced("full: draws random numbers")
             return AS_TRACED.plan(case)
-        half, reason = region.half, case.planner.table[eqn.primitive.name][1]
+        reason = case.planner.table[eqn.primitive.name][1]
+        half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), region.half)  # One that the user cast.
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(case)
         if self._is_small(case) and not _are_half(case):
             terms = terms_of(eqn)
             summed = f"it sums {terms} terms" if terms > 1 else "it sums nothing"
             return case.as_traced(f"full: {summed}, and half precision gains from {LEAST_TERMS} on")
-        wanted = _wanted_full(case) and not region.lower
+        wanted = (_wanted_full(case) and not region.lower) or half != region.half
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         if wanted and in_float8 is None:
             # Of attention's scores, where they are asked for, it is said why they stay.
             stays = f", in {half} and not in float8" if region.recipe else ""
             stays = why if SCORES in of_attention(region.recipe) else stays
-            why = f"lower: {reason}{stays}; the result is float32, since only float32 operations use it"
+            since = "only float32 operations use it" if half == region.half else f"an operand is {half}"
+            why = f"lower: {reason}{stays}; the result is float32, since {since}"
             return case.planned(half, FLOAT32, why, _run_with_float32_output, How.LOWERED)
         return case.planned(half, half, f"lower: {reason}{why}", in_float8 or _run_in_half, How.LOWERED)
 
@@ -149,7 +152,7 @@ class Lower(Rule):
 
 
 def _run_with_float32_output(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-    return [CastCache(dot_with_float32_output(step.eqn, step.region.half, step.operands(caches)))]
+    return [CastCache(dot_with_float32_output(step.eqn, step.operands(caches)))]
 
 
 def _run_in_half(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
@@ -337,17 +340,12 @@ def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
     return binding.bind(eqn, *operands, **changed)[0]
 
 
-def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -> Any:
+def dot_with_float32_output(eqn: Any, operands: Sequence[Any]) -> Any:
     """Computes the product of an equation with a float32 result, whose derivatives are half products.
 
     JAX transposes such a product into one of a float32 cotangent with a half operand, which no Tensor Core
     takes. Here the tangent is a half product, converted: its transpose rounds the cotangent to half first, as
     it would have been rounded had the result been half.
-
-    Args:
-      eqn: a product, linear in each floating operand.
-      half: dtype of the floating operands.
-      operands: arrays.
     """
 
     def dot(*operands: Any) -> Any:
@@ -362,7 +360,7 @@ def dot_with_float32_output(eqn: Any, half: np.dtype, operands: Sequence[Any]) -
         # derivative in reverse would meet JAX's own transpose of it.
         out = product(eqn, primals, FLOAT32)
         terms = [
-            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], half)
+            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], operands[0].dtype)
             for place, tangent in enumerate(tangents)
             if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
         ]

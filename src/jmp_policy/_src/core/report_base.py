@@ -3,12 +3,12 @@
 import contextvars
 import dataclasses
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jmp_policy._src.core.tables import Sum, Table, wrapped
+from jmp_policy._src.core.tables import Folded, Sum, Table, folded, wrapped
 
 __all__ = ["Report", "Sum", "Table"]
 
@@ -191,3 +191,10 @@ def joined(names: Sequence[str], most: int = 3, show: Callable[[str], str] = str
     """Joins the first names, and says how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(show(name) for name in names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def joined_places(places: Iterable[str]) -> str:
+    """Joins places, those of equal layers as one: "layer_0 ... layer_7/mlp (8 x), head and 4 more"."""
+    rows = folded(["place"], [[place] for place in dict.fromkeys(places)])
+    more = sum(len(row.rows) if isinstance(row, Folded) else 1 for row in rows[3:])
+    return ", ".join(row[0] for row in rows[:3]) + f" and {more} more" * bool(more)

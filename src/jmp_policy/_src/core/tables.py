@@ -286,6 +286,11 @@ def _without(text: str, place: int) -> str:
     return re.sub(rf"(?<![^/\s,(]){re.escape(before)}{number}(?!\d)", f"{before}#", text)
 
 
+def without_numbers(text: str) -> str:
+    """A text with the numbers of layers left open, but not those of lines: equal for equal layers."""
+    return _NUMBER.sub(r"\1#", text)
+
+
 def _as_one(group: Sequence[Sequence[Any]], name: int, figures: set[int], place: int) -> Folded:
     cells = list(group[0])
     for i, cell in enumerate(cells):

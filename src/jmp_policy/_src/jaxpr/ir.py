@@ -4,7 +4,6 @@ And how functions of pytrees become jaxprs of arrays: what is no array among the
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import primitives as jax_primitives
 
 from jmp_policy._src.core.dtypes import ARRAYS
+from jmp_policy._src.jaxpr import source_lines
 from jmp_policy._src.jaxpr.compat import Literal, constants, open_jaxpr, platforms_of_branches, varying
 
 FLOAT32 = np.dtype(np.float32)
@@ -118,18 +118,10 @@ def on_its_mesh(array: Any) -> contextlib.AbstractContextManager[None]:
 
 def asked_precision(eqn: Any) -> str:
     """The name of the `precision=` that a product has of its own; "" if it has the ambient default."""
-    default, name = jax.lax.Precision.DEFAULT, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    asked = eqn.params.get("precision")
-    if asked in (None, default, (default,) * 2, _default_precision(name)):
+    asked, default = eqn.params.get("precision"), jax.lax.Precision.DEFAULT
+    if asked in (None, default, (default,) * 2) or source_lines.is_ambient_precision(eqn):
         return ""
     return str(asked[0] if isinstance(asked, tuple) else asked)
-
-
-@functools.lru_cache(maxsize=16)
-def _default_precision(_: Any) -> Any:
-    """What `jax.default_matmul_precision` now puts into every product."""
-    one = np.ones((1, 1), np.float32)
-    return open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns[0].params["precision"]
 
 
 def retyped(aval: Any, dtype: Any) -> Any:

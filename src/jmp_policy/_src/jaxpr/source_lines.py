@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.jaxpr import compat
@@ -168,3 +169,20 @@ def _statements(file: str) -> list[Any]:
     except (SyntaxError, ValueError):
         return []
     return [node for node in ast.walk(parsed) if isinstance(node, ast.stmt)]
+
+
+def is_ambient_precision(eqn: Any) -> bool:
+    """Whether a product has the precision of `jax.default_matmul_precision`, and not one of its own.
+
+    JAX's linear algebra asks for one of its own, which may be the same.
+    """
+    asked = eqn.params["precision"], jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    exact = files_of(jax.scipy.linalg.expm, jax.numpy.linalg.lstsq, jax.lax.linalg.qr)
+    return _is_ambient(*asked) and not any(frame.file_name in exact for frame in compat.frames(eqn))
+
+
+@functools.lru_cache(maxsize=16)
+def _is_ambient(precision: Any, _: Any) -> bool:
+    one = np.ones((1, 1), np.float32)
+    dot = compat.open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns[0]
+    return dot.params["precision"] == precision

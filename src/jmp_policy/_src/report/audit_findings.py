@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, count_text, joined, percent
+from jmp_policy._src.core.report_base import (
+    Report,
+    Sum,
+    Table,
+    bytes_text,
+    count_text,
+    joined,
+    joined_places,
+    percent,
+)
+from jmp_policy._src.core.tables import without_numbers
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed, PlacedOperation
 from jmp_policy._src.policy.module_precision import LEAST_TERMS
@@ -187,7 +197,7 @@ class Audit(Report):
         if self.products:
             parts = [*self._share_texts(), *self._wide_texts()]
             if silent := [u.place for u in self.upcasts if not u.reaches]:
-                parts.append(f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined(silent)}")
+                parts.append(f"{len(silent)} silent upcast{'s' * (len(silent) > 1)}: {joined_places(silent)}")
         else:
             parts = [f"{self.function} has no matrix products or convolutions"]
             if self.half_operations:
@@ -195,7 +205,7 @@ class Audit(Report):
         harmful = dict[str, list[str]]()
         for h in filter(_is_harmful, self.half_operations):
             harmful.setdefault(f"{h.operation} in {h.dtype} {h.why}", []).append(h.place)
-        sums = [f"{what} ({joined(list(dict.fromkeys(places)))})" for what, places in harmful.items()]
+        sums = [f"{what} ({joined_places(places)})" for what, places in harmful.items()]
         if sums:
             parts.append(joined(sums))
         if self.constants:
@@ -225,41 +235,46 @@ class Audit(Report):
         causes = dict[str, str]()
         for p in self.wide_products:
             causes[p.place] = causes.get(p.place) or p.cause
-        kinds = dict[tuple[str, str], list[str]]()
+        kinds = dict[tuple[str, str], list[Product]]()
         narrow = {p.place for p in self.wide_products if p.k < LEAST_TERMS and not p.backward}
         for p in self.wide_products:
             few = p.k < LEAST_TERMS or (p.backward and p.place in narrow)
             terms = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
             kind = "" if not few else terms if p.k < LEAST_TERMS else " for gradients of such products"
-            why = "" if few else self._why_wide(causes[p.place], p)
-            kinds.setdefault((f"in {_widest(p)}{kind}", why), []).append(p.place)
-        return [
-            f"{len(found)} product{'s' * (len(found) > 1)} {kind}: {joined(list(dict.fromkeys(found)))}{why}"
-            for (kind, why), found in kinds.items()
-        ]
+            # Equal layers have one cause.
+            why = "" if few else without_numbers(self._why_wide([causes[p.place]], [p]))
+            kinds.setdefault((f"in {_widest(p)}{kind}", why), []).append(p)
+        texts = list[str]()
+        for (kind, why), found in kinds.items():
+            places = joined_places(p.place for p in found)
+            because = self._why_wide([causes[p.place] for p in found], found) if why else ""
+            texts.append(f"{len(found)} product{'s' * (len(found) > 1)} {kind}: {places}{because}")
+        return texts
 
-    def _why_wide(self, cause: str, p: Product) -> str:
+    def _why_wide(self, causes: Sequence[str], products: Sequence[Product]) -> str:
+        """Why products are not in half precision, which have their cause in common."""
+        p, places = products[0], dict.fromkeys(place for c in causes for place in c.split("; ") if place)
         if jnp.issubdtype(_widest(p), jnp.complexfloating):
             return ", and no complex dtype is half"
-        if not cause and p.precision:
+        if not places and p.precision:
             return (
                 ", whose operands were never half, and autocast leaves what asks for "
                 f"precision={p.precision}: leave that out, or wrap the module"
             )
-        if not cause and any(other.is_half for other in self.products):
+        if not places and any(other.is_half for other in self.products):
             return (
                 ", whose operands were never half: by a rule, in a module without parameters, in a "
                 "custom_vjp that autocast leaves, or outside of what is wrapped or autocast"
             )
-        if not cause:
+        if not places:
             return (
                 ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp "
                 "in it with lower={'custom_vjp_call'})"
             )
-        places = cause.split("; ")
         if any(upcast.place in places for upcast in self.upcasts):
-            return f", as half values met {_widest(p)} in {joined(places)}: cast to half there"
-        return f", cast to {_widest(p)} {'there' if cause == p.place else f'in {cause}'}"
+            return f", as half values met {_widest(p)} in {joined_places(places)}: cast to half there"
+        is_there = places.keys() == {p.place for p in products}
+        return f", cast to {_widest(p)} {'there' if is_there else f'in {joined_places(places)}'}"
 
     def _tables(self) -> Sequence[Table]:
         operations = {p.operation for p in self.products}
@@ -298,7 +313,9 @@ class Audit(Report):
             Table(_HALF_COLUMNS, half, "Still in half precision", most=1),
             lost_constants.table(self.constants),
         )
-        return [Table(columns, rows, title, most=20), *(table for table in others if table.rows)]
+        others = [table for table in others if table.rows]
+        # Where more is found, there is room for fewer of them.
+        return [Table(columns, rows, title, most=20 - 3 * len(others)), *others]
 
     def _lines(self) -> Sequence[str]:
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []

@@ -216,7 +216,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
     in_float32 = range_of(replay.in_float32(place))
     largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
-    zero = underflow_before(replay, step, in_float32.is_finite)
+    zero = underflow_before(replay, step, in_float32.is_finite, found.constants)
     infinite = infinite_constant(replay, step)
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
@@ -384,17 +384,21 @@ def _runs_inside(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay
         carry = [inner.values[place] for place in inner.results[: len(carry)]]
 
 
-def underflow_before(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool) -> ReplayedEqn | None:
+def underflow_before(
+    replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool, constants: Sequence[LostConstant] = ()
+) -> ReplayedEqn | None:
     """The operation that made the zero at which another one is not finite.
 
     Args:
       replay: what ran.
       step: the operation that made the first non-finite value.
       finite_in_float32: whether float32 would give a finite value there.
+      constants: those that half precision makes zero, among others.
 
     Returns:
-      The operation whose result is zero in half precision and not in float32, or the addition of a constant
-      that is zero in half; None where no zero was made so. An argument that is zero is its reader's.
+      The operation whose result is zero in half precision and not in float32, or the one that reads a
+      constant which is zero in half (`s + 1e-9`, `maximum(s, 1e-9)`); None where no zero was made so. An
+      argument that is zero is its reader's.
     """
     name = step.eqn.primitive.name
     if name not in _POLES:
@@ -406,7 +410,7 @@ def underflow_before(replay: EagerReplay, step: ReplayedEqn, finite_in_float32: 
             if lost.any():
                 return _first_lost(replay, place, lost) or step
         return None
-    return next(filter(None, (_epsilon(replay, place) for place in reads)), None)
+    return next(filter(None, (_epsilon(replay, place, constants) for place in reads)), None)
 
 
 def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | None:
@@ -460,17 +464,20 @@ def _divides_by_constant_zero(replay: EagerReplay, step: ReplayedEqn) -> bool:
     return is_half(divisor.dtype) and not np.asarray(divisor).any()
 
 
-def _epsilon(replay: EagerReplay, place: int) -> ReplayedEqn | None:
-    """The addition of a constant that is zero in half (an epsilon) that a zero is the result of."""
+def _epsilon(replay: EagerReplay, place: int, constants: Sequence[LostConstant]) -> ReplayedEqn | None:
+    """The operation on a constant that is zero in half (an epsilon) that a zero is the result of."""
     while place in replay.makers:
         step = replay.makers[place]
-        if step.eqn.primitive.name == "add":
+        name = step.eqn.primitive.name
+        if name == "add":
             # On the right: Python's sum() begins with 0 on the left.
             constant = step.reads[1]
             zero = not np.asarray(replay.values[constant]).any()
             is_epsilon = constant in replay.constants and zero and is_half(replay.values[constant].dtype)
             return step if is_epsilon else None
-        if step.eqn.primitive.name not in _KEEPS_ZERO or len(step.reads) > 1:
+        if any(c.becomes == "0" and (c.operation, c.line) == (name, step.site.line) for c in constants):
+            return step
+        if name not in _KEEPS_ZERO or len(step.reads) > 1:
             return None
         place = step.reads[0]
     return None

@@ -28,7 +28,7 @@ class LostConstant(PlacedOperation):
       path, line, backward: its place, as of a `Product`.
       dtype: half dtype that it was rounded to.
       written: what the source says ("/ 100000"), or the number that was cast; "" if unknown.
-      becomes: "inf", "-inf", "0", or of a factor "1".
+      becomes: "inf", "-inf", "0", or of a factor "1"; of a divisor "inf" where its reciprocal is infinite.
     """
 
     dtype: str
@@ -108,8 +108,8 @@ def repair(constants: Sequence[LostConstant]) -> str:
         said.append("Keep in float32 what is multiplied by a decay that half precision makes 1.")
     if becomes - {"-inf", "1"}:
         said.append(
-            "Write constants that half precision holds (in float16 from 6e-8 to 65504), or compute that part "
-            "in float32: x.astype(jnp.float32) / 100000."
+            "Write constants that half precision holds (in float16 from 6e-8 to 65504, divisors from 1.6e-5 "
+            "on), or compute that part in float32: x.astype(jnp.float32) / 100000."
         )
     return " ".join(said)
 
@@ -201,6 +201,8 @@ class LostConstants:
         if name == "select_n" and wide and is_floating(dtype) and not is_half(dtype):
             # What a mask is filled with before it is cast.
             self._note(results[0], wide=np.concatenate([np.ravel(value) for value in wide]))
+        if name == "div" and is_half(dtype):
+            known[1] = self._as_divisor(known[1], eqn, dtype)
         for place, one in enumerate(known):
             if one.constant is not None:
                 self._read(eqn, site, place, known, results)
@@ -217,6 +219,16 @@ class LostConstants:
         if is_half(dtype) and np.ndim(value) == 0 and (float(value) in (0, 1) or np.isinf(float(value))):
             return _Known(_Constant("", _text(float(value))))
         return _Known(wide=value)
+
+    def _as_divisor(self, known: _Known, eqn: Any, dtype: Any) -> _Known:
+        """A divisor; XLA multiplies by the reciprocal of a constant, which may be infinite."""
+        value = known.wide
+        if value is None or np.ndim(value) or not 0 < abs(float(value)) < 1 / float(jnp.finfo(dtype).max):
+            return known
+        own = float(value), f"/ {float(value):.3g}"
+        numbers = [one for one in written_constants(eqn) if _becomes(one[0], dtype) == _text(float(value))]
+        self.numbers[id(eqn), 1], text = next(iter(numbers), own)
+        return _Known(_Constant(text, "inf"))
 
     def _note(self, info: ValueInfo, **fields: Any) -> None:
         self._known[info.key] = self._known.get(info.key, _Known())._replace(**fields)
@@ -265,6 +277,8 @@ class LostConstants:
             # A factor near 1 loses less than a rounding, unless it is one of many: a decay.
             line = wide.of_lines.get(callers(eqn)[:1], ())
             if not any(np.isclose(other, 1 - number, rtol=1e-2, atol=0) for other in line):
+                if _is_lost(number, becomes, ir.dtype_of(eqn.invars[place])):
+                    self.numbers[id(eqn), place] = number
                 return []
         sign = PYTHON_OPERATORS.get(eqn.primitive.name, "") if place else ""
         return [(number, f"{sign} {number:.7g}".strip())]

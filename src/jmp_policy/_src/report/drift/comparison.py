@@ -174,6 +174,8 @@ class TwinEvaluation(Interpreter):
         var = eqn.invars[place]
         node = Node(where, eqn.primitive.name, ir.dtype_of(var), 1, (), rounds=True, adds=False)
         exact, half = jnp.full_like(twin.exact, number), held(twin.half, var)
+        if eqn.primitive.name == "div":
+            half = jnp.where(jnp.isinf(1 / half), 0, half)  # XLA multiplies by the reciprocal.
         return Twin(half, exact, self.recorder.add(node, half, exact, exact))
 
     def _result(

@@ -301,16 +301,14 @@ def _traced(
     function: Function, grad: bool, loss_scale: Any, has_aux: bool
 ) -> tuple[Any, LostConstants, list[str], bool]:
     """The jaxpr of what is compared, its lost constants, names of its results, whether it is of a loss."""
-    # TF32 would be an error of its own.
-    with jax.default_matmul_precision("highest"):
-        is_loss = grad and (has_aux or function.returns_scalar())
-        if is_loss:
-            program, names = function.value_and_gradients("drift", loss_scale, has_aux)
-        else:
-            program, names = function.named_results()
-        jaxpr = jax.make_jaxpr(program)(function.arrays)
-        names = list(names)  # Of this trace.
-        return jaxpr, lost_constants_of(jaxpr, program, function.arrays), names, is_loss
+    is_loss = grad and (has_aux or function.returns_scalar())
+    if is_loss:
+        program, names = function.value_and_gradients("drift", loss_scale, has_aux)
+    else:
+        program, names = function.named_results()
+    jaxpr = jax.make_jaxpr(program)(function.arrays)
+    names = list(names)  # Of this trace.
+    return jaxpr, lost_constants_of(jaxpr, program, function.arrays), names, is_loss
 
 
 def _on_host(number: Any) -> float:

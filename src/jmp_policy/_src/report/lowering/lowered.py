@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, joined, plotting
+from jmp_policy._src.core.report_base import Report, Sum, Table, bytes_text, joined, joined_places, plotting
 from jmp_policy._src.core.targets import TARGETS, Target, target_of_device
 from jmp_policy._src.report.lowering.kernels import Estimate, Gain, Kernel, kernel_seconds, plot_roofline
 from jmp_policy._src.report.lowering.products import FEW_BITS
@@ -230,7 +230,7 @@ def verdict_of(
     }
     for what, some in groups.items():
         if some:
-            parts.append(f"{what}: {joined(list(dict.fromkeys(kernel.place for kernel in some)))}")
+            parts.append(f"{what}: {joined_places(kernel.place for kernel in some)}")
     known = [half for half in HALVES if target is None or half in target.on_tensor_cores]
     given = {e.precision for e in found if e.program == "as given"}
     given |= {word for k in products for word in (k.arithmetic, *k.operands.split(" x "))}

@@ -196,7 +196,7 @@ def recommend(
     others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
-    with progress.showing("recommend"):
+    with progress.showing("recommend"), without_overflow_warnings():
         first = TracedLoss(loss, dtypes[0], batches)  # Refuses models that are wrapped.
         exact = [_gradient(each, 1.0) for each in (loss, *others)]
         if not all(np.isfinite(gradient).all() for gradient in exact):

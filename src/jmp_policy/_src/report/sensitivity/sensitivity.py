@@ -10,6 +10,7 @@ from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joi
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
+from jmp_policy._src.report.lost_constants import without_overflow_warnings
 from jmp_policy._src.report.sensitivity import rounding_errors
 from jmp_policy._src.report.sensitivity.rounding_errors import AppliedRounding, Effect, Effects
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss, is_below
@@ -163,7 +164,7 @@ def sensitivity(
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
-    with progress.showing("sensitivity"):
+    with progress.showing("sensitivity"), without_overflow_warnings():
         traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
         if measure is None:
             found, is_smooth = rounding_errors.effects_if_smooth(traced, 0 if traced.decides else probes)

@@ -12,6 +12,7 @@ code made the value:
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -156,6 +157,7 @@ class TappedProgram(Interpreter):
       sinks: what is done where the program would round, by what it counts for: `Counter`s count, `Switch`es
         round. Without any nothing is done.
       dtype: "float16" or "bfloat16".
+      written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
     """
 
     def __init__(
@@ -163,8 +165,9 @@ class TappedProgram(Interpreter):
         group_of: Callable[[tuple[str, ...]], str | None],
         sinks: Mapping[Sink, Any],
         dtype: str,
+        written: Mapping[tuple[int, int], float] = MappingProxyType({}),
     ):
-        self._group_of, self._sinks, self._dtype = group_of, sinks, dtype
+        self._group_of, self._sinks, self._dtype, self._written = group_of, sinks, dtype, written
         self._readers: Mapping[Any, Sequence[Any]] = {}
         self.groups: dict[str, None] = {}
 
@@ -229,7 +232,7 @@ class TappedProgram(Interpreter):
         if calls.kind_of(eqn) is Kind.WHILE and holds_half(eqn):
             return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
         group = self._group_of(where)
-        arrays = [self._read(value, atom, eqn, group) for value, atom in zip(values, eqn.invars, strict=True)]
+        arrays = [self._operand(value, eqn, place, group) for place, value in enumerate(values)]
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
         elif holds_half(eqn):
@@ -250,6 +253,14 @@ class TappedProgram(Interpreter):
         made = Tapped(array, group)
         made.array = self._tapped(made, array, group, forward, backward)
         return made
+
+    def _operand(self, value: Tapped, eqn: Any, place: int, group: str | None) -> Any:
+        """An operand; a constant that half precision makes another number is rounded where it is read."""
+        number = self._written.get((id(eqn), place))
+        if number is None:
+            return self._read(value, eqn.invars[place], eqn, group)
+        wide = Tapped(jax.numpy.full_like(value.array, number), group)
+        return self._tapped(wide, wide.array, group, True, False)
 
     def _read(self, value: Tapped, atom: Any, eqn: Any, group: str | None) -> Any:
         """A value as an operation of a group reads it."""

@@ -27,7 +27,12 @@ from jmp_policy._src.report import tapping
 from jmp_policy._src.report.audit import audit_of
 from jmp_policy._src.report.audit_findings import Product
 from jmp_policy._src.report.function import Function, as_function, replaced
-from jmp_policy._src.report.lost_constants import without_overflow_warnings
+from jmp_policy._src.report.lost_constants import (
+    LostConstants,
+    WideNumbers,
+    wide_numbers,
+    without_overflow_warnings,
+)
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, TappedProgram
 
 
@@ -250,6 +255,11 @@ class TracedLoss:
         self.groups = list(dict.fromkeys([*untapped.groups, *self.in_float32]))
         self.decides = makes_decisions(half.gradient)
 
+        def in_float32() -> WideNumbers:
+            return wide_numbers(half.jaxpr, loss.under(PolicyMap("float32")).jaxpr)
+
+        self._written = LostConstants(Walk(half.jaxpr).operations, in_float32).numbers
+
     @property
     def sinks(self) -> list[Sink]:
         """All that a tap can count for."""
@@ -261,7 +271,7 @@ class TracedLoss:
 
     def run(self, sinks: Mapping[Sink, Any], params: Sequence[Any], arrays: Sequence[Any]) -> jax.Array:
         """The loss, computed in float32 with taps."""
-        program = TappedProgram(self._group_of, sinks, self.dtype)
+        program = TappedProgram(self._group_of, sinks, self.dtype, self._written)
         with self._half.differentiated():
             return program(self.jaxpr, replaced(arrays, self.trained, params))[0].astype(jnp.float32)
 
