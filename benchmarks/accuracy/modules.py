@@ -20,11 +20,11 @@ from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmpp
 from benchmarks.models import MODELS, faults
+from benchmarks.models._model import squared_error
 from benchmarks.models.structures import STRUCTURES
 from benchmarks.table import Table
 from jmp_policy._src.jaxpr import compat
@@ -40,8 +40,7 @@ def loss_and_params(name: str) -> tuple[Any, Any, Any]:
         module, params = faults.FAULTS[name].model()
 
         def squares(params, batch):
-            out = module.apply({"params": params}, batch[0])
-            return jnp.mean(jnp.square(out.astype(jnp.float32) - batch[1]))
+            return squared_error(module.apply({"params": params}, batch[0]), batch[1])
 
         return squares, params, list(map(faults.batch, range(BATCHES)))
     model = STRUCTURES.get(name) or MODELS[name]("tiny")

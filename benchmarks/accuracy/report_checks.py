@@ -21,12 +21,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import jmp_policy as jmpp
 from benchmarks.accuracy.modules import ALL, digits, errors, loss_and_params, vector
+from benchmarks.models._model import squared_error
 from benchmarks.models.faults import FAULTS, Fault, Net, batch
 from benchmarks.table import Table
 
@@ -38,14 +38,10 @@ os.environ["XLA_FLAGS"] = (
 MENDED = 0.02
 
 
-def square(out: Any, targets: Any) -> Any:
-    return jnp.mean(jnp.square(out.astype(jnp.float32) - targets))
-
-
 def loss_under(module: nn.Module, policy: Any = None) -> Any:
     """The mean squared error of a model under a policy, or of the bare one."""
     model = module if policy is None else jmpp.wrap(module, policy)
-    return lambda params, x, targets: square(model.apply({"params": params}, x), targets)
+    return lambda params, x, targets: squared_error(model.apply({"params": params}, x), targets)
 
 
 def error_of(module: nn.Module, policy: Any, params: Any, data: Any, scale: float = 1.0) -> float:
@@ -68,7 +64,7 @@ def error_of_nnx(model: nnx.Module, policy: Any, data: Any) -> float:
 
 
 def nnx_loss(model: nnx.Module, x: Any, targets: Any) -> Any:
-    return square(model(x), targets)
+    return squared_error(model(x), targets)
 
 
 def error_between(half: Any, exact: Any) -> float:

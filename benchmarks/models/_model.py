@@ -44,6 +44,21 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: Any = None) -> 
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
+def squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean square of the difference in float32."""
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32) - targets))
+
+
+def next_tokens(batch: int, length: int, vocabulary: int) -> Callable[[jax.Array], Any]:
+    """Draws tokens, and for each the next one."""
+
+    def draw(key: jax.Array) -> Any:
+        tokens = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
+        return (tokens[:, :-1],), tokens[:, 1:]
+
+    return draw
+
+
 def images(batch: int, side: int, classes: int) -> Callable[[jax.Array], Any]:
     """Draws normally distributed images and labels."""
 

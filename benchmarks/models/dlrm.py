@@ -3,9 +3,6 @@
 Naumov et al., Deep Learning Recommendation Model, 2019, with smaller tables.
 """
 
-import functools
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -41,14 +38,6 @@ class DLRM(nn.Module):
         return network((*self.top, 1))(jnp.concatenate([dense, pairs], axis=1))[:, 0]
 
 
-def draw(key: jax.Array, batch: int, tables: int, rows: int) -> Any:
-    """Numbers and categories; and clicks."""
-    keys = jax.random.split(key, 3)
-    categories = jax.random.randint(keys[1], (batch, tables), 0, rows)
-    clicks = jax.random.bernoulli(keys[2], 0.3, (batch,)).astype(jnp.float32)
-    return (jax.random.normal(keys[0], (batch, 13)), categories), clicks
-
-
 def loss(logits: jax.Array, clicks: jax.Array) -> jax.Array:
     """Mean binary cross-entropy in float32."""
     return optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), clicks).mean()
@@ -61,5 +50,11 @@ def make(size: str) -> Model:
         "small": (DLRM(4, 1000, 32, (64,), (64,)), 64),
         "full": (DLRM(), 8192),
     }[size]
-    shape = {"batch": batch, "tables": module.tables, "rows": module.rows}
-    return Model(module, functools.partial(draw, **shape), loss)
+
+    def draw(key: jax.Array):
+        keys = jax.random.split(key, 3)
+        categories = jax.random.randint(keys[1], (batch, module.tables), 0, module.rows)
+        clicks = jax.random.bernoulli(keys[2], 0.3, (batch,)).astype(jnp.float32)
+        return (jax.random.normal(keys[0], (batch, 13)), categories), clicks
+
+    return Model(module, draw, loss)

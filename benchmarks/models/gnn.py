@@ -3,9 +3,6 @@
 Battaglia et al., Relational inductive biases, deep learning, and graph networks, 2018.
 """
 
-import functools
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -41,20 +38,18 @@ class GraphNetwork(nn.Module):
         return nn.Dense(self.classes)(nodes)
 
 
-def draw(key: jax.Array, nodes: int, edges: int, classes: int) -> Any:
-    """A graph whose edges have any ends; and classes of its nodes."""
-    keys = jax.random.split(key, 4)
-    ends = jax.random.randint(keys[2], (2, edges), 0, nodes)
-    inputs = jax.random.normal(keys[0], (nodes, 16)), jax.random.normal(keys[1], (edges, 4)), *ends
-    return inputs, jax.random.randint(keys[3], (nodes,), 0, classes)
-
-
 def make(size: str) -> Model:
-    """Graphs of 16, 128 or 8192 nodes, with four times as many edges."""
+    """Graphs of 16, 128 or 8192 nodes, with four times as many edges, which have any ends."""
     module, nodes = {
         "tiny": (GraphNetwork(16, 2, 5), 16),
         "small": (GraphNetwork(64, 4, 10), 128),
         "full": (GraphNetwork(), 8192),
     }[size]
-    shape = {"nodes": nodes, "edges": 4 * nodes, "classes": module.classes}
-    return Model(module, functools.partial(draw, **shape), cross_entropy)
+
+    def draw(key: jax.Array):
+        keys = jax.random.split(key, 4)
+        ends = jax.random.randint(keys[2], (2, 4 * nodes), 0, nodes)
+        inputs = jax.random.normal(keys[0], (nodes, 16)), jax.random.normal(keys[1], (4 * nodes, 4)), *ends
+        return inputs, jax.random.randint(keys[3], (nodes,), 0, module.classes)
+
+    return Model(module, draw, cross_entropy)

@@ -4,13 +4,11 @@ Radford et al., Language Models are Unsupervised Multitask Learners, 2019; 12 la
 """
 
 import functools
-from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
-from benchmarks.models._model import Model, cross_entropy
+from benchmarks.models._model import Model, cross_entropy, next_tokens
 
 INIT = nn.initializers.normal(0.02)
 dense = functools.partial(nn.Dense, kernel_init=INIT)
@@ -64,12 +62,6 @@ class GPT(nn.Module):
         return embed.attend(norm()(x))
 
 
-def draw(key: jax.Array, vocabulary: int, batch: int, length: int) -> Any:
-    """Tokens, and for each the next one."""
-    tokens = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
-    return (tokens[:, :-1],), tokens[:, 1:]
-
-
 def make(size: str) -> Model:
     """GPT-2 on sequences of 16, 32 or 1024 tokens; the full one has 124 million parameters."""
     module, batch = {
@@ -77,5 +69,4 @@ def make(size: str) -> Model:
         "small": (GPT(512, 32, 256, 4, 1024, 4), 2),
         "full": (GPT(), 8),
     }[size]
-    shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy)
+    return Model(module, next_tokens(batch, module.length, module.vocabulary), cross_entropy)

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from benchmarks.models._model import Model, cross_entropy
-from benchmarks.models.gpt import draw
+from benchmarks.models._model import Model, cross_entropy, next_tokens
 
 INIT = nn.initializers.normal(0.02)
 dense = functools.partial(nn.DenseGeneral, use_bias=False, kernel_init=INIT)
@@ -151,8 +150,7 @@ def make(size: str, **more: Any) -> Model:
         "small": (Llama(512, 32, 256, 8, 2, 704, 4, **more), 2),
         "full": (Llama(**more), 8),
     }[size]
-    shape = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy)
+    return Model(module, next_tokens(batch, module.length, module.vocabulary), cross_entropy)
 
 
 def make_scanned(size: str) -> Model:

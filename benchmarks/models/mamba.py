@@ -4,14 +4,12 @@ Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 20
 """
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models._model import Model, cross_entropy
-from benchmarks.models.gpt import draw
+from benchmarks.models._model import Model, cross_entropy, next_tokens
 
 dense = functools.partial(nn.Dense, use_bias=False)
 
@@ -72,5 +70,4 @@ def make(size: str) -> Model:
         "small": (Mamba(512, 32, 256, 8, 4), 2),
         "full": (Mamba(), 4),
     }[size]
-    shape: dict[str, Any] = {"vocabulary": module.vocabulary, "batch": batch, "length": module.length}
-    return Model(module, functools.partial(draw, **shape), cross_entropy)
+    return Model(module, next_tokens(batch, module.length, module.vocabulary), cross_entropy)

@@ -4,13 +4,10 @@ Krause et al., Multiplicative LSTM for sequence modelling, 2016; sizes of Radfor
 to Generate Reviews and Discovering Sentiment, 2017.
 """
 
-import functools
-
 import flax.linen as nn
 import jax.numpy as jnp
 
-from benchmarks.models._model import Model, cross_entropy
-from benchmarks.models.gpt import draw
+from benchmarks.models._model import Model, cross_entropy, next_tokens
 
 BYTES = 256
 
@@ -73,5 +70,4 @@ def make(size: str) -> Model:
         "small": (ByteModel(256, 64), 8, 32),
         "full": (ByteModel(), 128, 256),
     }[size]
-
-    return Model(module, functools.partial(draw, vocabulary=BYTES, batch=batch, length=length), cross_entropy)
+    return Model(module, next_tokens(batch, length, BYTES), cross_entropy)

@@ -115,17 +115,11 @@ def matched_boxes(batch: int, side: int, boxes: int, classes: int) -> Callable[[
 def make(size: str) -> Model:
     """SSD on images of 96 or 300 pixels, with boxes at four or six scales."""
     fewer = {"dilation": 2, "boxes": (4, 6, 6, 4), "classes": 8}
+    tiny = ((8, 1), (16, 1), (16, 2), (32, 2), (32, 2))
+    small = ((8, 2), (16, 2), (32, 3), (64, 3), (64, 3))
     module, batch, side, boxes = {
-        "tiny": (
-            SSD(((8, 1), (16, 1), (16, 2), (32, 2), (32, 2)), 64, extras=((16, 32, 2), (16, 32, 1)), **fewer),
-            *(4, 96, 850),
-        ),
-        "small": (
-            SSD(
-                ((8, 2), (16, 2), (32, 3), (64, 3), (64, 3)), 128, extras=((32, 64, 2), (16, 32, 1)), **fewer
-            ),
-            *(2, 96, 850),
-        ),
+        "tiny": (SSD(tiny, 64, extras=((16, 32, 2), (16, 32, 1)), **fewer), 4, 96, 850),
+        "small": (SSD(small, 128, extras=((32, 64, 2), (16, 32, 1)), **fewer), 2, 96, 850),
         "full": (SSD(), 32, 300, 8732),
     }[size]
     # Of the published classes: those that pad the full one are never drawn.

@@ -54,15 +54,14 @@ class RelativeAttention(nn.Module):
     @nn.compact
     def __call__(self, x, context, distance, u, v):
         """The result `[B, Q, D]`; `distance` is `[K, D]`, `u` and `v` are `[heads, width]`."""
-        project = functools.partial(
-            nn.DenseGeneral, (self.heads, self.width), use_bias=False, kernel_init=INIT
-        )
-        query, key, value = (
-            project(name="query")(x),
-            project(name="key")(context),
-            project(name="value")(context),
-        )
-        distance = project(name="distance")(distance)
+
+        def projected(name, x):
+            widths = self.heads, self.width
+            return nn.DenseGeneral(widths, use_bias=False, kernel_init=INIT, name=name)(x)
+
+        query = projected("query", x)
+        key, value = projected("key", context), projected("value", context)
+        distance = projected("distance", distance)
         content = jnp.einsum("bqhd,bkhd->bhqk", query + u, key)
         position = relative_shift(jnp.einsum("bqhd,khd->bhqk", query + v, distance))
         scores = (content + position) / math.sqrt(self.width)

@@ -4,14 +4,11 @@ Dosovitskiy et al., An Image is Worth 16x16 Words, 2021: ViT-B/16 without dropou
 Peebles and Xie, Scalable Diffusion Models with Transformers, 2023: DiT-B/4 on latents.
 """
 
-import functools
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models._model import Model, cross_entropy, images
+from benchmarks.models._model import Model, cross_entropy, images, squared_error
 
 
 class Layer(nn.Module):
@@ -106,21 +103,6 @@ def make(size: str) -> Model:
     return Model(module, images(batch, module.side, module.classes), cross_entropy)
 
 
-def draw_noise(key: jax.Array, batch: int, side: int, classes: int) -> Any:
-    """Noisy latents, noise levels and labels; and the noise."""
-    keys = jax.random.split(key, 4)
-    noise = jax.random.normal(keys[0], (batch, side, side, 4))
-    level = jax.random.uniform(keys[1], (batch,))
-    weight = level[:, None, None, None]
-    latent = jax.random.normal(keys[2], noise.shape) * jnp.sqrt(1 - weight) + noise * jnp.sqrt(weight)
-    return (latent, 1000 * level, jax.random.randint(keys[3], (batch,), 0, classes)), noise
-
-
-def squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean square in float32."""
-    return jnp.square(output.astype(jnp.float32) - target).mean()
-
-
 def make_dit(size: str) -> Model:
     """DiT on latents of 8, 16 or 32 pixels; the full one has 130 million parameters."""
     module, batch = {
@@ -128,5 +110,13 @@ def make_dit(size: str) -> Model:
         "small": (DiT(16, 4, 192, 3, 4, 100), 4),
         "full": (DiT(), 64),
     }[size]
-    shape = {"batch": batch, "side": module.side, "classes": module.classes}
-    return Model(module, functools.partial(draw_noise, **shape), squared_error)
+
+    def draw(key: jax.Array):
+        keys = jax.random.split(key, 4)
+        noise = jax.random.normal(keys[0], (batch, module.side, module.side, 4))
+        level = jax.random.uniform(keys[1], (batch,))
+        weight = level[:, None, None, None]
+        latent = jax.random.normal(keys[2], noise.shape) * jnp.sqrt(1 - weight) + noise * jnp.sqrt(weight)
+        return (latent, 1000 * level, jax.random.randint(keys[3], (batch,), 0, module.classes)), noise
+
+    return Model(module, draw, squared_error)

@@ -4,14 +4,11 @@ van den Oord et al., WaveNet: A Generative Model for Raw Audio, 2016; it gives n
 of van den Oord et al., Parallel WaveNet, ICML 2018.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models._model import Model, cross_entropy
-from benchmarks.models.gpt import draw
+from benchmarks.models._model import Model, cross_entropy, next_tokens
 
 LEVELS = 256  # Of a sample after mu-law companding.
 
@@ -74,7 +71,4 @@ def make(size: str) -> Model:
         "small": (WaveNet(2, 10, 32, 32, 32), 1, 1024),
         "full": (WaveNet(), 8, 7680),
     }[size]
-
-    return Model(
-        module, functools.partial(draw, vocabulary=LEVELS, batch=batch, length=length), cross_entropy
-    )
+    return Model(module, next_tokens(batch, length, LEVELS), cross_entropy)

@@ -23,7 +23,7 @@ import jmp_policy as jmpp
 from benchmarks import measure, steps
 from benchmarks.accuracy.modules import loss_and_params, under
 from benchmarks.models import MODELS, gpt, small
-from benchmarks.models._model import cross_entropy
+from benchmarks.models._model import cross_entropy, next_tokens
 from benchmarks.table import Table
 from jmp_policy._src.report import pieces
 from jmp_policy._src.report.drift.comparison import Comparison
@@ -198,7 +198,7 @@ def first_calls(model: str) -> list[dict[str, Any]]:
 def lines_printed() -> list[dict[str, Any]]:
     """Lines of each report on a GPT of 16 layers."""
     module = gpt.GPT(vocabulary=64, length=16, hidden=32, heads=2, mlp=64, layers=16)
-    (tokens,), targets = gpt.draw(jax.random.key(0), module.vocabulary, 4, module.length)
+    (tokens,), targets = next_tokens(4, module.length, module.vocabulary)(jax.random.key(0))
     params = module.init(jax.random.key(1), tokens)
 
     def loss(params: Any) -> Any:
