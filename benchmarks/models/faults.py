@@ -69,10 +69,6 @@ def rotary(module, x):
     )
 
 
-def log_of_softmax(module, x):
-    return jnp.log(nn.softmax(x * 30))
-
-
 def log_of_remainder(module, x):
     p = nn.sigmoid(8 + x)
     return jnp.log(1 - p)
@@ -87,10 +83,6 @@ def cosine(module, x):
 def small_variance(module, x):
     x = x * 1e-4
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-12)
-
-
-def exponential(module, x):
-    return jnp.log(jnp.sum(jnp.exp(x * 25), -1, keepdims=True)) + x
 
 
 def squared_norm(module, x):
@@ -125,10 +117,6 @@ def exponential_mean(module, x):
     )
 
 
-def log_sum(module, x):
-    return x - jnp.log(jnp.exp(x * 20).sum(-1, keepdims=True)) / 20
-
-
 def forward_algorithm(module, x):
     moves = weight(module, "moves", jax.random.normal(jax.random.key(5), (WIDTH, WIDTH))).astype(x.dtype)
 
@@ -160,25 +148,9 @@ def offset(module, x):
     return jnp.tanh((x + thousand) - thousand)
 
 
-def log_one_plus(module, x):
-    return jnp.log(1 + x * x * 1e-4) * 1e4
-
-
-def softplus(module, x):
-    return jnp.log(1 + jnp.exp(x * 20)) / 20
-
-
-def sigmoid(module, x):
-    return 1 / (1 + jnp.exp(-x * 30))
-
-
 def hyperbolic_tangent(module, x):
     x = x * 15
     return (jnp.exp(x) - jnp.exp(-x)) / (jnp.exp(x) + jnp.exp(-x))
-
-
-def power(module, x):
-    return ((x * 6) ** 8) ** 0.125
 
 
 def unscaled_attention(module, x):
@@ -212,10 +184,6 @@ def divergence(module, x):
 
 def determinant(module, x):
     return jnp.log(jnp.prod(jnp.square(x[:, :8]) * 0.05 + 0.005, -1, keepdims=True)) + x
-
-
-def temperature(module, x):
-    return nn.softmax(x / 1e-5 * 1e-3) + x
 
 
 def focal(module, x):
@@ -262,10 +230,6 @@ def polynomial(module, x):
     c = weight(module, "c", [1.0, -8, 24, -32, 16])
     x = x * 0.05 + 0.5
     return sum(c[i].astype(x.dtype) * x**i for i in range(5)) * 2e4
-
-
-def finite_difference(module, x):
-    return (jnp.sin(x + 1e-3) - jnp.sin(x)) / 1e-3
 
 
 def inverse_square(module, x):
@@ -353,18 +317,22 @@ def batch(seed: int) -> tuple[Any, Any]:
 FAULTS = {
     "Fourier features of 2e4": Fault(fourier, ("mul", "sin")),
     "rotary positions of 29,000": Fault(rotary, ("mul", "cos", "sin", "convert_element_type"), True),
-    "logarithm of a softmax": Fault(log_of_softmax, ("div", "exp", "log")),
+    "logarithm of a softmax": Fault(lambda _, x: jnp.log(nn.softmax(x * 30)), ("div", "exp", "log")),
     "logarithm of 1 - p": Fault(log_of_remainder, ("sub", "logistic", "log")),
     "cosine of small vectors": Fault(cosine, ("mul", "square", "reduce_sum", "integer_pow", "div"), True),
     "variance of 1e-8": Fault(small_variance, ("square", "mul", "add", "constant", "integer_pow", "rsqrt")),
-    "exponential of 25": Fault(exponential, ("exp",)),
+    "exponential of 25": Fault(
+        lambda _, x: jnp.log(jnp.sum(jnp.exp(x * 25), -1, keepdims=True)) + x, ("exp",)
+    ),
     "squares of 300": Fault(squared_norm, ("square", "integer_pow", "reduce_sum"), True),
     "fully masked row": Fault(masked, ("sub", "constant", "exp", "convert_element_type")),
     "mean by / 70000": Fault(mean_by_a_constant, ("div", "mul", "reduce_sum", "constant")),
     "sum in a loop": Fault(summed_in_a_loop, ("add", "add_any", "scan")),
     "decays near 1": Fault(decays, ("mul", "sub", "convert_element_type", "add"), True),
     "exponential mean": Fault(exponential_mean, ("mul", "sub", "constant", "add")),
-    "log of a sum of exponentials": Fault(log_sum, ("exp", "reduce_sum"), True),
+    "log of a sum of exponentials": Fault(
+        lambda _, x: x - jnp.log(jnp.exp(x * 20).sum(-1, keepdims=True)) / 20, ("exp", "reduce_sum"), True
+    ),
     "forward algorithm of a CRF": Fault(forward_algorithm, ("add", "exp", "log", "reduce_sum", "sub")),
     "preconditioning by noise": Fault(preconditioned, ("square", "integer_pow", "div", "sqrt")),
     "distance as a difference": Fault(distance, ("sub", "square", "mul", "reduce_sum", "integer_pow", "add")),
@@ -372,11 +340,11 @@ FAULTS = {
         variance_of_squares, ("square", "sub", "integer_pow", "add", "mul"), True
     ),
     "1000 added and subtracted": Fault(offset, ("add",)),
-    "log(1 + small)": Fault(log_one_plus, ("add", "mul", "log")),
-    "softplus by hand": Fault(softplus, ("exp",), True),
-    "sigmoid by hand": Fault(sigmoid, ("exp", "div", "integer_pow", "mul")),
+    "log(1 + small)": Fault(lambda _, x: jnp.log(1 + x * x * 1e-4) * 1e4, ("add", "mul", "log")),
+    "softplus by hand": Fault(lambda _, x: jnp.log(1 + jnp.exp(x * 20)) / 20, ("exp",), True),
+    "sigmoid by hand": Fault(lambda _, x: 1 / (1 + jnp.exp(-x * 30)), ("exp", "div", "integer_pow", "mul")),
     "tanh by hand": Fault(hyperbolic_tangent, ("exp", "div")),
-    "eighth power": Fault(power, ("integer_pow",)),
+    "eighth power": Fault(lambda _, x: ((x * 6) ** 8) ** 0.125, ("integer_pow",)),
     "attention without a scale": Fault(unscaled_attention, ("dot_general", "mul"), True),
     "weights of 6e4": Fault(large_weights, ("convert_element_type", "dot_general")),
     "residual stream of 6e4": Fault(large_residual, ("mul", "add", "constant")),
@@ -384,7 +352,7 @@ FAULTS = {
     "density of a normal": Fault(density, ("exp", "div", "log", "add", "constant")),
     "divergence": Fault(divergence, ("div", "exp", "log")),
     "product of 8 variances": Fault(determinant, ("reduce_prod", "convert_element_type", "mul", "log"), True),
-    "temperature of 1e-5": Fault(temperature, ("div", "constant", "mul")),
+    "temperature of 1e-5": Fault(lambda _, x: nn.softmax(x / 1e-5 * 1e-3) + x, ("div", "constant", "mul")),
     "focal loss of sure answers": Fault(focal, ("sub", "logistic", "log", "mul", "integer_pow", "constant")),
     "discounted returns": Fault(returns, ("add", "mul", "constant"), True),
     "advantages of 1e-8": Fault(advantage, ("square", "add", "integer_pow", "mul", "constant")),
@@ -393,7 +361,7 @@ FAULTS = {
     "product of 3200 decays": Fault(cumulative_product, ("cumprod", "mul", "add"), True),
     "Euler steps of 1e-4": Fault(euler_steps, ("add", "mul", "constant")),
     "polynomial near its root": Fault(polynomial, ("add", "mul", "integer_pow", "pow"), True),
-    "finite difference": Fault(finite_difference, ("sub", "add", "sin")),
+    "finite difference": Fault(lambda _, x: (jnp.sin(x + 1e-3) - jnp.sin(x)) / 1e-3, ("sub", "add", "sin")),
     "inverse square of 1e-3": Fault(inverse_square, ("square", "integer_pow", "div", "mul", "constant")),
     "harmonic mean": Fault(harmonic, ("reduce_sum", "div"), True),
 }
