@@ -44,7 +44,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: Any = None) -> 
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+def squared_error(outputs: Any, targets: Any) -> jax.Array:
     """Mean square of the difference in float32."""
     return jnp.mean(jnp.square(outputs.astype(jnp.float32) - targets))
 

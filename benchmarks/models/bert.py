@@ -25,9 +25,7 @@ MASK = 3
 class Layer(nn.Module):
     """Attention and a feed-forward network on `[B, L, D]`, each normalised after its shortcut.
 
-    Attributes:
-      heads: of attention.
-      mlp: width inside the feed-forward network.
+    The network is `mlp` wide inside.
     """
 
     heads: int
@@ -44,11 +42,7 @@ class Layer(nn.Module):
 class BERT(nn.Module):
     """Logits `[B, M, vocabulary]` of the M tokens at `positions`.
 
-    Attributes:
-      vocabulary: 30522 tokens, padded to a multiple of 64.
-      length: the longest sequence.
-      hidden, heads, mlp: widths of the layers.
-      layers: how many.
+    The vocabulary has 30522 tokens, padded to a multiple of 64; `length` is that of the longest sequence.
     """
 
     vocabulary: int = 30528

@@ -19,9 +19,7 @@ norm = functools.partial(nn.LayerNorm, epsilon=1e-5)
 class Layer(nn.Module):
     """Attention and a feed-forward network on `[B, L, D]`, each normalised before and added.
 
-    Attributes:
-      heads: of attention.
-      mlp: width inside the feed-forward network.
+    The network is `mlp` wide inside.
     """
 
     heads: int
@@ -37,11 +35,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """Tokens `[B, L]` to logits `[B, L, vocabulary]` of those that follow.
 
-    Attributes:
-      vocabulary: 50257 tokens, padded to a multiple of 64.
-      length: the longest sequence.
-      hidden, heads, mlp: widths of the layers.
-      layers: how many.
+    The vocabulary has 50257 tokens, padded to a multiple of 64; `length` is that of the longest sequence.
     """
 
     vocabulary: int = 50304

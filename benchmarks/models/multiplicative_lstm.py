@@ -16,9 +16,6 @@ class MultiplicativeLSTMCell(nn.RNNCellBase):
     """An LSTM whose gates see, in place of the state, its product with a function of the input.
 
     The carry is the cell and the hidden state, each `[B, features]`; the input is `[B, E]`.
-
-    Attributes:
-      features: of the state.
     """
 
     features: int

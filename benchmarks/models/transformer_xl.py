@@ -73,12 +73,7 @@ class RelativeAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Relative attention and a feed-forward network, each normalised after its shortcut.
-
-    Attributes:
-      heads, width: of attention.
-      mlp: width inside the feed-forward network.
-    """
+    """Relative attention and a feed-forward network, `mlp` wide, each normalised after its shortcut."""
 
     heads: int
     width: int
