@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.counts.float8 import estimated
 from benchmarks.pages import autocast_lists, zoo
-from benchmarks.pages.markdown import folded_section, grouped, provenance, section, under
+from benchmarks.pages.markdown import grouped, provenance, section, under
 from benchmarks.table import load
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -46,14 +46,8 @@ def autocast() -> str:
         for model, by in grouped(counted["rows"], "model", "variant").items()
         if model in errors
     ]
-    parts = [
-        "## autocast",
-        folded_section("Tracing and residuals", "autocast"),
-        folded_section(
-            "Bytes, memory and errors", "models under autocast", steps, counted, errors=provenance(measured)
-        ),
-    ]
-    return "\n\n".join(parts)
+    models = section("models under autocast", steps, counted, errors=provenance(measured))
+    return "\n\n".join(["## autocast", section("autocast"), models])
 
 
 def _percent(row: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +56,7 @@ def _percent(row: dict[str, Any]) -> dict[str, Any]:
 
 def reports() -> str:
     rows = [row for row in load("report_cost")["rows"] if row["looks at"] != "nothing"]
-    return folded_section("Time, bytes and memory", "reports", rows)
+    return section("reports", rows)
 
 
 def float32_gradients() -> str:
@@ -76,7 +70,7 @@ def planted_faults() -> str:
     rows = load("planted_faults")["rows"]
     keys = ("place", "cause", "mended", "nnx_place", "nnx_cause", "nnx_mended")
     known = {key: [row[key] for row in rows if key in row] for key in keys}
-    counts = {key: f"{sum(values)} of {len(values)}" for key, values in known.items()}
+    counts: dict[str, Any] = {key: f"{sum(values)} of {len(values)}" for key, values in known.items()}
     shown = [
         row
         | {"wrong": " and ".join(f" (wrong {key})" for key in ("place", "cause") if not row[key])}
@@ -86,7 +80,7 @@ def planted_faults() -> str:
         }
         for row in rows
     ]
-    return folded_section("Each fault", "planted faults", shown, tried=len(rows), **counts)
+    return section("planted faults", shown, tried=len(rows), **counts)
 
 
 def healthy_models() -> str:
@@ -103,15 +97,9 @@ def _what_is_said(said: str) -> str:
     )
 
 
-def planted_parts() -> str:
-    return folded_section("Each model", "planted parts")
-
-
 def drift_cost() -> str:
     found = grouped(load("drift_cost")["rows"], "model", "program")
-    return folded_section(
-        "Time and memory", "drift cost", [by | {"name": name} for name, by in found.items()]
-    )
+    return section("drift cost", [by | {"name": name} for name, by in found.items()])
 
 
 def recommended() -> str:
@@ -121,7 +109,7 @@ def recommended() -> str:
         {**row, "rule_count": len(row["rules"]), "spearman": ranked[row["model"]]}
         for row in load("recommend_zoo")["rows"]
     ]
-    return folded_section("Each model", "recommended", rows, budget=rows[0]["budget"])
+    return section("recommended", rows, budget=rows[0]["budget"])
 
 
 def gains() -> str:
@@ -151,7 +139,7 @@ def float8_steps() -> str:
 
 def float8_blocks() -> str:
     rows = [row for row in load("fp8_blocks")["rows"] if row["recipe"] != "bfloat16"]
-    return folded_section("Recipes by card", "float8 blocks", rows)
+    return section("float8 blocks", rows)
 
 
 def float8_attention() -> str:
@@ -162,14 +150,6 @@ def float8_attention() -> str:
         for by in found.values()
     ]
     return section("float8 attention", rows)
-
-
-def scaling_out() -> str:
-    return folded_section("Per device", "scaling out", load("scaling_out")["rows"])
-
-
-def experts() -> str:
-    return folded_section("Experts on eight devices", "experts", load("experts_sent")["rows"])
 
 
 def float8_choices() -> str:
@@ -202,9 +182,7 @@ def float8_losses() -> str:
         }
         if abs(_t_value(over)) > _T_LIMIT[result["seeds"]]:
             beyond.append(f"`{policy}` on {task}")
-    return folded_section(
-        "Loss over bfloat16's", "float8 losses", shown.values(), beyond=", ".join(beyond) or "none"
-    )
+    return section("float8 losses", shown.values(), beyond=", ".join(beyond) or "none")
 
 
 def _t_value(pairs: np.ndarray) -> float:
@@ -215,7 +193,7 @@ def _t_value(pairs: np.ndarray) -> float:
 
 def float8_gradients() -> str:
     rows = [row for row in load("fp8_gradients")["rows"] if row["float8_share"]]
-    return folded_section("Error of the gradient", "float8 gradients", rows)
+    return section("float8 gradients", rows)
 
 
 def agents() -> str:
@@ -256,12 +234,12 @@ FILES: dict[str, tuple[tuple[Numbers, ...], ...]] = {
     "docs/index.md": ((gains,),),
     "docs/performance.md": ((zoo.performance,),),
     "docs/reliability.md": ((agents,),),
-    "docs/reports.md": ((reports,), ("lines", planted_faults, healthy_models, planted_parts)),
-    "docs/scaling_out.md": ((scaling_out,),),
+    "docs/reports.md": ((reports,), ("lines", planted_faults, healthy_models, "planted parts")),
+    "docs/scaling_out.md": (("scaling out",),),
     "docs/results/autocast_lists.md": ((autocast_lists.table,),),
     "docs/results/costs.md": (
         ("overhead", gpu),
-        (float32_gradients, experts),
+        (float32_gradients, "experts"),
         ("rounding",),
         ("first call",),
         ("drift shares",),

@@ -57,19 +57,21 @@ def table(header: str, template: str, rows: Iterable[Row]) -> list[str]:
 
 
 def section(name: str, rows: Iterable[Row] | None = None, result: Row | None = None, **more: Any) -> str:
-    """A section of `sections.md`: a paragraph, and a table if there is one.
+    """A section of `sections.md`: a paragraph, and a table if there is one, folded if it has a title.
 
     Of the saved result and its rows, unless they are given; `more` is what the words have beside it.
     """
     source, text = SECTIONS[name]
     result = result or load(source)
-    words, _, columns = text.partition("\n\n")
+    words, _, rest = text.partition("\n\n")
+    title, _, columns = rest.rpartition("\n\n")
     words = " ".join(words.split("\n")).format_map(
         Shown({**result, "provenance": provenance(result), **more})
     )
     lines = paragraph(words)
     if columns:
-        lines += table(*columns.split("\n"), result["rows"] if rows is None else rows)
+        shown = table(*columns.split("\n"), result["rows"] if rows is None else rows)
+        lines += [folded(title.removeprefix("### "), shown)] if title else shown
     return "\n".join(lines).rstrip("\n")
 
 
@@ -105,12 +107,6 @@ def crossed(
 def folded(title: str, lines: Iterable[str]) -> str:
     """Markdown that a page shows when a reader opens its title."""
     return "\n".join(['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>"])
-
-
-def folded_section(title: str, *args: Any, **more: Any) -> str:
-    """A section, its words in sight and its table folded."""
-    words, _, rows = section(*args, **more).partition("\n\n")
-    return f"{words}\n\n{folded(title, rows.splitlines())}"
 
 
 def grouped(rows: Iterable[Row], outer: str, inner: str | Callable[[Row], Any]) -> dict[str, dict[Any, Any]]:

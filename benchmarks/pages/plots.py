@@ -50,11 +50,10 @@ def steps(result: dict[str, Any]) -> Figure:
         "bytes that scaling adds (%)": ("added_bytes", "{:+.2f}"),
     }
     series = {"by hand": "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
-    figure, axes = _bar_panels(grouped(result["rows"], "model", "variant"), series, (_GREY, _BLUE), panels)
+    figure = _bar_panels(grouped(result["rows"], "model", "variant"), series, (_GREY, _BLUE), panels)
     card = result["target"].partition(",")[0]
     _around(
         figure,
-        axes[0].get_legend_handles_labels()[0],
         "By hand: dtype= in each layer, a select per parameter. jmp_policy: wrap, loss_scaled.",
         f"{result['optimizer']} steps in float16 at published sizes, compiled for an {card}; not run. "
         + provenance(result),
@@ -71,12 +70,11 @@ def speedups(result: dict[str, Any]) -> Figure:
         f"{title} over TF32": ("over_tf32", "{:.2f}"),
     }
     cards = {card: card for card in result["cards"]}
-    figure, axes = _bar_panels(models, cards, (_ORANGE, _SKY, _BLUE), panels)
-    for axis in axes:
+    figure = _bar_panels(models, cards, (_ORANGE, _SKY, _BLUE), panels)
+    for axis in figure.axes:
         axis.axvline(1, color="black", linewidth=0.8, linestyle="--", zorder=0.9)
     _around(
         figure,
-        axes[0].get_legend_handles_labels()[0],
         "TF32 is how float32 programs run by default; cards without a bar have none.",
         f"Roofline estimates of {result['optimizer']} steps at published sizes, compiled only; no "
         "measurements. " + provenance(result),
@@ -86,7 +84,7 @@ def speedups(result: dict[str, Any]) -> Figure:
 
 def _bar_panels(
     models: dict[str, Any], series: dict[str, str], colours: Sequence[str], panels: dict[str, tuple[str, str]]
-) -> tuple[Figure, list[Axes]]:
+) -> Figure:
     """Panels with a row per model, and a bar for each of a series.
 
     Args:
@@ -98,13 +96,12 @@ def _bar_panels(
     # Where panels stand does not depend on any text.
     height = len(models) * (0.16 * len(series) + 0.14)
     up = _TOP + len(panels) * (height + _GAP) - _GAP + _BOTTOM
-    figure, found = Figure(figsize=(_WIDTH, up)), []
+    figure = Figure(figsize=(_WIDTH, up))
     of_label = dict(zip(series, colours, strict=False))
     for number, (title, (column, form)) in enumerate(panels.items()):
         bottom = _BOTTOM + (len(panels) - 1 - number) * (height + _GAP)
         width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
         axes = figure.add_axes((_LEFT / _WIDTH, bottom / up, width, height / up))
-        found.append(axes)
         values = {
             label: [_number(rows.get(key, {}).get(column)) for rows in models.values()]
             for label, key in series.items()
@@ -114,7 +111,7 @@ def _bar_panels(
         axes.set_yticks(range(len(models)), list(models))
         axes.set_ylim(len(models) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
-    return figure, found
+    return figure
 
 
 def _bars(
@@ -145,9 +142,9 @@ def _bars(
     axes.spines["left"].set_visible(False)
 
 
-def _around(figure: Figure, handles: Sequence[Any], head: str, caption: str) -> None:
+def _around(figure: Figure, head: str, caption: str) -> None:
     """Words and the legend above the panels, a caption below."""
-    up = figure.get_figheight()
+    up, handles = figure.get_figheight(), figure.axes[0].get_legend_handles_labels()[0]
     figure.legend(
         handles=handles, loc="upper left", ncols=len(handles), frameon=False,
         bbox_to_anchor=(0.02, 1 - 0.42 / up),

@@ -4,16 +4,7 @@ import textwrap
 from typing import Any
 
 from benchmarks.counts.zoo_gpu import JAX
-from benchmarks.pages.markdown import (
-    crossed,
-    folded,
-    folded_section,
-    grouped,
-    paragraph,
-    provenance,
-    section,
-    under,
-)
+from benchmarks.pages.markdown import crossed, folded, grouped, paragraph, provenance, section, under
 from benchmarks.table import load
 from benchmarks.times.peers import COUNTED_BY_ZOO_GPU
 
@@ -38,7 +29,7 @@ def performance() -> str:
 def results() -> str:
     """All other tables, folded."""
     parts = [
-        *("## GPUs", cards(), clock(), loss_scaling()),
+        *("## GPUs", cards(), section("each by the clock"), loss_scaling()),
         *("## TPUs", tpus()),
         *("## CPUs", folded_bfloat16()),
         *("## Other libraries", peers(), torch()),
@@ -60,11 +51,6 @@ def by_the_clock() -> str:
     columns, cell = {model: model for model in models}, "{measured_ms:.1f} ({over_tf32:.2f})"
     table = crossed(columns, grouped(ran, "variant", "model"), cell)
     return "\n".join([section("clock", result=result, **found), "", *table])
-
-
-def clock() -> str:
-    """Each step of `by_the_clock` with all that was measured of it."""
-    return folded_section("Each step by the clock", "each by the clock")
 
 
 def _figure(name: str, words: str) -> str:
@@ -160,7 +146,7 @@ def folded_bfloat16() -> str:
     rows = load("zoo_cost")["rows"]
     by_model = grouped(rows, "model", lambda row: row["comparison"].partition(" / ")[0])
     half = [by | {"name": model} for model, by in by_model.items()]
-    return folded_section("Time and memory", "cpu bfloat16", half)
+    return section("cpu bfloat16", half)
 
 
 def accuracy() -> str:
@@ -210,7 +196,7 @@ def peers(result: dict[str, Any] | None = None, ours: dict[str, Any] | None = No
 def torch(result: dict[str, Any] | None = None) -> str:
     """PyTorch's own mixed precision: one row per device, size, model and variant."""
     result = result or load("zoo_torch")
-    return folded_section("Items per second", "torch", result["rows"], result)
+    return section("torch", result["rows"], result)
 
 
 def _by_model(result: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
@@ -242,7 +228,7 @@ def _timed(result: dict[str, Any]) -> list[str]:
     if not found:
         return []
     rows = [by[library] for by in found.values() for library in LIBRARIES[1:] if "error" not in by[library]]
-    return [folded_section("Times on a CPU", "libraries on a CPU", rows, result), *_failures(found)]
+    return [section("libraries on a CPU", rows, result), *_failures(found)]
 
 
 def _keras(result: dict[str, Any], ours: dict[str, Any]) -> list[str]:
