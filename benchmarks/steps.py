@@ -180,18 +180,6 @@ def updated(state: State, tx: Any, grads: Any, stats: Any) -> State:
     return State(optax.apply_updates(state.params, updates), stats, opt_state)
 
 
-def trained(loss_fn: Any, tx: Any, params: Any, batches: Any, length: int | None = None) -> tuple[Any, Any]:
-    """Parameters and state of `loss_scaled` after a `lax.scan` over batches of `loss_fn(params, batch)`."""
-
-    def step(carry: Any, batch: Any) -> tuple[Any, None]:
-        params, state = carry
-        _, grads = jmpp.scaled_value_and_grad(loss_fn)(state, params, batch)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    return jax.lax.scan(step, (params, tx.init(params)), batches, length)[0]
-
-
 @dataclasses.dataclass(frozen=True)
 class ByHand:
     """A Linen module as its author would write it for half precision: `dtype=` in every layer.

@@ -19,7 +19,6 @@ import optax
 from sklearn.datasets import load_digits
 
 import jmp_policy as jmpp
-from benchmarks import steps
 from benchmarks.accuracy.modules import errors, loss_and_params, under, vector
 from benchmarks.models import MODELS
 from benchmarks.models._model import cross_entropy
@@ -121,10 +120,16 @@ def final_losses(task: Task, policy: str) -> list[float]:
         with jmpp.rounding_key(jax.random.fold_in(jax.random.key(1), batch[1].sum())):
             return cross_entropy(model.apply(params, batch[0]), batch[1])
 
+    def step(carry: Any, batch: Any) -> tuple[Any, None]:
+        params, state = carry
+        _, grads = jmpp.scaled_value_and_grad(loss_fn)(state, params, batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
     def run(of_seed: Any) -> jax.Array:
         key, batches, unseen = of_seed
         params = model.init(key, jax.tree.map(lambda x: x[0], batches)[0])
-        params, _ = steps.trained(loss_fn, tx, params, batches)
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), batches)
         return jax.lax.map(lambda batch: loss_fn(params, batch), unseen).mean()
 
     def stacked(seed: int, count: int, is_unseen: bool) -> Any:
