@@ -19,11 +19,10 @@ from jax.flatten_util import ravel_pytree
 import jmp_policy as jmpp
 from benchmarks import steps
 from benchmarks.counts.encoder import WIDTHS
-from benchmarks.gpu_target import TARGET, compiled_for_gpu, count
+from benchmarks.gpu_target import H100, TARGET, compiled_for_gpu, count
 from benchmarks.models import MODELS
 from benchmarks.models.small import Encoder, language
 from benchmarks.table import Table
-from jmp_policy._src.core.targets import TARGETS
 from jmp_policy._src.jaxpr.matrix_products import Size
 from jmp_policy._src.policy.recipes import RECIPES
 from jmp_policy._src.products.fp8.eligibility import Profit, profit_of
@@ -31,10 +30,7 @@ from jmp_policy._src.products.fp8.functions import Float8DotGeneral
 from jmp_policy._src.report.lowering.hlo import CONTAINERS, NO_KERNEL, arrays, parse
 from jmp_policy._src.report.lowering.kernels import Kernel, estimates, kernel_seconds, kernels_of
 
-H100 = TARGETS["H100"]
 WIDE = {"vocabulary": 30528, "hidden": 4096, "heads": 32, "mlp": 16384}
-
-
 SIZES = {
     "BERT width, 4 layers": language(Encoder(**WIDTHS), 32, 128),
     "GPT-2": MODELS["GPT-2"]("full"),

@@ -8,7 +8,7 @@ micro-batches of one sequence per row of the mesh added up. A quarter of an hour
 Bytes are those that a device hands to collectives per step, loops counted as often as they run.
 """
 
-import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from benchmarks import steps
-from benchmarks.gpu_target import compiled_for
+from benchmarks.gpu_target import TARGET, compiled_for
 from benchmarks.models import llama
 from benchmarks.models._model import cross_entropy
 from benchmarks.table import Table
@@ -63,10 +63,6 @@ def accumulated_by_hand(loss_fn: Any, count: int) -> Gradient:
     return gradient
 
 
-def accumulated(loss_fn: Any, count: int) -> Gradient:
-    return jmpp.accumulate_gradients(loss_fn, count)
-
-
 def at_once(loss_fn: Any, _: int) -> Gradient:
     return jmpp.scaled_value_and_grad(loss_fn)
 
@@ -84,7 +80,9 @@ POLICIES = ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16, g=f32", "mixed_b
 
 def variants(module: Any) -> dict[str, tuple[Any, Any, Any]]:
     """The model, the optimizer, and how gradients are found."""
-    found = {policy: (jmpp.wrap(module, policy), scaled_adamw(), accumulated) for policy in POLICIES}
+    found = {
+        policy: (jmpp.wrap(module, policy), scaled_adamw(), jmpp.accumulate_gradients) for policy in POLICIES
+    }
     return {
         "by hand, bfloat16": (steps.ByHand(module, jnp.bfloat16), steps.ADAMW, accumulated_by_hand),
         **found,
@@ -154,7 +152,7 @@ def sent(kernels: tuple[Kernel, ...]) -> dict[str, Any]:
 
 
 def mesh_of(*shape: int, names: tuple[str, ...]) -> jax.sharding.Mesh:
-    devices = jax.devices()[: functools.reduce(int.__mul__, shape)]
+    devices = jax.devices()[: math.prod(shape)]
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
 
 
@@ -192,9 +190,8 @@ def experts_rows(devices: str) -> list[dict[str, Any]]:
     return rows
 
 
-CARDS = {"target": "NVIDIA H100 80GB, compiled only"}
 ABOUT = {"parameters": 6.7e9, "length": LENGTH}
 TABLES = (
     Table("scaling_out", scaling_out_rows, by={"target": SLICES}, about=ABOUT, cpus=256),
-    Table("experts_sent", experts_rows, by={"devices": ("1", "8")}, about=CARDS, cpus=8),
+    Table("experts_sent", experts_rows, by={"devices": ("1", "8")}, about={"target": TARGET}, cpus=8),
 )

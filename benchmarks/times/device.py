@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 import jmp_policy as jmpp
 from benchmarks import measure, steps
-from benchmarks.counts.float8 import SIZES, policy_of
+from benchmarks.counts.float8 import SIZES, STEP_RECIPES, policy_of
 from benchmarks.models import MODELS, TODAY, Model
 from benchmarks.models.small import Encoder, language
 from benchmarks.table import Table
@@ -171,8 +171,7 @@ def _temporary(compiled: Any) -> float:
     return round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)
 
 
-RECIPES = ("bfloat16", "fp8_current", "fp8_rowwise")
-POLICIES = {recipe: policy_of(recipe) for recipe in RECIPES}
+POLICIES = {recipe: policy_of(recipe) for recipe in STEP_RECIPES}
 #: Most to gain first.
 ORDER = ("4096 wide, 1 layer", "BERT width, 4 layers", "GPT-2", "4096 wide, 4 layers, 4 times as many tokens")
 TINY = language(Encoder(vocabulary=64, hidden=32, heads=2, mlp=64, layers=1), 2, 32)

@@ -34,8 +34,6 @@ KERAS = "H100, Keras"
 REPEATS = 7
 #: Steps that `zoo_gpu` compiles for the same card: they are counted there.
 COUNTED_BY_ZOO_GPU = {BASE: "by hand, scaling by hand", "jmp_policy": "wrapped, loss_scaled"}
-
-
 INITIAL_SCALE = 2.0**15  # float16 holds it: mpx casts its scale to float16.
 
 
@@ -156,10 +154,7 @@ def keras_step(scaled: bool) -> tuple[Any, Any]:
 
 
 def variants(model: Model) -> dict[str, steps.Variant]:
-    """The step with each library.
-
-    jmp's loss scale is taken apart outside the step: JAX does not lower a step that takes it whole.
-    """
+    """The step with each library."""
     bare, hand = model.module, steps.ByHand(model.module, jnp.float16)
     with_peers = {
         "jmp": (bare, jmp_step, jmp_scale),
