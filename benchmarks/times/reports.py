@@ -41,21 +41,17 @@ def looks(bare: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
     )
     state = steps.init(model, plain, batch)
 
-    def loss_fn(params: Any) -> Any:
-        return steps.loss_and_stats(model, params, state.stats, batch)
+    def loss_of(state: Any, batch: Any) -> Any:
+        return lambda params: steps.loss_and_stats(model, params, state.stats, batch)
 
     def step(scaled: Any, *, taps: bool = False, every: int = 0) -> Any:
         def run(carry: Any, batch: Any) -> Any:
             state, spectrum = carry
-
-            def loss_fn(params: Any) -> Any:
-                return steps.loss_and_stats(model, params, state.stats, batch)
-
             if taps:
-                gradient = jmpp.report.spectrum_value_and_grad(loss_fn, has_aux=True)
+                gradient = jmpp.report.spectrum_value_and_grad(loss_of(state, batch), has_aux=True)
                 ((loss, stats), grads), spectrum = gradient(state.opt_state, spectrum, state.params)
             else:
-                gradient = jmpp.scaled_value_and_grad(loss_fn, has_aux=True)
+                gradient = jmpp.scaled_value_and_grad(loss_of(state, batch), has_aux=True)
                 (loss, stats), grads = gradient(state.opt_state, state.params)
                 if every:
                     spectrum = spectrum.update(grads, state.opt_state, every=every)
@@ -63,7 +59,8 @@ def looks(bare: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
 
         return run
 
-    weights, both = (jmpp.report.SpectrumState.create(state.params, *more) for more in ((), (loss_fn,)))
+    weights = jmpp.report.SpectrumState.create(state.params)
+    both = jmpp.report.SpectrumState.create(state.params, loss_of(state, batch))
     return {
         "nothing": (step(plain), (state, ())),
         "monitor=True": (step(monitored), (steps.init(model, monitored, batch), ())),
@@ -116,9 +113,11 @@ def programs(bare: Any, batch: Any) -> tuple[dict[str, Any], Any]:
 
 def drift_rows(model: str) -> list[dict[str, Any]]:
     functions, params = programs(small.TABLE[model].module, small.TABLE[model].batch())
-    programs_in_pieces = [name for name in functions if name.startswith("drift") and "result" not in name]
-    compiled = {name: jax.jit(f).lower(params).compile() for name, f in functions.items()}
-    compiled |= {name: compiled_quickly(functions[name]) for name in programs_in_pieces}
+    in_pieces = [name for name in functions if name.startswith("drift") and "result" not in name]
+    compiled = {
+        name: compiled_quickly(f) if name in in_pieces else jax.jit(f).lower(params).compile()
+        for name, f in functions.items()
+    }
     timed = {
         name: functools.partial(measure.seconds, functools.partial(c, params), time.process_time)
         for name, c in compiled.items()
@@ -127,7 +126,7 @@ def drift_rows(model: str) -> list[dict[str, Any]]:
         run()
     times = measure.interleaved(timed, DRIFT_REPEATS)
     memory = {
-        name: peak_in_pieces(functions[name], params) if name in programs_in_pieces else peak(compiled[name])
+        name: peak_in_pieces(functions[name], params) if name in in_pieces else peak(compiled[name])
         for name in compiled
     }
     rows = []

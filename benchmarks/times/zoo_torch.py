@@ -54,6 +54,7 @@ def train_step(model: TorchModel, variant: Variant, device: torch.device) -> Cal
     inputs, labels = model.draw(device)
     forward = torch.compile(module) if variant.compiled else module
 
+    @_tf32(variant.tf32)
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, variant.dtype, enabled=variant.dtype is not None):
@@ -63,11 +64,7 @@ def train_step(model: TorchModel, variant: Variant, device: torch.device) -> Cal
         scaler.update()
         return loss.detach()
 
-    def precise() -> torch.Tensor:
-        with _tf32(variant.tf32):
-            return step()
-
-    return precise
+    return step
 
 
 @contextlib.contextmanager
