@@ -112,9 +112,8 @@ def looked_at(fault: Fault, loss: Any, params: Any, error: Any) -> dict[str, Any
         place, operation = at.path, at.operation
     seconds = time.process_time() - start
     lost = [constant.path for constant in found.constants]
-    advised = next((tried for tried in found.tried if dict(tried.rule) == dict(found.rule)), None)
-    if advised is None or not found.advice:
-        advised = None
+    tried = found.tried if found.advice else ()
+    advised = next((one for one in tried if dict(one.rule) == dict(found.rule)), None)
     after = float("nan") if advised is None else error(advised.policy, 1)
     places = [place, *lost] if "constant" in fault.causes else [place]
     return {
@@ -170,21 +169,11 @@ def recommended_part(name: str) -> list[dict[str, Any]]:
         return digits(max(error_of(module, policy, params, batch(seed), scale) for seed in (1, 2, 3)))
 
     # Brute force: the module whose rule leaves the least error.
-    paths = [
-        f"net/{fault.path}",
-        "net/block",
-        "net/first",
-        "net/last",
-        *(f"before_{i}" for i in range(3)),
-        "out",
-    ]
+    parts = (fault.path, *(("block",) if fault.nested else ()), "first", "last")
+    paths = [*(f"net/{part}" for part in parts), *(f"before_{i}" for i in range(3)), "out"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tried = {
-            path: worst(jmpp.PolicyMap("mixed_float16", {path: "float32"}))
-            for path in paths
-            if fault.nested or path != "net/block"
-        }
+        tried = {path: worst(jmpp.PolicyMap("mixed_float16", {path: "float32"})) for path in paths}
     best = min(tried, key=tried.__getitem__)
     return [{
         "all in half": worst("mixed_float16"),
