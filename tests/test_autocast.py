@@ -699,8 +699,11 @@ def test_explicit_precision_stays_and_says_so():
     with jax.default_matmul_precision("highest"):
         assert set(products(autocast(layer, "float16"), W, X)) == {("dot_general", "float16", "float16")}
         # JAX's linear algebra asks for it itself.
-        exact = products(autocast(jax.scipy.linalg.expm, "float16"), W)
-        assert {operand for _, *operands in exact for operand in operands} == {"float32"}
+        for exact in (jax.scipy.linalg.expm, jnp.linalg.pinv, jax.scipy.linalg.polar):
+            found = products(autocast(exact, "float16"), W)
+            assert {operand for _, *operands in found for operand in operands} == {"float32"}
+        found = products(autocast(jnp.linalg.matmul, "float16"), W, W)
+        assert set(found) == {("dot_general", "float16", "float16")}
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -722,6 +725,15 @@ def test_a_weight_follows_what_the_model_has_cast_itself(half):
         assert large.out_avals[0].dtype == jnp.float32
         row = explain(lambda w: jnp.ones((8, 8), "bfloat16") @ w, half)(W).of("dot_general")[0]
         assert row.why.endswith("the result is float32, since an operand is bfloat16")
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_product_of_integers_and_a_weight(half):
+    def function(w, x):
+        return jnp.square(x @ w).sum()
+
+    x = jnp.arange(-32, 32, dtype=jnp.int8).reshape(8, 8)
+    assert_close(jax.grad(autocast(function, half))(W, x), jax.grad(function)(W, x), half)
 
 
 def test_a_product_with_eight_bits_stays():

@@ -354,13 +354,14 @@ def dot_with_float32_output(eqn: Any, operands: Sequence[Any]) -> Any:
 
     dot.__name__ = FLOAT32_PRODUCT
     call = jax.custom_jvp(dot)
+    half = next(filter(is_half, (x.dtype for x in operands)))  # Others may be integers.
 
     def rule(primals: Any, tangents: Any) -> Any:
         # Not `call` again: policies of jax.checkpoint that save products must see one here. Only a third
         # derivative in reverse would meet JAX's own transpose of it.
         out = product(eqn, primals, FLOAT32)
         terms = [
-            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], operands[0].dtype)
+            product(eqn, [*primals[:place], tangent, *primals[place + 1 :]], half)
             for place, tangent in enumerate(tangents)
             if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
         ]

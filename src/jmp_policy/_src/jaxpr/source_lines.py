@@ -177,8 +177,11 @@ def is_ambient_precision(eqn: Any) -> bool:
     JAX's linear algebra asks for one of its own, which may be the same.
     """
     asked = eqn.params["precision"], jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    exact = files_of(jax.scipy.linalg.expm, jax.numpy.linalg.lstsq, jax.lax.linalg.qr)
-    return _is_ambient(*asked) and not any(frame.file_name in exact for frame in compat.frames(eqn))
+    exact = files_of(jax.scipy.linalg.expm, jax.lax.linalg.qr, jax.lax.linalg.qdwh)
+    return _is_ambient(*asked) and not any(
+        frame.file_name in exact or frame.function_name in ("_pinv", "_pinv_jvp", "_lstsq")
+        for frame in compat.frames(eqn)
+    )
 
 
 @functools.lru_cache(maxsize=16)
