@@ -720,7 +720,12 @@ def test_a_weight_follows_what_the_model_has_cast_itself(half):
     assert {operand for _, *operands in backward for operand in operands} == {half, "bfloat16"}
     gradient, exact = (jax.grad(f)(W, X) for f in (autocast(function, half), function))
     assert_close(gradient, exact, "bfloat16")
-    if half == "float16":  # The sum may be beyond its range.
+    if half == "float16":  # The sum, and the other operand, may be beyond its range.
+
+        def beyond(w, x):
+            return jnp.square(((300 * x) @ (3000 * w)) @ x.T.astype("bfloat16")).mean() * 1e-10
+
+        assert_close(jax.grad(autocast(beyond, half))(W, X), jax.grad(beyond)(W, X), "bfloat16")
         large = jax.make_jaxpr(autocast(lambda w: jnp.full((8, 8), 1e5, "bfloat16") @ w, half))(W)
         assert large.out_avals[0].dtype == jnp.float32
         row = explain(lambda w: jnp.ones((8, 8), "bfloat16") @ w, half)(W).of("dot_general")[0]

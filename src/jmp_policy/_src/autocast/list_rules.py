@@ -89,7 +89,8 @@ class Lower(Rule):
 
     def demand(self, case: Case) -> Sequence[Demand]:
         is_full = self._is_small(case) and _wanted_full(case)
-        return [is_full or not self._is_lowered(case.eqn)] * len(case.eqn.invars)
+        is_other = _half_of(case) != case.region.half  # Of another range.
+        return [is_full or is_other or not self._is_lowered(case.eqn)] * len(case.eqn.invars)
 
     def _is_small(self, case: Case) -> bool:
         return self._keeps_small and not case.region.lower and gains_nothing(case.eqn)
@@ -114,7 +115,7 @@ class Lower(Rule):
                 return case.as_traced("full: draws random numbers")
             return AS_TRACED.plan(case)
         reason = case.planner.table[eqn.primitive.name][1]
-        half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), region.half)  # One that the user cast.
+        half = _half_of(case)
         if "preferred_element_type" not in eqn.params:
             return self._plan_other(case)
         if self._is_small(case) and not _are_half(case):
@@ -149,6 +150,11 @@ class Lower(Rule):
             return case.as_traced(f"full: it takes no {half.name}", note)
         step.outs = tuple(Value(out.dtype) for out in made)
         return step
+
+
+def _half_of(case: Case) -> Any:
+    """The half dtype of a product: that of the operand that the user has cast, if there is one."""
+    return next(filter(is_half, map(ir.dtype_of, case.eqn.invars)), case.region.half)
 
 
 def _run_with_float32_output(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
