@@ -610,6 +610,20 @@ def test_custom_vjp_stays_and_says_so_once():
         assert_close(opened(W, x), jax.grad(function)(W, x), roundings=16)
 
 
+def test_a_custom_vjp_with_symbolic_zeros_is_told_what_helps():
+    def with_own_derivative(multiply):
+        product = jax.custom_vjp(multiply)
+        product.defvjp(lambda w: (multiply(w.value), None), lambda _, g: (X.T @ g,), symbolic_zeros=True)
+        return autocast(lambda w: product(w).sum(), "float16")
+
+    with pytest.warns(
+        UserWarning, match="It has symbolic_zeros=True, so that none is lowered: autocast what it"
+    ):
+        jax.grad(with_own_derivative(lambda w: X @ w))(W)
+    advised = with_own_derivative(autocast(lambda w: X @ w, "float16"))
+    assert set(products(advised, W)) == {("dot_general", "float16", "float16")}
+
+
 def test_a_lowered_custom_vjp_may_close_over_arrays():
     inner = jnp.array(W)
 

@@ -17,6 +17,30 @@ from jmp_policy._src.report.sensitivity.rounding_errors import rounding
 from jmp_policy._src.report.sensitivity.traced_loss import DTYPES, makes_decisions
 
 
+class Decay(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jax.lax.scan(lambda m, _: (m * 0.9999, None), x, None, length=100)[0]  # Half: 1.
+
+
+@pytest.mark.slow
+def test_a_constant_that_a_loop_reads_counts_for_the_loop_and_not_for_what_is_before_it():
+    model, x = (
+        nn.Sequential([nn.Dense(16), Decay(), nn.Dense(8)]),
+        jax.random.normal(jax.random.key(0), (8, 16)),
+    )
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply(params, x)).mean()
+
+    predicted, measured = (jmpp.sensitivity(loss_fn, params, x, measure=m) for m in (False, True))
+    for found in (predicted, measured):
+        errors = {row.path: row.predicted for row in found.rows}
+        assert errors["layers_1"] == pytest.approx(1 - 0.9999**200, rel=0.3)
+        assert max(errors["layers_0"], errors["layers_2"]) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_in_float32_is_the_cast(dtype):

@@ -109,8 +109,9 @@ class CustomVJP(Call):
         if self._is_opened(case):
             return super().plan(case)
         note, table = "", case.planner.table
-        names = ir.primitives(_jaxpr(case.eqn)) if case.region.half is not None else ()
-        if any(table.get(name, ("",))[0] == "lower" for name in names):
+        inside = ir.equations(_jaxpr(case.eqn)) if case.region.half is not None else ()
+        products = (e for e in inside if table.get(e.primitive.name, ("",))[0] == "lower")
+        if any(ir.is_float32(atom) for e in products for atom in e.invars):
             repair = "autocast(..., lower={'custom_vjp_call'}) lowers both"
             if case.eqn.params["symbolic_zeros"]:
                 repair = "It has symbolic_zeros=True, so that none is lowered: autocast what it calls"

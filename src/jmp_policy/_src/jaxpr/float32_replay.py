@@ -114,7 +114,7 @@ class Replay(Interpreter):
         params = {name: _param(value) for name, value in eqn.params.items()}
         if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
             return as_traced(eqn, values)
-        if params.get("precision", "") is None and _are_half(eqn.invars):
+        if isinstance(params.get("precision", ""), tuple | None) and _are_half(eqn.invars):
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2  # TF32 would be an error of its own.
         return list(map(to_float32, compat.bind_primitive(eqn.primitive, values, params)))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,9 @@ from jmp_policy._src.jaxpr.float32_replay import replay_equation
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_called_by
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.report import progress
+from jmp_policy._src.report import lost_operands, progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
-from jmp_policy._src.report.eager_replay import VIEWS, EagerReplay, ReplayedEqn, on_devices, range_of
+from jmp_policy._src.report.eager_replay import EagerReplay, ReplayedEqn, on_devices, range_of
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
 from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, without_overflow_warnings
 from jmp_policy._src.report.pieces import Pieces
@@ -108,8 +108,8 @@ def _diagnosed(
     names = list(names)  # Of this trace.
     results, replay = _run(jaxpr, function.arrays)
     loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
-    constants = lost_constants_of(jaxpr, program, function.arrays).found()
-    found = Diagnosis(function.name, True, loss, loss_scale, constants=constants)
+    lost = lost_constants_of(jaxpr, program, function.arrays)
+    found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
         return _with_constants_kept(found, mending)
     is_lost = loss_scale > 1 and not math.isfinite(loss)
@@ -126,7 +126,7 @@ def _diagnosed(
         arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
         # The loss and the scaled loss are of the forward pass; of other programs everything is.
         forward = replay.feeding(replay.results if mending is None else replay.results[:2])
-        fault = Fault(replay, first, arguments, forward, {})
+        fault = Fault(replay, first, arguments, forward, {}, lost.numbers)
         # Loops and shard_maps ran as a whole. If the value was made in one, it runs again.
         while (inside := _inside(fault)) is not None:
             fault = inside
@@ -180,6 +180,7 @@ class Fault(NamedTuple):
       names: of places that are arguments.
       forward: places of values that the loss is computed from.
       before: by dtype, the largest magnitude before the step, and where.
+      numbers: of constants that are others in half, as of `LostConstants`.
       trip: of a loop, in which it happened; None outside of loops.
     """
 
@@ -188,6 +189,7 @@ class Fault(NamedTuple):
     names: dict[int, str]
     forward: set[int]
     before: dict[Any, tuple[float, str]]
+    numbers: Mapping[tuple[int, int], float]
     trip: int | None = None
 
 
@@ -205,7 +207,8 @@ def _inside(fault: Fault) -> Fault | None:
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
             forward = _forward_inside(step, inner, fault.forward)
-            return Fault(inner, first, {}, forward, before, fault.trip if inner.is_stacked else trip)
+            at = fault.trip if inner.is_stacked else trip
+            return Fault(inner, first, {}, forward, before, fault.numbers, at)
         _note_largest(inner, len(inner.steps), before)
     return None
 
@@ -216,8 +219,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
     in_float32 = range_of(replay.in_float32(place))
     largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
-    zero = underflow_before(replay, step, in_float32.is_finite, found.constants)
-    infinite = infinite_constant(replay, step)
+    zero = lost_operands.underflow_before(replay, step, in_float32.is_finite, fault.numbers)
+    infinite = lost_operands.infinite_constant(replay, step)
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
     is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
@@ -225,7 +228,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         lost = _where_digits_are_lost(replay, wrong)
     in_half = "rounding" if _is_undefined(replay, step) else "overflow"
     kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
-    by_zero = _divides_by_constant_zero(replay, step)
+    by_zero = lost_operands.divides_by_constant_zero(replay, step)
     constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None or by_zero)
     is_product = step.eqn.primitive.name in ("mul", "div")
     if kind == "not finite" and infinite is not None and (constant or is_product):
@@ -384,114 +387,8 @@ def _runs_inside(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay
         carry = [inner.values[place] for place in inner.results[: len(carry)]]
 
 
-def underflow_before(
-    replay: EagerReplay, step: ReplayedEqn, finite_in_float32: bool, constants: Sequence[LostConstant] = ()
-) -> ReplayedEqn | None:
-    """The operation that made the zero at which another one is not finite.
-
-    Args:
-      replay: what ran.
-      step: the operation that made the first non-finite value.
-      finite_in_float32: whether float32 would give a finite value there.
-      constants: those that half precision makes zero, among others.
-
-    Returns:
-      The operation whose result is zero in half precision and not in float32, or the one that reads a
-      constant which is zero in half (`s + 1e-9`, `maximum(s, 1e-9)`); None where no zero was made so. An
-      argument that is zero is its reader's.
-    """
-    name = step.eqn.primitive.name
-    if name not in _POLES:
-        return None
-    reads = step.reads[1:] if name in _DIVISIONS else step.reads
-    if finite_in_float32:
-        for place in reads:
-            lost = _lost(replay, place)
-            if lost.any():
-                return _first_lost(replay, place, lost) or step
-        return None
-    return next(filter(None, (_epsilon(replay, place, constants) for place in reads)), None)
-
-
-def infinite_constant(replay: EagerReplay, step: ReplayedEqn) -> ReplayedEqn | None:
-    """The operation that reads the infinite half constant from which a step was computed, if any."""
-    steps, seen = [step], set()
-    while steps:
-        step = steps.pop()
-        for place in step.reads:
-            if replay.ranges[place].is_finite or place in seen:
-                continue
-            seen.add(place)
-            is_half_constant = place in replay.constants and is_half(replay.values[place].dtype)
-            # A largest value is searched for from -inf on.
-            if is_half_constant and step.eqn.primitive.name not in ("max", "min"):
-                return step
-            if place in replay.makers:
-                steps.append(replay.makers[place])
-    return None
-
-
-def _lost(replay: EagerReplay, place: int) -> np.ndarray:
-    """Where a value is zero which in float32 is not."""
-    value, exact = np.asarray(replay.values[place]), np.asarray(replay.in_float32(place))
-    return (value == 0) & (exact != 0) & np.issubdtype(exact.dtype, np.floating)
-
-
-def _first_lost(replay: EagerReplay, place: int, lost: np.ndarray) -> ReplayedEqn | None:
-    """The operation that made most zeros of operands that were not lost; None for an argument's zeros."""
-    made = None
-    while place in replay.makers:
-        made = replay.makers[place]
-        for read in made.reads:
-            before = _lost(replay, read)
-            least = 1.0
-            if before.shape == lost.shape:
-                # The same elements, where the operation goes element by element.
-                before, least = before & lost, lost.sum() / 2
-            if before.sum() >= least:
-                place, lost = read, before
-                break
-        else:
-            return made
-    return made
-
-
-def _divides_by_constant_zero(replay: EagerReplay, step: ReplayedEqn) -> bool:
-    """Whether a step divides by a half constant that is zero, and may have been written as another number."""
-    if step.eqn.primitive.name not in _DIVISIONS or step.reads[1] not in replay.constants:
-        return False
-    divisor = replay.values[step.reads[1]]
-    return is_half(divisor.dtype) and not np.asarray(divisor).any()
-
-
-def _epsilon(replay: EagerReplay, place: int, constants: Sequence[LostConstant]) -> ReplayedEqn | None:
-    """The operation on a constant that is zero in half (an epsilon) that a zero is the result of."""
-    while place in replay.makers:
-        step = replay.makers[place]
-        name = step.eqn.primitive.name
-        if name == "add":
-            # On the right: Python's sum() begins with 0 on the left.
-            constant = step.reads[1]
-            zero = not np.asarray(replay.values[constant]).any()
-            is_epsilon = constant in replay.constants and zero and is_half(replay.values[constant].dtype)
-            return step if is_epsilon else None
-        if any(c.becomes == "0" and (c.operation, c.line) == (name, step.site.line) for c in constants):
-            return step
-        if name not in _KEEPS_ZERO or len(step.reads) > 1:
-            return None
-        place = step.reads[0]
-    return None
-
-
-#: Operations for which an operand that was lost to zero is the end; of these, those that divide.
-_POLES, _ELEMENTWISE = HAVING[Trait.POLE], HAVING[Trait.ELEMENTWISE]
-_DIVISIONS = frozenset({"div", "rem"})
-
-#: Operations that may stand between an epsilon and what it guards.
-_KEEPS_ZERO = VIEWS | {"sqrt"}
-
-#: Operations that add up their operands' errors as they are.
-_ADDS = HAVING[Trait.ADDS]
+#: Functions of one number; and operations that add up their operands' errors as they are.
+_ELEMENTWISE, _ADDS = HAVING[Trait.ELEMENTWISE], HAVING[Trait.ADDS]
 
 #: A value that is smaller in float32 is far inside the range of float16.
 _FAR_INSIDE = 65504 / 16

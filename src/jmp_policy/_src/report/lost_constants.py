@@ -108,8 +108,9 @@ def repair(constants: Sequence[LostConstant]) -> str:
         said.append("Keep in float32 what is multiplied by a decay that half precision makes 1.")
     if becomes - {"-inf", "1"}:
         said.append(
-            "Write constants that half precision holds (in float16 from 6e-8 to 65504, divisors from 1.6e-5 "
-            "on), or compute that part in float32: x.astype(jnp.float32) / 100000."
+            "Write constants that half precision holds (in float16 from 6e-8 to 65504; divisors from 1.6e-5 "
+            "on, as XLA multiplies by 1 / c), or compute that part in float32: "
+            "x.astype(jnp.float32) / 100000."
         )
     return " ".join(said)
 
@@ -225,10 +226,9 @@ class LostConstants:
         value = known.wide
         if value is None or np.ndim(value) or not 0 < abs(float(value)) < 1 / float(jnp.finfo(dtype).max):
             return known
-        own = float(value), f"/ {float(value):.3g}"
-        numbers = [one for one in written_constants(eqn) if _becomes(one[0], dtype) == _text(float(value))]
-        self.numbers[id(eqn), 1], text = next(iter(numbers), own)
-        return _Known(_Constant(text, "inf"))
+        numbers = (n for n, _ in written_constants(eqn) if _becomes(n, dtype) == _text(float(value)))
+        self.numbers[id(eqn), 1] = number = next(numbers, float(value))
+        return _Known(_Constant(f"1 / {abs(number):.3g}", "inf"))
 
     def _note(self, info: ValueInfo, **fields: Any) -> None:
         self._known[info.key] = self._known.get(info.key, _Known())._replace(**fields)

@@ -45,7 +45,7 @@ def stays_because(eqn: Any, recipe: str = "", is_asked_for: bool = False) -> str
       recipe: the one that it would have.
       is_asked_for: whether somebody asked for this very product, so that only the hardware's limits count.
     """
-    size, dtype = size_of(eqn), ir.dtype_of(eqn.invars[0])
+    size, dtype = size_of(eqn), max(map(ir.dtype_of, eqn.invars[:2]), key=lambda dtype: dtype.itemsize)
     if why := ragged_stays_because(eqn):
         return why
     if eqn.params["preferred_element_type"] not in (None, dtype):

@@ -204,8 +204,14 @@ class TappedProgram(Interpreter):
         return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
 
     def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
-        """Carries that may change their group."""
-        return _Carries(loop.start)
+        """Carries that may change their group: from the first on they are of the one that ends a trip."""
+        body = compat.open_jaxpr(loop.body)
+        groups = {var: self._group_of(self.at(e, where)) for e in body.eqns for var in e.outvars}
+        start = list[Tapped]()
+        for value, atom in zip(loop.start, body.outvars, strict=False):
+            group = groups.get(atom, value.group) if _is_half_variable(atom) else value.group
+            start.append(value if group == value.group else Tapped(self._outside(value), group))
+        return _Carries(start)
 
     def inside(self, jaxpr: Any, take: Callable[[], list[Tapped]], where: Any) -> tuple[list[Tapped], Any]:
         """Runs a jaxpr in a trace of its own."""
