@@ -233,7 +233,6 @@ def test_float32_against_itself_is_exactly_zero():
     jmpp.assert_drift(*mlp("float32"), X, rtol=0.0)
 
 
-@pytest.mark.once
 def test_a_product_that_asks_for_a_precision_is_compared_as_it_runs():
     def loss_fn(w, x):
         return jnp.square(jnp.matmul(x, w, precision="highest")).mean()
@@ -245,6 +244,7 @@ def test_a_product_that_asks_for_a_precision_is_compared_as_it_runs():
     )
 
 
+@pytest.mark.once
 def test_assert_drift_says_where():
     _, loss_fn, params = report_of_mlp()
     jmpp.assert_drift(loss_fn, params, X, rtol=2e-3)

@@ -30,8 +30,8 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes in float32 what another one computes in half precision.
 
     The function is traced as it is, and what it does is then done with every float16, bfloat16 and float8
-    value replaced by a float32 one. Random numbers stay the same; float64 stays float64. Custom kernels and
-    callbacks are given the dtypes that they were traced with.
+    value replaced by a float32 one, and products in full precision. Random numbers stay the same; float64
+    stays float64. Custom kernels and callbacks are given the dtypes that they were traced with.
 
     Args:
       fn: a function of pytrees of arrays that `jax.jit` could trace. Arguments that are no arrays are static.
@@ -114,7 +114,7 @@ class Replay(Interpreter):
         params = {name: _param(value) for name, value in eqn.params.items()}
         if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
             return as_traced(eqn, values)
-        if isinstance(params.get("precision", ""), tuple | None) and _are_half(eqn.invars):
+        if isinstance(params.get("precision", ""), tuple | None):
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2  # TF32 would be an error of its own.
         return list(map(to_float32, compat.bind_primitive(eqn.primitive, values, params)))
 

@@ -1,7 +1,6 @@
 """Finds where the zero, or the infinity, comes from at which a later operation is not finite."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ def underflow_before(
     replay: EagerReplay,
     step: ReplayedEqn,
     finite_in_float32: bool,
-    numbers: Mapping[tuple[int, int], float] = MappingProxyType({}),
+    numbers: Mapping[tuple[int, int], float],
 ) -> ReplayedEqn | None:
     """The operation that made the zero at which another one is not finite.
 
