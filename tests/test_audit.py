@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import math
 from pathlib import Path
@@ -1495,15 +1496,50 @@ def test_why_a_product_is_not_half_fits_the_program():
     assert sorted(product.precision for product in asked.products) == ["", "HIGHEST"]
 
 
+def test_a_product_that_asks_for_precision_is_not_said_to_be_float32_for_its_operands():
+    def loss(w, x):
+        h = x * jax.nn.sigmoid(x @ w) * 2  # In float32, of half values.
+        return jnp.mean(jnp.matmul(h, w, precision="highest") ** 2)
+
+    found = jmpp.audit(jmpp.autocast(loss, "float16"), jnp.ones((16, 16)) / 4, jnp.ones((16, 16)), grad=True)
+    assert "autocast leaves what asks for precision=HIGHEST" in found.verdict
+    assert "cast to" not in found.verdict
+
+
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.softplus])
-def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activation):
-    def loss(params, x):
-        return jnp.square(activation(x @ params["w"] + params["b"]) @ params["w"].T).mean()
+@pytest.mark.parametrize("shape", [(32,), (1, 32)])
+def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activation, shape):
+    def loss(params, x):  # Flax's layers give a bias as many axes as the result has.
+        hidden = x @ params["w"] + params["b"].reshape(shape)
+        return jnp.square(activation(hidden) @ params["w"].T).mean()
 
     params = {"w": jnp.ones((16, 32)) / 4, "b": jnp.zeros(32)}
     found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, jnp.ones((8, 16)), grad=True)
     assert found.half_share == 1.0
     assert not found.upcasts
+
+
+def test_a_silent_upcast_under_autocast_is_where_the_float32_value_is_met():
+    def loss(params, x, noise):
+        w, scale = params
+        h = x @ w
+        h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + 1e-6) * scale
+        if noise:
+            h = x @ w
+            added = jax.random.normal(jax.random.key(0), h.shape)
+            h = h + added  # Here.
+        a, b = jnp.split(h, 2, -1)
+        table = jnp.cos(jnp.arange(8.0))  # It meets what the norm gave, which is float32 anyway.
+        h = jnp.concatenate([a * table - b * table, b * table + a * table], -1)
+        return jnp.mean(jax.nn.softmax(h @ h.T) ** 2)
+
+    params, x = (jnp.ones((16, 16)) / 4, jnp.ones(16)), jnp.ones((16, 16))
+    found = jmpp.audit(jmpp.autocast(lambda p, x: loss(p, x, False), "float16"), params, x, grad=True)
+    assert not found.upcasts
+    found = jmpp.audit(jmpp.autocast(lambda p, x: loss(p, x, True), "float16"), params, x, grad=True)
+    (line,) = {int(upcast.line.partition(":")[2].split()[0]) for upcast in found.upcasts}
+    code, first = inspect.getsourcelines(loss)
+    assert "# Here." in code[line - first]
 
 
 def test_backward_products_under_autocast_have_the_path_of_their_module_once():

@@ -154,6 +154,28 @@ def test_functions_that_hold_a_module_of_the_model_draw_a_warning():
         jmpp.wrap(nnx.Dict(layer=layer, ops=holding[:1]), "mixed_float16")
 
 
+def test_functions_that_hold_parameters_outside_of_the_model_draw_one_warning():
+    # As the blocks of a published U-Net: closures over layers that are no attributes.
+    class Net(nnx.Module):
+        def __init__(self):
+            self.first, self.second = self.block(), self.block()
+            self.last = linear()
+
+        def block(self):
+            layers = [linear(), nnx.LayerNorm(8, rngs=nnx.Rngs(0))]
+            return lambda x: layers[1](layers[0](x))
+
+        def __call__(self, x):
+            return self.last(self.second(self.first(x)))
+
+    text = r"The function Net.first \(Linear\) and 1 more of this model holds a module that is no attribute"
+    with pytest.warns(UserWarning, match=text) as warned:
+        jmpp.wrap(Net(), F16)
+    assert len(warned) == 1
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # It has random streams, and no parameters.
+    jmpp.wrap(nnx.Sequential(linear(), lambda x: dropout(x)), F16)
+
+
 def test_a_dtype_that_the_class_defines():
     class Net(nnx.Module):
         dtype = jnp.float32

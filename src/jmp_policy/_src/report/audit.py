@@ -121,9 +121,10 @@ class _AuditWalk(Walk):
 
     def __init__(self, jaxpr: Any, is_autocast: bool):
         self._is_autocast = is_autocast
-        self._promoted: dict[int, tuple[Any, Site]] = {}
-        #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32.
-        self._not_promoting: set[int] = set()
+        self._promoted: dict[int, Any] = {}
+        #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
+        #: and other shapes of arguments, which are such where they are smaller than what they meet.
+        self._not_promoting, self._reshaped = set[int](), set[int]()
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
@@ -156,14 +157,19 @@ class _AuditWalk(Walk):
         if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
         elif _is_silent_upcast(eqn, site) and self._is_autocast:
-            self._promoted[results[0].key] = eqn, site
+            self._promoted[results[0].key] = eqn
         elif _is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
         elif name == "broadcast_in_dim" and (
-            isinstance(eqn.invars[0], compat.Literal) or operands[0].origin is not None
+            isinstance(eqn.invars[0], compat.Literal) or self._is_argument(operands[0])
         ):
             self._not_promoting.add(results[0].key)
-        self._see_promoted(eqn, operands)
+        elif name in _VIEWS and self._is_argument(operands[0]):
+            self._reshaped.add(results[0].key)
+        self._see_promoted(eqn, site, operands)
+
+    def _is_argument(self, info: ValueInfo) -> bool:
+        return info.origin is not None or info.key in self._reshaped
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -171,6 +177,9 @@ class _AuditWalk(Walk):
             # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
             self._note_upcast(eqn, site, *sorted(eqn.invars[:2], key=lambda v: v.aval.dtype.itemsize))
             causes = frozenset([self._id(eqn)])
+        precision = ir.asked_precision(eqn)
+        if self._is_autocast and precision:
+            causes = frozenset()  # It would be in half otherwise, whatever its operands are.
         size = matrix_products.size_of(eqn)
         lhs, rhs = fp8.operand_dtypes(eqn)
         product = Product(
@@ -181,7 +190,7 @@ class _AuditWalk(Walk):
             pad=matrix_products.padding(eqn, size),
             scales=fp8.recipe_of(eqn),
             stays=fp8.why_not(eqn, site.path),
-            precision=ir.asked_precision(eqn),
+            precision=precision,
         )
         # Causes are named at the end: in a loop one may come after the product that it reaches.
         self._products.append((product, causes))
@@ -190,14 +199,19 @@ class _AuditWalk(Walk):
         narrow, wide, shape = ir.dtype_of(before), ir.dtype_of(after), tuple(ir.shape_of(before))
         self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(narrow), str(wide), shape, ())
 
-    def _see_promoted(self, eqn: Any, operands: Sequence[ValueInfo]) -> None:
+    def _see_promoted(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         casts = [self._promoted[v.key] for v in operands if v.key in self._promoted]
-        if not casts or op_table.LISTED.get(eqn.primitive.name, ("", ""))[0] != "follow":
+        follows = op_table.LISTED.get(eqn.primitive.name, ("", ""))[0] == "follow"
+        if not casts or not follows or site.backward:
             return
-        pairs = zip(eqn.invars, operands, strict=True)
-        wide = [v for atom, v in pairs if ir.is_float32(atom) and size(atom) > 1]
+        pairs, whole = zip(eqn.invars, operands, strict=True), size(eqn.outvars[0])
+        wide = [
+            v
+            for atom, v in pairs
+            if ir.is_float32(atom) and 1 < size(atom) >= whole * (v.key in self._reshaped)
+        ]
         if any(not v.provenance and v.key not in self._not_promoting for v in wide):
-            for cast, site in casts:
+            for cast in casts:
                 self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
                 self._written.pop(self._id(cast), None)
 

@@ -258,8 +258,8 @@ class Audit(Report):
             return ", and no complex dtype is half"
         if not places and p.precision:
             return (
-                ", whose operands were never half, and autocast leaves what asks for "
-                f"precision={p.precision}: leave that out, or wrap the module"
+                f", since autocast leaves what asks for precision={p.precision}: leave that out, or wrap the "
+                "module"
             )
         if not places and any(other.is_half for other in self.products):
             return (

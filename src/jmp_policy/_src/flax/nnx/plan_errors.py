@@ -140,15 +140,19 @@ def never_cast(module: Any) -> str:
 def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules: Sequence[Any]) -> None:
     """Raises for methods and partials that modules keep and that hold a module; warns of other functions.
 
+    It warns of all functions that hold a module with parameters which is not in the model, too.
+
     Args:
       stored: of each function: the module, the attribute, where in it the function is, and the function.
       modules: all modules of the model.
     """
-    with_state = {id(m) for m in modules if graph_nodes.variables(m)}
+    with_state, unseen = {id(m) for m in modules if graph_nodes.variables(m)}, list[str]()
     for module, name, keys, function in stored:
-        if with_state.isdisjoint(_held_by(function, {})):
+        held, where = _held_by(function, {}), f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
+        if with_state.isdisjoint(held):
+            nodes = filter(graph_nodes.is_node, held.values())
+            unseen += [f"{where} ({name_of(node)})" for node in nodes if _has_params(node)][:1]
             continue
-        where = f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
         if isinstance(function, types.MethodType | functools.partial):
             raise ValueError(
                 f"{where} is a bound method, or a functools.partial, that holds a module of the model. NNX "
@@ -163,6 +167,19 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
             UserWarning,
             stacklevel=5,
         )
+    if unseen:
+        others = f" and {len(unseen) - 1} more" * (len(unseen) > 1)
+        warnings.warn(
+            f"The function {unseen[0]}{others} of this model holds a module that is no attribute of the "
+            "model: NNX does not see its parameters, so that they are not trained, and no policy reaches "
+            "them. Write the function as an nnx.Module with the layers as its attributes.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _has_params(node: Any) -> bool:
+    return any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(node))
 
 
 def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:
