@@ -1101,7 +1101,13 @@ def test_a_loss_that_is_nan_only_when_compiled_is_no_matter_of_its_scale():
     x = jax.random.normal(jax.random.key(0), (16, 32))
     model = jmpp.wrap(Net(), "mixed_float16")
     params = model.init(jax.random.key(1), x)
-    found = diagnose(lambda p, x: jnp.square(model.apply(p, x) - x[:, :8]).mean(), params, x, scale=1024.0)
+
+    def loss(params, x):
+        return jnp.square(model.apply(params, x) - x[:, :8]).mean()
+
+    if np.isfinite(jax.jit(loss)(params, x)):
+        pytest.skip("this processor rounds in compiled programs as it does operation by operation")
+    found = diagnose(loss, params, x, scale=1024.0)
     assert (found.path, dict(found.rule)) == ("Net/norm", {"norm": "float32"})
     assert "DynamicLossScale" not in found.advice
 

@@ -168,7 +168,7 @@ def test_functions_that_hold_parameters_outside_of_the_model_draw_one_warning():
         def __call__(self, x):
             return self.last(self.second(self.first(x)))
 
-    text = r"The function Net.first \(Linear\) and 1 more of this model holds a module that is no attribute"
+    text = r"hold modules that are no attributes of it: Net.first \(Linear\) and 1 more. NNX does not see"
     with pytest.warns(UserWarning, match=text) as warned:
         jmpp.wrap(Net(), F16)
     assert len(warned) == 1

@@ -170,9 +170,9 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
     if unseen:
         others = f" and {len(unseen) - 1} more" * (len(unseen) > 1)
         warnings.warn(
-            f"The function {unseen[0]}{others} of this model holds a module that is no attribute of the "
-            "model: NNX does not see its parameters, so that they are not trained, and no policy reaches "
-            "them. Write the function as an nnx.Module with the layers as its attributes.",
+            f"Functions of this model hold modules that are no attributes of it: {unseen[0]}{others}. NNX "
+            "does not see their parameters, so that they are not trained, and no policy reaches them. Write "
+            "such a function as an nnx.Module with the layers as its attributes.",
             UserWarning,
             stacklevel=5,
         )
