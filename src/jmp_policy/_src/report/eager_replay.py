@@ -125,7 +125,10 @@ class EagerReplay(Interpreter):
 
     def operation(self, eqn: Any, values: list[int], where: walk.Site) -> list[int]:
         """Does an operation, and keeps what it gives."""
-        writes = [self._add(out) for out in self.bind(eqn, *(self.values[place] for place in values))]
+        run = functools.partial(self.bind, eqn)
+        if calls.kind_of(eqn) is Kind.SHARD_MAP:
+            run = jax.jit(run)  # Else JAX compiles each operation inside for itself.
+        writes = [self._add(out) for out in run(*(self.values[place] for place in values))]
         self.steps.append(step := ReplayedEqn(eqn, where, values, writes))
         self.makers.update(dict.fromkeys(writes, step))
         progress.step(f"operation {len(self.steps)}")
@@ -185,7 +188,10 @@ class EagerReplay(Interpreter):
             given = [*self.arguments, *self.constants]
             self._float32_values = {p: to_float32(self.values[p]) for p in given}
             for step in self.steps:
-                outs = replay_equation(step.eqn, [self._float32_values[p] for p in step.reads])
+                run = functools.partial(replay_equation, step.eqn)
+                if calls.kind_of(step.eqn) is Kind.SHARD_MAP:
+                    run = jax.jit(run)
+                outs = run([self._float32_values[p] for p in step.reads])
                 self._float32_values.update(zip(step.writes, outs, strict=True))
         return self._float32_values[place]
 
