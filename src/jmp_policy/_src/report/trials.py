@@ -1,10 +1,12 @@
 """Runs a loss again under other rules, to see which of them mend what a report found.
 
-What is tried, in this order, is float32 for the modules that a report names, then for what is around them;
-then half precision in layers that are products alone; then bfloat16 in place of float16. The first that
-mends is advised. Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`,
-in NNX models that were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one),
-and in what `autocast` made.
+What is tried, in this order, is float32 for weight gradients, where sums of those are what is wrong; float32
+for the modules that a report names, then for what is around them; then half precision in layers that are
+products alone; then bfloat16 in place of float16. The first that mends is advised.
+
+Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`, in NNX models that
+were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one), and in what
+`autocast` made.
 """
 
 import contextlib
@@ -150,18 +152,19 @@ class Mending:
         self._arrays, self.has_aux = function.arrays, has_aux
         self.tried: list[Tried] = []
 
-    def best(self, paths: Sequence[str], *, limit: float = _MENDED) -> Tried | None:
+    def best(self, paths: Sequence[str], *, limit: float = _MENDED, in_sums: bool = False) -> Tried | None:
         """Tries rules until one mends.
 
         Args:
           paths: of modules where something was lost, most important first.
           limit: relative error at which no more are tried.
+          in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
           The one with the least error; None if nothing could be tried, or all are far off.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
-            self._try(paths, limit)
+            self._try(paths, limit, in_sums)
         best = min(self.tried, key=lambda tried: tried.error, default=None)
         return best if best is not None and best.is_mended else None
 
@@ -181,7 +184,7 @@ class Mending:
                 return Tried(rule, policy, np.nan)
         return None
 
-    def _try(self, paths: Sequence[str], limit: float) -> None:
+    def _try(self, paths: Sequence[str], limit: float, in_sums: bool) -> None:
         own = self._rules()
         if own is None:
             return
@@ -190,7 +193,8 @@ class Mending:
             self._exact = self._gradient(PolicyMap("float32"))
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
-            for rule, policy in progress.steps("trying rules", list(self._candidates(own, paths))):
+            candidates = [({}, _with_grad_in_float32(own))] * in_sums + list(self._candidates(own, paths))
+            for rule, policy in progress.steps("trying rules", candidates):
                 with contextlib.suppress(Exception):
                     self.tried.append(Tried(rule, policy, self._error(policy)))
                     if self.tried[-1].error <= limit:
@@ -262,6 +266,18 @@ def _is_part(some: Sequence[str], names: Sequence[str]) -> bool:
     """Whether names are among others, in this order."""
     rest = iter(names)
     return all(name in rest for name in some)
+
+
+def _with_grad_in_float32(own: PolicyMap) -> PolicyMap:
+    """Rules under which half-precision layers return weight gradients in float32."""
+
+    def changed(policy: Policy) -> Policy:
+        return (
+            dataclasses.replace(policy, grad_dtype=jnp.float32) if is_half(policy.compute_dtype) else policy
+        )
+
+    overrides = [(pattern, changed(policy)) for pattern, policy in own.overrides]
+    return dataclasses.replace(own, default=changed(own.default), overrides=overrides)
 
 
 def _in_bfloat16(policy: Policy) -> Policy:

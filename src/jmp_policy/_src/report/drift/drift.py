@@ -99,7 +99,7 @@ def drift(
             if error <= limit:
                 text = f"a loss scale of 2**{exponent} (`DynamicLossScale`)"
                 return dataclasses.replace(found, advice=text, error_after=error)
-        mended = mending.best(named, limit=limit)
+        mended = mending.best(named, limit=limit, in_sums=found.is_of_sums)
         tried = list(mending.tried)
         if mended is not None:
             error = mended.error

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Sum, Table, joined, percent, plotting
-from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS
+from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS, HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
 from jmp_policy._src.report import lost_constants, trials
 
@@ -232,6 +232,12 @@ class Drift(Report):
         most = max((row.share for row in self.rows), default=0)
         by_one_line = self.error >= _WORTH_A_RULE and most > 0.5
         return not self._is_rounding or self.error >= _LARGE or by_one_line
+
+    @property
+    def is_of_sums(self) -> bool:
+        """Whether most of the error is from sums in half precision that make parameter gradients."""
+        sums = (row for row in self.rows if row.terms > 1 or row.operation in HAVING[Trait.SCATTER_SUM])
+        return sum(row.share for row in sums if row.direction == PARAMETER_GRADIENTS) > 0.5
 
     @property
     def contributions(self) -> tuple[DriftRow, ...]:
