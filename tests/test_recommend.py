@@ -478,6 +478,27 @@ def test_cotangents_in_float32_modules_bind_no_loss_scale():
     assert 2.0 ** (largest - 4) <= found.loss_scale.loss_scale <= 2.0**largest
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_weight_gradients_are_in_float32_where_only_their_sums_are_too_far_off(framework):
+    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 8))
+    if framework == "linen":
+        model = nn.Sequential([nn.Conv(8, (1, 1)), jnp.tanh, nn.Conv(8, (1, 1))])
+        params, apply = model.init(jax.random.key(1), x), model.apply
+    else:
+        layers = [nnx.Conv(8, 8, (1, 1), rngs=nnx.Rngs(seed)) for seed in range(2)]
+        params, apply = nnx.Sequential(layers[0], jnp.tanh, layers[1]), lambda model, x: model(x)
+
+    def loss(params, x):  # Each bias gradient is a sum of 2,048 terms, all of one sign in the last.
+        return jnp.square(apply(params, x).astype(jnp.float32) - 5).mean()
+
+    found = jmpp.recommend(loss, params, x, dtype="bfloat16", budget=0.01)
+    assert found.policy == jmpp.PolicyMap("params=float32,compute=bfloat16,output=float32,grad=float32")
+    assert found.fits
+    assert found.half_share == 1.0
+    assert "with weight gradients in float32" in found.rows[0].reason
+
+
 def test_a_loss_that_is_not_finite_has_no_recommendation_though_its_gradient_is():
     with pytest.raises(ValueError, match="or its gradient is not finite even where nothing is rounded"):
         jmpp.recommend(lambda w, x: jnp.log(-jnp.square(x @ w)).mean(), jnp.ones((8, 8)), jnp.ones((4, 8)))

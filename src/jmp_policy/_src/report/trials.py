@@ -11,6 +11,7 @@ were wrapped themselves (no parts of them; what `nnx.merge` makes of their state
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -131,6 +132,18 @@ def products_alone(rules: PolicyMap, kinds: Iterable[type]) -> PolicyMap:
     return dataclasses.replace(rules, default=get_policy("float32"), overrides=overrides)
 
 
+def grad_in_float32(own: PolicyMap) -> PolicyMap:
+    """Rules under which half-precision layers return weight gradients in float32."""
+
+    def changed(policy: Policy) -> Policy:
+        return (
+            dataclasses.replace(policy, grad_dtype=jnp.float32) if is_half(policy.compute_dtype) else policy
+        )
+
+    overrides = [(pattern, changed(policy)) for pattern, policy in own.overrides]
+    return dataclasses.replace(own, default=changed(own.default), overrides=overrides)
+
+
 def product_layers(modules: Iterable[Any]) -> list[type]:
     """The classes among those of modules whose work is a matrix product."""
     kinds = dict.fromkeys(kind for framework in imported_frameworks() for kind in framework.products)
@@ -193,7 +206,7 @@ class Mending:
             self._exact = self._gradient(PolicyMap("float32"))
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
-            candidates = [({}, _with_grad_in_float32(own))] * in_sums + list(self._candidates(own, paths))
+            candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths))
             for rule, policy in progress.steps("trying rules", candidates):
                 with contextlib.suppress(Exception):
                     self.tried.append(Tried(rule, policy, self._error(policy)))
@@ -240,7 +253,8 @@ class Mending:
         return list(filter(None, dict.fromkeys(map(self._module, paths))))
 
     def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
-        with TRIAL(rules):
+        # Of weights that `grad=float32` does not reach: then it does not mend.
+        with TRIAL(rules), warnings.catch_warnings(action="ignore", category=UserWarning):
             _, _, *gradient = compiled_quickly(self._program)(self._arrays)
         return [np.asarray(g).astype(np.float64) for g in gradient if jnp.issubdtype(g.dtype, jnp.floating)]
 
@@ -266,18 +280,6 @@ def _is_part(some: Sequence[str], names: Sequence[str]) -> bool:
     """Whether names are among others, in this order."""
     rest = iter(names)
     return all(name in rest for name in some)
-
-
-def _with_grad_in_float32(own: PolicyMap) -> PolicyMap:
-    """Rules under which half-precision layers return weight gradients in float32."""
-
-    def changed(policy: Policy) -> Policy:
-        return (
-            dataclasses.replace(policy, grad_dtype=jnp.float32) if is_half(policy.compute_dtype) else policy
-        )
-
-    overrides = [(pattern, changed(policy)) for pattern, policy in own.overrides]
-    return dataclasses.replace(own, default=changed(own.default), overrides=overrides)
 
 
 def _in_bfloat16(policy: Policy) -> Policy:

@@ -123,7 +123,8 @@ def rows_of(choice: Choice, rules: PolicyMap) -> list[RecommendationRow]:
 
     def row(pattern: str, policy: Policy, index: int | None) -> RecommendationRow:
         paths = [path for path in own if rules.governing(path, modules.get(path)) == index]
-        reason = f"{len(paths)} of {len(own)} modules fit the budget"
+        sums = " with weight gradients in float32" * (policy.grad_dtype is not None)
+        reason = f"{len(paths)} of {len(own)} modules fit the budget{sums}"
         if not is_half(policy.compute_dtype):
             # What is said of the worst of them.
             wide = [path for path in paths if path in choice.reasons] or list(choice.reasons)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from jmp_policy._src.report.sensitivity import chosen_modules as chosen
 from jmp_policy._src.report.sensitivity import rounding_errors
 from jmp_policy._src.report.sensitivity.chosen_modules import Choice, RecommendationRow
 from jmp_policy._src.report.sensitivity.traced_loss import Loss, TracedLoss
-from jmp_policy._src.report.trials import product_layers, products_alone
+from jmp_policy._src.report.trials import grad_in_float32, product_layers, products_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +152,13 @@ def recommend(
 ) -> Recommendation:
     """Recommends a `PolicyMap` for a model, a loss scale, and says why.
 
-    Everything is in half that leaves the gradient within a budget of error. A module computes in float32
-    if values or cotangents overflow in it, and otherwise those do that bring most of the error, as
-    `sensitivity` predicts it, until the rest fits. The policy is then run, and its gradient compared with
-    that of float32; if it is off by more, further modules are added, in models that make decisions (relu,
-    maximum) by measured errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all but
-    the layers that are one product is tried.
+    Everything is in half that leaves the gradient within a budget of error. A module computes in float32 if
+    values or cotangents overflow in it, and otherwise those do that bring most of the error, as
+    `sensitivity` predicts it, until the rest fits, unless float32 for weight gradients alone
+    (`grad=float32`) is enough. The policy is then run, and its gradient compared with that of float32; if it
+    is off by more, further modules are added, in models that make decisions (relu, maximum) by measured
+    errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all but the layers that are
+    one product is tried.
 
     Args:
       loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
@@ -251,8 +253,20 @@ def _in(
         rules = chosen.rules_of(choice)
         return choice, rules, _error(loss, rules, scale, exact)
 
-    choice, rules, measured = run(chosen.within(chosen.needing_float32(seen, traced.in_float32), budget))
+    least, kinds = chosen.needing_float32(seen, traced.in_float32), product_layers(traced.modules.values())
+    choice, rules, measured = run(chosen.within(least, budget))
     is_known = is_smooth
+    is_narrow = choice != least and _gains(loss, rules, None)["half_share"] < _MOSTLY
+    if kinds and (measured > budget or is_narrow):
+        with progress.interruptible("float32 for weight gradients alone was not tried"):
+            # Where sums over many examples are what is wrong, as of a bias, no layer has to be float32.
+            sums = grad_in_float32(chosen.rules_of(least))
+            with warnings.catch_warnings(
+                action="ignore", category=UserWarning
+            ):  # Of weights it does not reach.
+                error = _error(loss, sums, scale, exact)
+            if error <= budget:
+                choice, rules, measured, is_known = least, sums, error, False
     with progress.interruptible("rules with less error were not tried"):
         if measured > budget and not is_smooth:
             # First order has not seen decisions that rounding turns: it does not say which modules matter.
@@ -275,7 +289,7 @@ def _in(
         if wider > scale and (error := _error(loss, rules, wider, exact)) <= max(measured, budget):
             scale, measured = wider, error
     rows, predicted = chosen.rows_of(choice, rules), choice.predicted if is_known else math.nan
-    share, kinds = _gains(loss, rules, None)["half_share"], product_layers(traced.modules.values())
+    share = _gains(loss, rules, None)["half_share"]
     if kinds and choice.reasons and not (measured <= budget and share >= _MOSTLY):
         with progress.interruptible("rules with products alone in half were not tried"):
             # Errors that no rounding makes, as of a constant that overflows, are not found module by module.
