@@ -29,6 +29,39 @@ IDS = jnp.arange(32).reshape(4, 8) % 7
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("derivative", [jax.grad, jax.hessian])
+def test_a_loss_that_holds_a_derivative_learns_from_it(framework, derivative):
+    """As gradient penalties and physics-informed losses: the weights' part in the derivative is not lost."""
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+
+    def make():
+        if framework == "linen":
+            model = nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(1, use_bias=False)])
+            params = model.init(jax.random.key(1), x)
+            return model, params
+        rngs = nnx.Rngs(1)
+        layers = nnx.Linear(4, 16, rngs=rngs), jnp.tanh, nnx.Linear(16, 1, use_bias=False, rngs=rngs)
+        return nnx.Sequential(*layers), None
+
+    def gradient(policy):
+        model, params = make()
+        model = model if policy is None else jmpp.wrap(model, policy)
+
+        def loss(apply):
+            return jnp.square(jax.vmap(derivative(lambda x: apply(x[None])[0, 0]))(x) - 1).mean()
+
+        if framework == "nnx":
+            found = nnx.jit(nnx.grad(loss))(model)
+        else:
+            found = jax.jit(jax.grad(lambda params: loss(functools.partial(model.apply, params))))(params)
+        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
+
+    exact = gradient(None)
+    errors = [jnp.linalg.norm(gradient(policy) - exact) / jnp.linalg.norm(exact) for policy in (HALF, WIDE)]
+    assert errors[1] < 1.2 * errors[0] < 0.01
+
+
 # Layers. Every gradient of a parameter that meets half values must hold more than float16 can.
 
 

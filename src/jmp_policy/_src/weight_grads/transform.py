@@ -399,7 +399,9 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
         return bound(*operands)
 
     def forward(operands: Any, fp32: Any) -> Any:
-        taken = [operand.value for operand in operands]
+        # A derivative of this derivative (a loss that holds jax.grad) finds its way to the float32 arrays.
+        pairs = zip(operands, fp32, strict=True)
+        taken = [x.value if w is None else joined(x.value, w.value) for x, w in pairs]
         # An empty tuple where a derivative is asked for: structure, which is known when this is traced.
         asked = [() if operand.perturbed else None for operand in operands]
         asked_fp32 = [None if w is None or not w.perturbed else () for w in fp32]
