@@ -1089,13 +1089,15 @@ def test_rules_are_tried_until_one_mends_where_much_is_expected():
 
 
 @pytest.mark.parametrize("overrides", [{}, {"embed": "params=float32,compute=bfloat16,output=bfloat16"}])
-def test_sums_of_weight_gradients_are_mended_by_float32_for_those(overrides):
+@pytest.mark.parametrize("own_bias", [False, True])
+def test_sums_of_weight_gradients_are_mended_by_float32_for_those(overrides, own_bias):
     """A bias and an embedding whose gradients are sums of 2,048 terms lose most of them in bfloat16."""
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(4, name="out")(nn.Embed(8, 8, name="embed")(x))
+            x = nn.Dense(4, name="out", use_bias=not own_bias)(nn.Embed(8, 8, name="embed")(x))
+            return x + self.param("bias", nn.initializers.zeros, 4) if own_bias else x
 
     model, x = jmpp.wrap(Model(), jmpp.PolicyMap("mixed_bfloat16", overrides)), jnp.arange(2048) % 2
     params = model.init(jax.random.key(0), x)

@@ -38,6 +38,9 @@ _MENDED = 0.02
 #: A gradient that is off by more is none that a report advises.
 _TOLERABLE = 0.1
 
+#: Errors that differ by less are alike: then what is tried first has more in half.
+_HARDLY = 1.1
+
 #: At most so many modules are tried one by one.
 _MOST = 4
 
@@ -174,11 +177,13 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The one with the least error; None if nothing could be tried, or all are far off.
+          The one with the least error, or one before it that is hardly worse; None if nothing could be tried,
+          or all are far off.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
-        best = min(self.tried, key=lambda tried: tried.error, default=None)
+        least = min((tried.error for tried in self.tried), default=np.inf)
+        best = next((tried for tried in self.tried if tried.error <= _HARDLY * least), None)
         return best if best is not None and best.is_mended else None
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:

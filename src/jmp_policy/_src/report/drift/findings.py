@@ -235,9 +235,9 @@ class Drift(Report):
 
     @property
     def is_of_sums(self) -> bool:
-        """Whether most of the error is from sums in half precision that make parameter gradients."""
+        """Whether most of the error is from sums in half precision of the backward pass."""
         sums = (row for row in self.rows if row.terms > 1 or row.operation in HAVING[Trait.SCATTER_SUM])
-        return sum(row.share for row in sums if row.direction == PARAMETER_GRADIENTS) > 0.5
+        return sum(row.share for row in sums if row.direction != OUTPUTS) > 0.5
 
     @property
     def contributions(self) -> tuple[DriftRow, ...]:
