@@ -1147,6 +1147,28 @@ def test_a_loss_scale_that_is_missing_is_advised():
     assert not jmpp.drift(lambda w, x: 1e10 * loss_fn(w, x), W, X).advice
 
 
+@pytest.mark.parametrize("activation", [jnp.abs, jax.nn.relu])
+def test_cotangents_that_vanish_are_not_blamed_on_decisions_in_the_forward_pass(activation):
+    """A few signs differ, each by 1; the cotangents that they choose from are small, and nearly all wrong."""
+
+    def loss_fn(params, x):
+        into, out = (param.astype(HALF) for param in params)
+        h = activation(x.astype(HALF) @ into)
+        with jax.named_scope("mean"):
+            h = jnp.cumsum(h, 0) / 4096  # Its transpose divides first, and then adds up.
+        return jnp.square((h @ out).astype(jnp.float32) - 1).mean()
+
+    params = [jax.random.normal(jax.random.key(i), shape) / 4 for i, shape in enumerate([(8, 8), (8, 2)])]
+    x = jax.random.normal(jax.random.key(2), (4096, 8))
+    found = jmpp.drift(loss_fn, params, x, detail="operation")
+    first = found.contributions[0]
+    assert (first.module, first.operation) == ("mean", "div")
+    assert first.direction == "activation gradients"
+    assert first.share > 0.9
+    assert not found.is_normal
+    assert found.advice.startswith("a loss scale of 2**")
+
+
 def test_gradients_that_are_zero_but_for_rounding_are_not_furthest_off():
     def loss_fn(params, x):
         h = (x @ params["w"]).astype(HALF)

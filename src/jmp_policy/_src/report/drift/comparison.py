@@ -444,8 +444,7 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
                 wanted[operand] |= {"total"}
             for source in nodes[operand].sources if is_inside else (operand,):
                 wanted[source] |= {"introduced", "inherited"} if nodes[source].rounds else {"total"}
-                if is_floating(nodes[source]) or not node.adds:
-                    wanted[source].add("exact")
+                wanted[source].add("exact")
     for number in _leaving(nodes, results) & used:
         wanted[number] |= _EVERYTHING
     return dict(wanted)

@@ -121,7 +121,7 @@ class ErrorBudget:
         """How what a node inherits is split among its sources; within a region, operation by operation."""
         node = self._nodes[number]
         operands = node.operands or tuple((source, False) for source in node.sources)
-        errors = [self._at(operand).total for operand, _ in operands]
+        errors = self._absolute_errors([operand for operand, _ in operands])
         inner = [
             i for i, (operand, inside) in enumerate(operands) if inside and operand not in self._measured
         ]
@@ -149,6 +149,16 @@ class ErrorBudget:
             for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
                 parts[source] += part * error / whole
         return parts
+
+    def _absolute_errors(self, operands: Sequence[int]) -> list[float]:
+        """The errors of operands; where one decides wrongly, what is taken is off by its own size."""
+        values = sum(self._at(number).exact for number in operands if is_floating(self._nodes[number]))
+        return [
+            self._at(number).total
+            if is_floating(self._nodes[number]) or not values
+            else self._relative(number, self._at(number).total) * values
+            for number in operands
+        ]
 
     def inherited(self, number: int) -> float:
         """The sum of the squared errors that a node inherits; all where nothing is rounded."""
