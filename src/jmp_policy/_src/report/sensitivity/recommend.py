@@ -260,10 +260,9 @@ def _in(
     if kinds and (measured > budget or is_narrow):
         with progress.interruptible("float32 for weight gradients alone was not tried"):
             # Where sums over many examples are what is wrong, as of a bias, no layer has to be float32.
+            # It warns of weights that it does not reach.
             sums = grad_in_float32(chosen.rules_of(least))
-            with warnings.catch_warnings(
-                action="ignore", category=UserWarning
-            ):  # Of weights it does not reach.
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
                 error = _error(loss, sums, scale, exact)
             if error <= budget:
                 choice, rules, measured, is_known = least, sums, error, False
