@@ -6,7 +6,7 @@ the search starts from results that are not finite, and leaves constants of the 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,9 +125,7 @@ class EagerReplay(Interpreter):
 
     def operation(self, eqn: Any, values: list[int], where: walk.Site) -> list[int]:
         """Does an operation, and keeps what it gives."""
-        run = functools.partial(self.bind, eqn)
-        if calls.kind_of(eqn) is Kind.SHARD_MAP:
-            run = jax.jit(run)  # Else JAX compiles each operation inside for itself.
+        run = _as_a_whole(eqn, functools.partial(self.bind, eqn))
         writes = [self._add(out) for out in run(*(self.values[place] for place in values))]
         self.steps.append(step := ReplayedEqn(eqn, where, values, writes))
         self.makers.update(dict.fromkeys(writes, step))
@@ -188,12 +186,15 @@ class EagerReplay(Interpreter):
             given = [*self.arguments, *self.constants]
             self._float32_values = {p: to_float32(self.values[p]) for p in given}
             for step in self.steps:
-                run = functools.partial(replay_equation, step.eqn)
-                if calls.kind_of(step.eqn) is Kind.SHARD_MAP:
-                    run = jax.jit(run)
+                run = _as_a_whole(step.eqn, functools.partial(replay_equation, step.eqn))
                 outs = run([self._float32_values[p] for p in step.reads])
                 self._float32_values.update(zip(step.writes, outs, strict=True))
         return self._float32_values[place]
+
+
+def _as_a_whole(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What does an operation; JAX would compile each one inside a shard_map for itself."""
+    return jax.jit(run) if calls.kind_of(eqn) is Kind.SHARD_MAP else run
 
 
 def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
