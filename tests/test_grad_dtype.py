@@ -62,6 +62,42 @@ def test_a_loss_that_holds_a_derivative_learns_from_it(framework, derivative):
     assert errors[1] < 1.2 * errors[0] < 0.01
 
 
+class ScannedCell(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(16)(x)), None
+
+
+class ScannedCells(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(ScannedCell, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return layers()(x, None)[0]
+
+
+@pytest.mark.parametrize("by", ["the inputs", "the parameters"])
+def test_second_derivatives_through_scanned_layers_reach_the_weights(by):
+    """Gradient penalties, Hessian-vector products, MAML: JAX differentiates the body of a scan twice."""
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    params = jax.jit(ScannedCells().init)(jax.random.key(1), x)
+
+    def gradient(policy):
+        apply = (ScannedCells() if policy is None else jmpp.wrap(ScannedCells(), policy)).apply
+
+        def loss(params, x):
+            return jnp.square(apply(params, x) - 1).mean()
+
+        if by == "the inputs":
+            outer = jax.grad(lambda params: jnp.square(8 * jax.grad(loss, 1)(params, x) - 1).mean())
+        else:
+            outer = jax.grad(lambda params: optax.tree.norm(jax.grad(loss)(params, x)))
+        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.jit(outer)(params))])
+
+    exact = gradient(None)
+    errors = [jnp.linalg.norm(gradient(policy) - exact) / jnp.linalg.norm(exact) for policy in (HALF, WIDE)]
+    assert errors[1] < 1.2 * errors[0] < 0.01
+
+
 # Layers. Every gradient of a parameter that meets half values must hold more than float16 can.
 
 

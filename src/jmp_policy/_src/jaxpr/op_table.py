@@ -258,6 +258,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "scaled_dot": Operation(None, "a product with scales per block", _PRODUCT),
     "convert_element_type": Operation(None, "a cast", _VIEW),
     "reduce_precision": Operation(None, "rounds to fewer bits, in the same dtype", _VIEW | _COMBINER),
+    "as_cast_of": Operation(
+        None, "a half value, with the gradient to a float32 one", _ELEMENTWISE | _VIEW | _SAFE
+    ),
     "cholesky": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "custom_partitioning": Operation(None, "a function with a partitioning of its own", _CLOSED),
     "eigh": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),

@@ -27,6 +27,8 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, op_table, source_lines
@@ -77,7 +79,7 @@ class Activation:
 def read(value: Any) -> Any:
     """A value as the program has it, with its gradient."""
     if isinstance(value, DualWeight):
-        return joined(value.value, value.fp32)
+        return as_cast_of(value.value, value.fp32)
     return value.value if isinstance(value, Activation) else value
 
 
@@ -361,16 +363,25 @@ def with_float32_gradients(
     return in_float32
 
 
-@jax.custom_jvp
-def joined(value: Any, fp32: Any) -> Any:
-    """A half value, as if it were the cast of a float32 one."""
-    return value
+def as_cast_of(value: jax.Array, fp32: jax.Array) -> jax.Array:
+    """A half value, as if it were the cast of a float32 one: the gradient goes there.
+
+    A primitive, since JAX forgets a custom_jvp inside a scan where it differentiates that twice.
+    """
+    return _AS_CAST_OF.bind(value, fp32)
 
 
-@joined.defjvp
-def _joined_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    value, _ = primals
-    return value, lax.convert_element_type(tangents[1], value.dtype)
+def _as_cast_of_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    out, (_, tangent) = as_cast_of(*primals), tangents
+    return out, lax.convert_element_type(ad.instantiate_zeros(tangent), out.dtype)
+
+
+_AS_CAST_OF = Primitive("as_cast_of")
+_AS_CAST_OF.def_impl(lambda value, fp32: value)
+_AS_CAST_OF.def_abstract_eval(lambda value, fp32: value)
+ad.primitive_jvps[_AS_CAST_OF] = _as_cast_of_jvp
+batching.defbroadcasting(_AS_CAST_OF)
+mlir.register_lowering(_AS_CAST_OF, lambda context, value, fp32: [value])
 
 
 def _derived(eqn: Any, cotangent: Any = None, **changed: Any) -> Callable[..., Any]:
@@ -401,7 +412,7 @@ def _derived_product(primitive: Any, params: Any, _: Any, cotangent: Any) -> Cal
     def forward(operands: Any, fp32: Any) -> Any:
         # A derivative of this derivative (a loss that holds jax.grad) finds its way to the float32 arrays.
         pairs = zip(operands, fp32, strict=True)
-        taken = [x.value if w is None else joined(x.value, w.value) for x, w in pairs]
+        taken = [x.value if w is None else as_cast_of(x.value, w.value) for x, w in pairs]
         # An empty tuple where a derivative is asked for: structure, which is known when this is traced.
         asked = [() if operand.perturbed else None for operand in operands]
         asked_fp32 = [None if w is None or not w.perturbed else () for w in fp32]
