@@ -250,8 +250,8 @@ def test_rules_are_tried_for_named_scopes_of_a_function():
     w = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))}
     found = diagnose(jmpp.autocast(loss, "float16"), w, jnp.ones((4, 8)))
     assert dict(found.rule) == {"big": "float32"}
-    mended = jmpp.autocast(loss, jmpp.PolicyMap("float16", found.rule))
-    assert diagnose(mended, w, jnp.ones((4, 8))).finite
+    assert "off by 0, with none of the FLOPs in half." in found.advice
+    assert diagnose(jmpp.autocast(loss, found.policy), w, jnp.ones((4, 8))).finite
 
 
 def test_an_argument_that_overflows_is_named_and_no_mask():

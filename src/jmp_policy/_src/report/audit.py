@@ -17,8 +17,11 @@ from jmp_policy._src.jaxpr.walk import Operation, Site, ValueInfo, Walk, size
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
 from jmp_policy._src.report.function import Function, as_function, replaced
-from jmp_policy._src.report.lost_constants import LostConstant, without_overflow_warnings
-from jmp_policy._src.report.trials import lost_constants_of
+from jmp_policy._src.report.lost_constants import (
+    LostConstant,
+    lost_constants_of,
+    without_overflow_warnings,
+)
 
 
 def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any) -> Audit:

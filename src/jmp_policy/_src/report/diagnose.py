@@ -21,9 +21,14 @@ from jmp_policy._src.report import lost_operands, progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.eager_replay import EagerReplay, ReplayedEqn, on_devices, range_of
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
-from jmp_policy._src.report.lost_constants import OF_MASK, LostConstant, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import (
+    OF_MASK,
+    LostConstant,
+    lost_constants_of,
+    without_overflow_warnings,
+)
 from jmp_policy._src.report.pieces import Pieces
-from jmp_policy._src.report.trials import Mending, lost_constants_of
+from jmp_policy._src.report.trials import Mending
 
 
 def diagnose(
@@ -154,7 +159,7 @@ def _with_constants_kept(found: Diagnosis, mending: Mending | None) -> Diagnosis
     if kept is None:
         return found
     text = f"{kept.text[0].upper()}{kept.text[1:]} keeps these constants as they are written."
-    return dataclasses.replace(found, rule=kept.rule, advice=text)
+    return dataclasses.replace(found, rule=kept.rule, policy=kept.policy, advice=text)
 
 
 def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | None]:
@@ -263,7 +268,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         mended = mending.best(places if found.zero is not None else [*places, found.path])
         found = dataclasses.replace(found, tried=tuple(mending.tried))
     if mended is not None:
-        found = dataclasses.replace(found, rule=mended.rule, error_after=mended.error)
+        changed = {"rule": mended.rule, "policy": mended.policy, "error_after": mended.error}
+        found = dataclasses.replace(found, **changed)
     is_mask = _is_mask(replay.values[place])
     return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, is_mask, mended))
 

@@ -8,6 +8,7 @@ from typing import Any
 from jmp_policy._src.core.report_base import Report, Table, joined
 from jmp_policy._src.jaxpr.op_table import NOT_FINITE
 from jmp_policy._src.jaxpr.walk import Placed, PlacedOperation
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report import lost_constants, trials
 
 
@@ -76,7 +77,8 @@ class Diagnosis(Report, Placed):
         been written so.
       constants: all constants of the program that half precision makes infinite, zero or one.
       rule: overrides for the `PolicyMap` of the model that were tried and mend it, or of a finite result keep
-        all constants; empty without such.
+        all constants; empty without such, and where another policy as a whole mends.
+      policy: the whole policy with that rule, or in place of the model's own; None without one.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under the policy that is advised; nan without one.
 
@@ -113,6 +115,7 @@ class Diagnosis(Report, Placed):
     has_infinite_constant: bool = False
     constants: tuple[lost_constants.LostConstant, ...] = ()
     rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    policy: PolicyMap | None = None
     tried: tuple[trials.Tried, ...] = ()
     error_after: float = math.nan
 
@@ -198,7 +201,8 @@ def advice(
         return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
     if mended is not None:
         whole = mended.text[0].upper() + mended.text[1:]
-        rule = f"{whole} mends it: the gradient is finite, and off by {trials.error_text(mended.error)}."
+        off = f"off by {trials.error_text(mended.error)}{mended.price}"
+        rule = f"{whole} mends it: the gradient is finite, and {off}."
         return f"{_limit(found)} {rule}{mask}{_logarithm(found.zero)}"
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)

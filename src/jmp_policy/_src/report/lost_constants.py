@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,8 @@ from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
 from jmp_policy._src.jaxpr.source_lines import callers, is_called_by, is_of_activations, written_constants
 from jmp_policy._src.jaxpr.walk import Operation, PlacedOperation, Site, ValueInfo, Walk
+from jmp_policy._src.policy.rules import PolicyMap
+from jmp_policy._src.policy.scope import TRIAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +293,31 @@ class LostConstants:
             what = float(what)
         key = (found.line, found.dtype, found.becomes, what)
         self._found.setdefault(key, found)
+
+
+def lost_constants_of(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> LostConstants:
+    """What is lost in a program.
+
+    A trace in half precision shows what became of a number; one whose modules and half arguments are float32
+    shows the number, whatever it was called.
+
+    Args:
+      jaxpr: of the program as it is.
+      program, arrays: the program, and what it takes.
+    """
+
+    def in_float32() -> WideNumbers:
+        # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
+        with contextlib.suppress(Exception), without_overflow_warnings(), TRIAL(PolicyMap("float32")):
+            types = list(map(_in_float32, arrays))
+            return wide_numbers(jaxpr, jax.make_jaxpr(program)(types))
+        return WideNumbers()
+
+    return LostConstants(Walk(jaxpr).operations, in_float32)
+
+
+def _in_float32(array: Any) -> Any:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32 if is_half(array.dtype) else array.dtype)
 
 
 def _is_meaningless(name: str, place: int, becomes: str, known: Sequence[_Known]) -> bool:

@@ -11,8 +11,9 @@ were wrapped themselves (no parts of them; what `nnx.merge` makes of their state
 
 import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,15 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
-from jmp_policy._src.jaxpr.walk import Walk
+from jmp_policy._src.core.report_base import percent
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import PolicyMap, get_policy
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import lost_constants, progress
+from jmp_policy._src.report.audit import audit_of
 from jmp_policy._src.report.function import Function
-from jmp_policy._src.report.lost_constants import LostConstants, WideNumbers, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import lost_constants_of, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.tapping import Calls, watching_modules
 
@@ -40,6 +42,9 @@ _TOLERABLE = 0.1
 
 #: Errors that differ by less are alike: then what is tried first has more in half.
 _HARDLY = 1.1
+
+#: Where less of the FLOPs is in half, advice says so.
+_MOSTLY_HALF = 0.5
 
 #: At most so many modules are tried one by one.
 _MOST = 4
@@ -61,11 +66,13 @@ class Tried:
       policy: the whole policy with them.
       error: relative L2 error of the gradient under it, against the model in float32; infinite where that is
         not finite, nan where it was not measured.
+      half_share: share of the FLOPs of products that is in half under it; nan where it was not looked at.
     """
 
     rule: Mapping[Pattern, str]
     policy: PolicyMap
     error: float
+    half_share: float = math.nan
 
     @property
     def text(self) -> str:
@@ -78,34 +85,16 @@ class Tried:
         return f"the rule {{{rule}}}"
 
     @property
+    def price(self) -> str:
+        """Says how little is left in half, with a comma before; "" if that is most of it."""
+        if not self.half_share < _MOSTLY_HALF:
+            return ""
+        return f", with {percent(self.half_share) if self.half_share else 'none'} of the FLOPs in half"
+
+    @property
     def is_mended(self) -> bool:
         """Whether the error is so small that training is worth a try."""
         return self.error <= _TOLERABLE
-
-
-def lost_constants_of(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> LostConstants:
-    """What is lost in a program.
-
-    A trace in half precision shows what became of a number; one whose modules and half arguments are float32
-    shows the number, whatever it was called.
-
-    Args:
-      jaxpr: of the program as it is.
-      program, arrays: the program, and what it takes.
-    """
-
-    def in_float32() -> WideNumbers:
-        # A program that cannot be traced so, such as one that asserts its dtypes, has none to show.
-        with contextlib.suppress(Exception), without_overflow_warnings(), TRIAL(PolicyMap("float32")):
-            types = list(map(_in_float32, arrays))
-            return lost_constants.wide_numbers(jaxpr, jax.make_jaxpr(program)(types))
-        return WideNumbers()
-
-    return LostConstants(Walk(jaxpr).operations, in_float32)
-
-
-def _in_float32(array: Any) -> Any:
-    return jax.ShapeDtypeStruct(array.shape, jnp.float32 if is_half(array.dtype) else array.dtype)
 
 
 def tried_text(tried: Sequence[Tried]) -> str:
@@ -184,7 +173,17 @@ class Mending:
             self._try(paths, limit, in_sums)
         least = min((tried.error for tried in self.tried), default=np.inf)
         best = next((tried for tried in self.tried if tried.error <= _HARDLY * least), None)
-        return best if best is not None and best.is_mended else None
+        return self._with_price(best) if best is not None and best.is_mended else None
+
+    def _with_price(self, mended: Tried) -> Tried:
+        """What is advised, with what it leaves in half."""
+        with TRIAL(mended.policy), without_overflow_warnings(), warnings.catch_warnings(action="ignore"):
+            jaxpr = jax.make_jaxpr(self._program)(self._arrays)
+        seen = dataclasses.replace(
+            mended, half_share=audit_of("", jaxpr, [""] * len(self._arrays)).half_share
+        )
+        self.tried[self.tried.index(mended)] = seen
+        return seen
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""

@@ -19,9 +19,13 @@ from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift
 from jmp_policy._src.report.drift.rows import Rows
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
-from jmp_policy._src.report.lost_constants import LostConstants, without_overflow_warnings
+from jmp_policy._src.report.lost_constants import (
+    LostConstants,
+    lost_constants_of,
+    without_overflow_warnings,
+)
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.trials import Mending, Tried, lost_constants_of
+from jmp_policy._src.report.trials import Mending, Tried
 
 
 def drift(
@@ -87,7 +91,7 @@ def drift(
         mending = Mending(function, loss_scale, has_aux)
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
-            return found if kept is None else dataclasses.replace(found, rule=kept.rule, advice=kept.text)
+            return found if kept is None else _mended(found, kept)
         named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
@@ -115,7 +119,8 @@ def drift(
 
 
 def _mended(found: Drift, mended: Tried) -> Drift:
-    return dataclasses.replace(found, rule=mended.rule, advice=mended.text, error_after=mended.error)
+    fields = {"rule": mended.rule, "policy": mended.policy, "advice": mended.text}
+    return dataclasses.replace(found, **fields, error_after=mended.error)
 
 
 def _missing_scale(found: Drift, scale: float) -> int:

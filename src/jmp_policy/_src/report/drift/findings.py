@@ -10,6 +10,7 @@ import numpy as np
 from jmp_policy._src.core.report_base import Report, Sum, Table, joined, percent, plotting
 from jmp_policy._src.jaxpr.op_table import DESCRIPTIONS, HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Placed
+from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report import lost_constants, trials
 
 #: Parts of a program that a row is about.
@@ -164,7 +165,8 @@ class Drift(Report):
       constants: constants that half precision makes infinite, zero or one; float32 computes with those whose
         number is known.
       rule: overrides for the `PolicyMap` of the model that were tried and at least halve the error, or keep
-        all constants; empty without such.
+        all constants; empty without such, and where another policy as a whole mends.
+      policy: the whole policy with that rule, or in place of the model's own; None without one.
       advice: the rule, policy or loss scale to write, in words; "" if none was found.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under what is advised; nan without, and for a rule that keeps constants.
@@ -191,6 +193,7 @@ class Drift(Report):
     loss_scale: float = 1.0
     constants: tuple[lost_constants.LostConstant, ...] = ()
     rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    policy: PolicyMap | None = None
     advice: str = ""
     tried: tuple[trials.Tried, ...] = ()
     error_after: float = math.nan
@@ -285,7 +288,8 @@ class Drift(Report):
         if math.isnan(self.error_after):
             return f"{whole} keeps these constants as they are written"
         before, after = trials.error_text(self.error), trials.error_text(self.error_after)
-        return f"{whole} mends it: the gradient is off by {after} instead of {before}"
+        price = next((tried.price for tried in self.tried if tried.policy is self.policy), "")
+        return f"{whole} mends it: the gradient is off by {after} instead of {before}{price}"
 
     def _losses(self) -> list[str]:
         """Describes lost constants, and updates that half precision does not hold."""
