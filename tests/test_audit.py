@@ -1507,13 +1507,20 @@ def test_a_product_that_asks_for_precision_is_not_said_to_be_float32_for_its_ope
 
 
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.softplus])
-@pytest.mark.parametrize("shape", [(32,), (1, 32)])
-def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activation, shape):
-    def loss(params, x):  # Flax's layers give a bias as many axes as the result has.
-        hidden = x @ params["w"] + params["b"].reshape(shape)
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda b: b[0],
+        lambda b: b[0].reshape(1, -1),  # Flax's layers give a bias as many axes as the result has.
+        lambda b: jnp.concatenate([b[0, :16], b[1, 16:]]),
+    ],
+)
+def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activation, bias):
+    def loss(params, x):
+        hidden = x @ params["w"] + bias(params["b"])
         return jnp.square(activation(hidden) @ params["w"].T).mean()
 
-    params = {"w": jnp.ones((16, 32)) / 4, "b": jnp.zeros(32)}
+    params = {"w": jnp.ones((16, 32)) / 4, "b": jnp.zeros((2, 32))}
     found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, jnp.ones((8, 16)), grad=True)
     assert found.half_share == 1.0
     assert not found.upcasts

@@ -1088,6 +1088,35 @@ def test_rules_are_tried_until_one_mends_where_much_is_expected():
     assert "mends it" in found.verdict
 
 
+def test_a_rule_that_leaves_nothing_in_half_is_not_advised_where_another_mends():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="out")(nn.relu(nn.Dense(16, name="a")(x)))
+
+    model, x = jmpp.wrap(Model(), "mixed_bfloat16"), jax.random.normal(jax.random.key(0), (64, 16))
+    x = jnp.tile(x, (32, 1))
+    params = model.init(jax.random.key(1), x)
+    found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x) - 5).mean(), params, x)
+    assert any(tried.error == 0 for tried in found.tried)  # Float32 for both layers.
+    assert "grad=float32" in found.advice
+    assert found.policy.default.grad_dtype == jnp.float32
+    assert found.error_after < found.error / 2
+
+
+def test_a_loss_scale_that_mends_nothing_is_not_advised():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="out")(nn.relu(nn.Dense(16, name="a")(x)))
+
+    model, x = jmpp.wrap(Model(), "mixed_float16"), jax.random.normal(jax.random.key(0), (64, 16))
+    x = jnp.tile(x, (32, 1))
+    params = model.init(jax.random.key(1), x)
+    found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x) - 5).mean(), params, x)
+    assert "a loss scale" not in found.advice
+
+
 @pytest.mark.parametrize("overrides", [{}, {"embed": "params=float32,compute=bfloat16,output=bfloat16"}])
 @pytest.mark.parametrize("own_bias", [False, True])
 def test_sums_of_weight_gradients_are_mended_by_float32_for_those(overrides, own_bias):

@@ -174,6 +174,8 @@ def test_functions_that_hold_parameters_outside_of_the_model_draw_one_warning():
     assert len(warned) == 1
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # It has random streams, and no parameters.
     jmpp.wrap(nnx.Sequential(linear(), lambda x: dropout(x)), F16)
+    teacher = jmpp.wrap(linear(), F16)  # Kept from training on purpose, and in half.
+    jmpp.wrap(nnx.Sequential(linear(), lambda x: teacher(x)), F16)
 
 
 def test_a_dtype_that_the_class_defines():

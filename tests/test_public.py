@@ -264,6 +264,8 @@ import jmp_policy
 from jmp_policy import report
 from jmp_policy.report import tap
 
+jax.make_user_context = None  # After a new one JAX would trace and compile every function again.
+
 def update(tx, loss_of, state, params, x):
     loss, grads = jmp_policy.scaled_value_and_grad(loss_of)(state, params, x)
     updates, state = tx.update(grads, state, params)
@@ -276,7 +278,8 @@ params = model.init(jax.random.key(0), x)
 _, state = update(tx, lambda p, x: tap(model.apply(p, x), "out").mean(), tx.init(params), params, x)
 jmp_policy.check(state)
 
-net = jmp_policy.wrap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "mixed_float16")
+policy = "params=float32, compute=float16, output=float32, grad=float32"
+net = jmp_policy.wrap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), policy)
 optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
 loss, grads = jmp_policy.nnx.scaled_value_and_grad(lambda net, x: net(x).mean())(optimizer, net, x)
 optimizer.update(net, grads)

@@ -509,3 +509,26 @@ def test_a_wrapped_model_is_refused_also_if_its_loss_is_infinite():
     params = model.init(jax.random.key(0), x)
     with pytest.raises(ValueError, match="Dense is wrapped"):
         jmpp.recommend(lambda p, x: jnp.exp(model.apply(p, x)).mean(), params, x)
+
+
+def test_products_alone_are_in_half_with_weight_gradients_in_float32_where_both_are_needed():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8)(
+                x
+            )  # The noise needs float32, and so does the sum that is the last bias's gradient.
+            return nn.Dense(8)(nn.softmax(h + jax.random.gumbel(jax.random.key(2), h.shape, h.dtype)))
+
+    x = jax.random.normal(jax.random.key(0), (4096, 8))
+    params = Net().init(jax.random.key(1), x)
+    found = jmpp.recommend(
+        lambda params, x: jnp.square(Net().apply(params, x).astype(jnp.float32) - 5).mean(),
+        params,
+        x,
+        dtype="bfloat16",
+        budget=0.005,
+    )
+    in_half = "params=float32,compute=bfloat16,output=float32,grad=float32"
+    assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: in_half})
+    assert (found.half_share, found.fits) == (1.0, True)

@@ -113,9 +113,7 @@ class Watcher:
 
         Args:
           name: name of the model's class, and of the attributes that lead to the module: "Net/Dense_0".
-          module: the module.
-          args, kwargs: arguments of the method.
-          out: its result.
+          module, args, kwargs, out: the module, the arguments of the method, and its result.
         """
         return out
 

@@ -81,10 +81,10 @@ def _key(rules: PolicyMap, mark_only: bool, caller: Policy | None) -> object:
 
 #: The active scope of this thread, or None: `ACTIVE.value`, `with ACTIVE(scope): ...`.
 ACTIVE = jax.make_user_context(default_value=None)
-
-
 #: The rules that a report tries in place of those that modules were wrapped with, or a `trials.Met`; or None.
 TRIAL = jax.make_user_context(default_value=None)
+#: Whether a report traces NNX models. Made at import: after a new context JAX traces all functions again.
+OF_REPORT = jax.make_user_context(default_value=False)
 
 
 def in_trial(rules: PolicyMap) -> PolicyMap:

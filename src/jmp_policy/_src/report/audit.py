@@ -167,7 +167,9 @@ class _AuditWalk(Walk):
             isinstance(eqn.invars[0], compat.Literal) or self._is_argument(operands[0])
         ):
             self._not_promoting.add(results[0].key)
-        elif name in _VIEWS and self._is_argument(operands[0]):
+        elif name in _KEEPS_ARGUMENT and self._is_argument(operands[0]):
+            self._reshaped.update(info.key for info in results)
+        elif name == "concatenate" and all(map(self._is_argument, operands)):
             self._reshaped.add(results[0].key)
         self._see_promoted(eqn, site, operands)
 
@@ -449,6 +451,7 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
 _SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
 
 #: Operations that give the numbers of their operands, or whole ones next to them.
+_KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT]
 _KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]
 
 #: Operations between the making of an index and its use.

@@ -46,6 +46,9 @@ _HARDLY = 1.1
 #: Where less of the FLOPs is in half, advice says so.
 _MOSTLY_HALF = 0.5
 
+#: A gradient that is off by no more was computed in float32.
+_IN_FLOAT32 = 1e-6
+
 #: At most so many modules are tried one by one.
 _MOST = 4
 
@@ -157,23 +160,33 @@ class Mending:
         self._arrays, self.has_aux = function.arrays, has_aux
         self.tried: list[Tried] = []
 
-    def best(self, paths: Sequence[str], *, limit: float = _MENDED, in_sums: bool = False) -> Tried | None:
+    def best(
+        self,
+        paths: Sequence[str],
+        *,
+        limit: float = _MENDED,
+        before: float = np.inf,
+        in_sums: bool = False,
+    ) -> Tried | None:
         """Tries rules until one mends.
 
         Args:
           paths: of modules where something was lost, most important first.
           limit: relative error at which no more are tried.
+          before: the error without any, which is to be halved at least.
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The one with the least error, or one before it that is hardly worse; None if nothing could be tried,
-          or all are far off.
+          The one with the least error, or one before it that is hardly worse; one that leaves nothing in half
+          only where all others are far off. None if nothing could be tried, or all are.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
-        least = min((tried.error for tried in self.tried), default=np.inf)
-        best = next((tried for tried in self.tried if tried.error <= _HARDLY * least), None)
-        return self._with_price(best) if best is not None and best.is_mended else None
+        good = [tried for tried in self.tried if tried.is_mended and tried.error < before / 2]
+        good = [tried for tried in good if _IN_FLOAT32 < tried.error <= _MENDED] or good
+        least = min((tried.error for tried in good), default=np.inf)
+        best = next((tried for tried in good if tried.error <= _HARDLY * least), None)
+        return None if best is None else self._with_price(best)
 
     def _with_price(self, mended: Tried) -> Tried:
         """What is advised, with what it leaves in half."""
@@ -210,7 +223,7 @@ class Mending:
             self._exact = self._gradient(PolicyMap("float32"))
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
-            candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths))
+            candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
             for rule, policy in progress.steps("trying rules", candidates):
                 with contextlib.suppress(Exception):
                     self.tried.append(Tried(rule, policy, self._error(policy)))
@@ -236,7 +249,7 @@ class Mending:
         return max(around, key=lambda known: known.count("/"), default="").partition("/")[2]
 
     def _candidates(
-        self, own: PolicyMap, paths: Sequence[str]
+        self, own: PolicyMap, paths: Sequence[str], in_sums: bool
     ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
         default, named = own.default, self._named(paths)
         modules = {path.partition("/")[2] for path in self._paths} or {*named}
@@ -247,7 +260,8 @@ class Mending:
         for rule in rules[:_MOST] + [together] * (len(together) > 1):
             yield rule, _with_rule(own, rule)
         if is_half(default.compute_dtype) and self._products:
-            yield {}, products_alone(own, self._products)
+            alone = products_alone(own, self._products)
+            yield {}, grad_in_float32(alone) if in_sums else alone
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
             yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)

@@ -150,8 +150,7 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
     for module, name, keys, function in stored:
         held, where = _held_by(function, {}), f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
         if with_state.isdisjoint(held):
-            nodes = filter(graph_nodes.is_node, held.values())
-            unseen += [f"{where} ({name_of(node)})" for node in nodes if _has_params(node)][:1]
+            unseen += [f"{where} ({name_of(node)})" for node in held.values() if _is_unseen_layer(node)][:1]
             continue
         if isinstance(function, types.MethodType | functools.partial):
             raise ValueError(
@@ -172,14 +171,22 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
         warnings.warn(
             f"Functions of this model hold modules that are no attributes of it: {unseen[0]}{others}. NNX "
             "does not see their parameters, so that they are not trained, and no policy reaches them. Write "
-            "such a function as an nnx.Module with the layers as its attributes.",
+            "such a function as an nnx.Module with the layers as its attributes; or, if they are not to be "
+            "trained, wrap them themselves.",
             UserWarning,
             stacklevel=5,
         )
 
 
-def _has_params(node: Any) -> bool:
+def _is_unseen_layer(node: Any) -> bool:
+    """Whether it is a module with parameters, and not wrapped itself."""
+    if not isinstance(node, nnx.Module) or any(_is_wrapped(module) for _, module in nnx.iter_modules(node)):
+        return False
     return any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(node))
+
+
+def _is_wrapped(module: nnx.Module) -> bool:
+    return graph_nodes.own_specification(module) is not None or vars(module).get("dtype") is not None
 
 
 def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:

@@ -35,7 +35,7 @@ from jmp_policy._src.policy.frameworks import current_watcher, returned
 from jmp_policy._src.policy.patterns import path_text, unused_error
 from jmp_policy._src.policy.regions import region
 from jmp_policy._src.policy.rules import PolicyMap, PolicyMapLike
-from jmp_policy._src.policy.scope import TRIAL, in_trial
+from jmp_policy._src.policy.scope import OF_REPORT, TRIAL, in_trial
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -229,10 +229,6 @@ def _name_scopes(nodes: Any, rules: PolicyMap, stack: contextlib.ExitStack) -> t
     return rules.unused(met), met
 
 
-#: Whether a report traces: whoever merges modules under it is traced again, with their names.
-_REPORTS = jax.make_user_context(default_value=False)
-
-
 #: What is done, in this thread, with the models that `nnx.merge` makes.
 _ON_MERGE: contextvars.ContextVar[Any] = contextvars.ContextVar("on merge", default=None)
 
@@ -301,7 +297,7 @@ def naming_merged(trial_of: Callable[[Any], Any]) -> Iterator[None]:
             return merged
 
         stack.enter_context(_on_merge(change))
-        stack.enter_context(_REPORTS(True))
+        stack.enter_context(OF_REPORT(True))  # Who merges is traced again, with the names of modules.
         yield
 
 

@@ -100,10 +100,10 @@ def drift(
             error = math.inf
             with progress.interruptible("a loss scale was not tried"):
                 error = _error_under(None, function, 2.0**exponent, has_aux)
-            if error <= limit:
+            if error <= min(limit, found.error / 2):
                 text = f"a loss scale of 2**{exponent} (`DynamicLossScale`)"
                 return dataclasses.replace(found, advice=text, error_after=error)
-        mended = mending.best(named, limit=limit, in_sums=found.is_of_sums)
+        mended = mending.best(named, limit=limit, before=found.error, in_sums=found.is_of_sums)
         tried = list(mending.tried)
         if mended is not None:
             error = mended.error

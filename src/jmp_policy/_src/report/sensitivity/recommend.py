@@ -260,10 +260,8 @@ def _in(
     if kinds and (measured > budget or is_narrow):
         with progress.interruptible("float32 for weight gradients alone was not tried"):
             # Where sums over many examples are what is wrong, as of a bias, no layer has to be float32.
-            # It warns of weights that it does not reach.
             sums = grad_in_float32(chosen.rules_of(least))
-            with warnings.catch_warnings(action="ignore", category=UserWarning):
-                error = _error(loss, sums, scale, exact)
+            error = _error(loss, sums, scale, exact)
             if error <= budget:
                 choice, rules, measured, is_known = least, sums, error, False
     with progress.interruptible("rules with less error were not tried"):
@@ -293,10 +291,13 @@ def _in(
         with progress.interruptible("rules with products alone in half were not tried"):
             # Errors that no rounding makes, as of a constant that overflows, are not found module by module.
             alone = products_alone(PolicyMap(f"mixed_{dtype}"), kinds)
-            error, more = _error(loss, alone, scale, exact), _gains(loss, alone, None)["half_share"]
-            if error <= budget and (measured > budget or more > share):
-                rules, measured, predicted = alone, error, math.nan
-                rows = chosen.rows_of(choice, rules)
+            more = _gains(loss, alone, None)["half_share"]
+            for changed in (alone, grad_in_float32(alone)) if measured > budget or more > share else ():
+                error = _error(loss, changed, scale, exact)
+                if error <= budget:
+                    rules, measured, predicted = changed, error, math.nan
+                    rows = chosen.rows_of(choice, rules)
+                    break
     if not is_known and len(rows) == 1:
         rows = [dataclasses.replace(rows[0], predicted=measured)]
     return Recommendation(
@@ -322,7 +323,9 @@ def _gains(loss: Loss, rules: PolicyMap, card: Target | None) -> dict[str, Any]:
 
 def _error(loss: Loss, rules: PolicyMap, scale: float, exact: np.ndarray) -> float:
     """The relative error of the gradient under rules, as one run on this machine gives it."""
-    return _distance(_gradient(loss.under(rules), scale), exact)
+    # Of weights that `grad=float32` does not reach: then it does not help.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return _distance(_gradient(loss.under(rules), scale), exact)
 
 
 @without_overflow_warnings()
