@@ -1526,6 +1526,24 @@ def test_a_bias_before_an_activation_is_no_silent_upcast_under_autocast(activati
     assert not found.upcasts
 
 
+@pytest.mark.parametrize("kind", ["vmap", "scan"])
+def test_a_bias_of_mapped_or_scanned_layers_is_no_silent_upcast_under_autocast(kind):
+    def layer(h, params):
+        w, b = params
+        return h + jax.nn.gelu(h @ w + b) @ w.T, None
+
+    def loss(params, x):
+        if kind == "scan":
+            return jnp.square(jax.lax.scan(jax.checkpoint(layer), x, params)[0]).mean()
+        first = jax.tree.map(lambda p: p[0], params)  # As Equinox's layers, which take one example.
+        return jnp.square(jax.vmap(jax.vmap(lambda x: layer(x, first)[0]))(x[None])).mean()
+
+    params = jnp.ones((2, 16, 32)) / 4, jnp.zeros((2, 32))
+    found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, jnp.ones((8, 16)), grad=True)
+    assert found.half_share == 1.0
+    assert not found.upcasts
+
+
 def test_a_silent_upcast_under_autocast_is_where_the_float32_value_is_met():
     def loss(params, x, noise):
         w, scale = params

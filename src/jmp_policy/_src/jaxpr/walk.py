@@ -82,6 +82,7 @@ class ValueInfo(NamedTuple):
       constant: the number or array of the program that it is; None for anything else.
       times: how often it is made: in a scan once per trip, as `Site.times`.
       is_carry: whether it is a loop's carry at the start of a trip.
+      is_part: whether it is what a trip of a scan takes of an argument of the program.
     """
 
     key: int
@@ -90,6 +91,7 @@ class ValueInfo(NamedTuple):
     constant: Any = None
     times: int = 1
     is_carry: bool = False
+    is_part: bool = False
 
 
 class Operation(NamedTuple):
@@ -191,7 +193,10 @@ class Walk:
             trips = dataclasses.replace(site, counted=False)
         else:
             trips = dataclasses.replace(site, times=site.times * loop.trips)
-        xs = [self.new(info.provenance, times=trips.times) for info in loop.xs]
+        xs = [
+            self.new(x.provenance, times=trips.times)._replace(is_part=x.is_part or x.origin is not None)
+            for x in loop.xs
+        ]
 
         def body(carry: Sequence[ValueInfo], silent: bool) -> list[ValueInfo]:
             return self.inside(loop.body, [*loop.fixed, *carry, *xs], trips, silent)

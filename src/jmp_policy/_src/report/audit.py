@@ -164,7 +164,9 @@ class _AuditWalk(Walk):
         elif _is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
         elif name == "broadcast_in_dim" and (
-            isinstance(eqn.invars[0], compat.Literal) or self._is_argument(operands[0])
+            isinstance(eqn.invars[0], compat.Literal)
+            or self._is_argument(operands[0])
+            or operands[0].key in self._not_promoting
         ):
             self._not_promoting.add(results[0].key)
         elif name in _KEEPS_ARGUMENT and self._is_argument(operands[0]):
@@ -174,7 +176,7 @@ class _AuditWalk(Walk):
         self._see_promoted(eqn, site, operands)
 
     def _is_argument(self, info: ValueInfo) -> bool:
-        return info.origin is not None or info.key in self._reshaped
+        return info.origin is not None or info.is_part or info.key in self._reshaped
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
