@@ -254,6 +254,31 @@ def test_rules_are_tried_for_named_scopes_of_a_function():
     assert diagnose(jmpp.autocast(loss, found.policy), w, jnp.ones((4, 8))).finite
 
 
+def test_a_rule_is_tried_at_a_smaller_loss_scale_where_only_the_scaled_gradient_overflows():
+    """As in the first steps of training, when the loss scale is 65,536 still."""
+
+    class Energy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.square(300 * x) / 1e5
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="first")(x)
+            return nn.Dense(8, name="last")(h + Energy(name="energy")(h))
+
+    model, x = jmpp.wrap(Net(), "mixed_float16"), jax.random.normal(jax.random.key(0), (16, 8))
+    params = model.init(jax.random.key(1), x)
+    loss = lambda params: 100 * jnp.square(model.apply(params, x) - 1).mean()  # noqa: E731
+    found = diagnose(loss, params, scale=jmpp.DynamicLossScale(2.0**16))
+    assert dict(found.rule) == {"energy": "float32"}
+    assert found.tried[-1].loss_scale < 2**16
+    assert "at a loss scale of" in found.advice
+    assert found.error_after < 0.01
+    assert math.isnan(diagnose(loss, params, scale=16.0).tried[-1].loss_scale)
+
+
 def test_an_argument_that_overflows_is_named_and_no_mask():
     model = jmpp.wrap(nn.Dense(8), "mixed_float16")
     x = jnp.ones((2, 8)).at[0, 0].set(2e5)

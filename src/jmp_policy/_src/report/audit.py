@@ -320,6 +320,8 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
         listed, why = op_table.LISTED.get(name, ("", ""))
         half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), None)
         if listed == "full" and half is not None and any(map(size, eqn.invars)):
+            if why.startswith("as "):
+                _, why = op_table.LISTED.get(why.split()[1], ("", why))
             yield _half_operation(name, site, half, why, sum_terms(eqn))
 
 

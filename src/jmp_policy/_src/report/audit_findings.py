@@ -323,9 +323,9 @@ class Audit(Report):
         lines += [f"{operation} in half precision: {why}." for operation, why in reasons]
         if narrow := " or ".join(dict.fromkeys(u.narrow for u in self.upcasts if not u.reaches)):
             lines.append(
-                "A silent upcast ends where what half values meet is half too: `.astype(x.dtype)`, for noise "
-                "`jax.random.normal(key, x.shape, x.dtype)`. Under autocast, which traces x in float32, name "
-                f"the dtype: {narrow}."
+                "A silent upcast ends where what half values meet is half too, or a Python number: "
+                "`.astype(x.dtype)`, for noise `jax.random.normal(key, x.shape, x.dtype)`. Under autocast, "
+                f"which traces x in float32, name the dtype: {narrow}."
             )
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import percent
+from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
 from jmp_policy._src.policy.policy import Policy
@@ -49,6 +50,9 @@ _MOSTLY_HALF = 0.5
 #: A gradient that is off by no more was computed in float32.
 _IN_FLOAT32 = 1e-6
 
+#: How much smaller the next loss scale is, where a scaled gradient overflows.
+_SMALLER = 2.0**4
+
 #: At most so many modules are tried one by one.
 _MOST = 4
 
@@ -70,12 +74,14 @@ class Tried:
       error: relative L2 error of the gradient under it, against the model in float32; infinite where that is
         not finite, nan where it was not measured.
       half_share: share of the FLOPs of products that is in half under it; nan where it was not looked at.
+      loss_scale: the smaller loss scale at which it was tried at last; nan where that of the report will do.
     """
 
     rule: Mapping[Pattern, str]
     policy: PolicyMap
     error: float
     half_share: float = math.nan
+    loss_scale: float = math.nan
 
     @property
     def text(self) -> str:
@@ -89,10 +95,17 @@ class Tried:
 
     @property
     def price(self) -> str:
-        """Says how little is left in half, with a comma before; "" if that is most of it."""
-        if not self.half_share < _MOSTLY_HALF:
+        """Says how little is left in half and which loss scale it needs, after commas; "" if neither."""
+        share = percent(self.half_share) if self.half_share else "none"
+        text = f", with {share} of the FLOPs in half" * (self.half_share < _MOSTLY_HALF)
+        return text + self.scale
+
+    @property
+    def scale(self) -> str:
+        """Names the smaller loss scale that it needs, with a comma before; "" without one."""
+        if math.isnan(self.loss_scale):
             return ""
-        return f", with {percent(self.half_share) if self.half_share else 'none'} of the FLOPs in half"
+        return f", at a loss scale of {self.loss_scale:g}, to which DynamicLossScale falls by itself"
 
     @property
     def is_mended(self) -> bool:
@@ -104,7 +117,7 @@ def tried_text(tried: Sequence[Tried]) -> str:
     """Says what was tried, and what came of it; "" if nothing was."""
     if not tried:
         return ""
-    results = (f"{t.text}: {error_text(t.error)}" for t in tried)
+    results = (f"{t.text}: {error_text(t.error)}{t.scale}" for t in tried)
     return f"Tried, with the error of the gradient: {'; '.join(results)}."
 
 
@@ -156,8 +169,8 @@ class Mending:
     """
 
     def __init__(self, function: Function, loss_scale: float, has_aux: bool):
-        self._program, _ = function.value_and_gradients("a report", loss_scale, has_aux)
-        self._arrays, self.has_aux = function.arrays, has_aux
+        self._function, self._loss_scale, self.has_aux = function, loss_scale, has_aux
+        self._program, self._arrays = self._scaled(loss_scale), function.arrays
         self.tried: list[Tried] = []
 
     def best(
@@ -220,13 +233,13 @@ class Mending:
             return
         # A rule may be none for the code that runs: then it is not tried.
         with contextlib.suppress(Exception):
-            self._exact = self._gradient(PolicyMap("float32"))
+            _, self._exact = self._gradient(PolicyMap("float32"), self._loss_scale)
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
             for rule, policy in progress.steps("trying rules", candidates):
                 with contextlib.suppress(Exception):
-                    self.tried.append(Tried(rule, policy, self._error(policy)))
+                    self.tried.append(self._tried(rule, policy))
                     if self.tried[-1].error <= limit:
                         return
 
@@ -270,18 +283,31 @@ class Mending:
         """The modules that a report's paths lead to, the model aside."""
         return list(filter(None, dict.fromkeys(map(self._module, paths))))
 
-    def _gradient(self, rules: PolicyMap) -> list[np.ndarray]:
+    def _scaled(self, loss_scale: float) -> Callable[..., Any]:
+        return self._function.value_and_gradients("a report", loss_scale, self.has_aux)[0]
+
+    def _gradient(self, rules: PolicyMap, scale: float) -> tuple[bool, list[np.ndarray]]:
+        """Whether the loss is finite under rules, and its gradient at a loss scale, which is taken off."""
+        program = self._program if scale == self._loss_scale else self._scaled(scale)
         # Of weights that `grad=float32` does not reach: then it does not mend.
         with TRIAL(rules), warnings.catch_warnings(action="ignore", category=UserWarning):
-            _, _, *gradient = compiled_quickly(self._program)(self._arrays)
-        return [np.asarray(g).astype(np.float64) for g in gradient if jnp.issubdtype(g.dtype, jnp.floating)]
+            loss, _, *gradient = compiled_quickly(program)(self._arrays)
+        seed, numbers = float(first_cotangent(loss.dtype, scale)), map(np.asarray, gradient)
+        numbers = [g.astype(np.float64) / seed for g in numbers if jnp.issubdtype(g.dtype, jnp.floating)]
+        return bool(np.isfinite(loss)), numbers
 
-    def _error(self, rules: PolicyMap) -> float:
-        pairs = list(zip(self._gradient(rules), self._exact, strict=True))
-        with np.errstate(invalid="ignore"):
-            error = sum(np.square(found - exact).sum() for found, exact in pairs)
-        whole = sum(np.square(exact).sum() for _, exact in pairs)
-        return float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+    def _tried(self, rule: Mapping[Pattern, str], policy: PolicyMap) -> Tried:
+        """What came of rules: where only the scaled gradient overflows, at a smaller loss scale."""
+        whole, scale = sum(np.square(exact).sum() for exact in self._exact), self._loss_scale
+        while True:
+            is_finite, found = self._gradient(policy, scale)
+            with np.errstate(invalid="ignore"):
+                error = sum(np.square(f - e).sum() for f, e in zip(found, self._exact, strict=True))
+            if np.isfinite(error) or not is_finite or scale <= 1:
+                break
+            scale = max(scale / _SMALLER, 1.0)
+        error = float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+        return Tried(rule, policy, error, loss_scale=scale if scale < self._loss_scale else math.nan)
 
 
 def _together(named: Sequence[str]) -> dict[Pattern, str]:

@@ -109,7 +109,8 @@ def drift(
             error = mended.error
             with progress.interruptible("casts that are written in the model were not looked for"):
                 # They are in what rules were compared with too.
-                error = _error_under(mended.policy, function, scale, has_aux)
+                own = scale if math.isnan(mended.loss_scale) else mended.loss_scale
+                error = _error_under(mended.policy, function, own, has_aux)
             if error > max(2 * mended.error, found.error / 2):
                 tried[tried.index(mended)] = mended = dataclasses.replace(mended, error=error)
         found = dataclasses.replace(found, tried=tuple(tried))
