@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import threading
-from collections import Counter
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -67,26 +66,24 @@ def pytest_addoption(parser):
     parser.addoption(
         "--half-of-slow-cases",
         choices=("0", "1"),
-        help="of slow tests with several cases run one half: CI runs the other one on another Python",
+        help="of slow tests run one half of the cases: CI runs the other one on another Python",
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the other half of the cases of slow tests, if asked to: about half of every such test."""
+    """Leaves out the other half of the cases of slow tests, if asked to."""
     half = config.getoption("--half-of-slow-cases")
     if half is None:
         return
-    tests = [item.nodeid.partition("[")[0] for item in items]
-    cases = Counter(tests)
 
-    def is_left_out(item, test):
+    def is_left_out(item):
         marks = {mark.name for mark in item.iter_markers()}
         # Not every second one: of two dtypes that would be always the same.
         is_other = hashlib.sha256(item.nodeid.encode()).digest()[0] % 2 != int(half)
         # What needs something to be installed may be skipped where the other half runs.
-        return is_other and cases[test] > 1 and "slow" in marks and not marks & {"once", "skipif"}
+        return is_other and "slow" in marks and not marks & {"once", "skipif"}
 
-    left_out = {item for item, test in zip(items, tests, strict=True) if is_left_out(item, test)}
+    left_out = set(filter(is_left_out, items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
