@@ -452,6 +452,20 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
         unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
 
 
+def test_a_loss_function_that_scales_the_loss_itself_draws_a_warning():
+    def twice(state, params, x=X):
+        scale = jmpp.optim.get_loss_scale_state(state).loss_scale
+        return jmpp.scaled_value_and_grad(lambda params: scale.scale(loss_fn(params, x)))(state, params)[1]
+
+    def weighted(state, params, x=X):
+        return jmpp.scaled_value_and_grad(lambda params: 0.5 * loss_fn(params, x))(state, params)[1]
+
+    with pytest.warns(UserWarning, match="multiplied by the loss scale a second time"):
+        in_jit(twice, optimizer())
+    for gradient in (good, by_hand, weighted):
+        in_jit(gradient, optimizer())
+
+
 def _norm(grads):
     return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 

@@ -8,10 +8,10 @@ import pytest
 from tests import conftest
 
 SLOW = {f"tests/test_a.py::test_slow[{case}-{dtype}]" for case in range(40) for dtype in ("f16", "bf16")}
+SLOW |= {"tests/test_a.py::test_one_case"}
 WHOLE = {
     "tests/test_a.py::test_fast[0]": (),
     "tests/test_a.py::test_fast[1]": (),
-    "tests/test_a.py::test_one_case": ("slow",),
     "tests/test_a.py::test_on_one_version[0]": ("slow", "once"),
     "tests/test_a.py::test_on_one_version[1]": ("slow", "once"),
     "tests/test_a.py::test_skipped_on_one[0]": ("slow", "skipif"),

@@ -15,7 +15,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass
 from jmp_policy._src.loss_scaling.gradients import is_inexact
-from jmp_policy._src.loss_scaling.scale_mistakes import Division, explained
+from jmp_policy._src.loss_scaling.scale_mistakes import Division, explained, warn_if_scaled
 
 
 class Use(NamedTuple):
@@ -59,8 +59,11 @@ class ScaleUse:
     def note_product(self, scale: Any, tree: PyTree) -> None:
         """Takes note that a loss scale multiplies a tree; of its value where that is a program's constant."""
         self.note(scale)
-        if is_known(scale.loss_scale) and any(compat.traced_by(x) for x in jax.tree.leaves(tree)):
+        traced = list(filter(None, map(compat.traced_by, jax.tree.leaves(tree))))
+        if traced and is_known(scale.loss_scale):
             self.constants.add(float(scale.loss_scale))
+        if products := [xs for _, eqn, xs in traced if eqn is not None and eqn.primitive.name == "mul"]:
+            warn_if_scaled(products, scale)
 
     def close(self, scale: Any) -> None:
         """Takes note that an update divides by a scale that multiplied the gradients in the same program."""
@@ -104,7 +107,8 @@ class ForgottenScaleCheck:
         divisions = {
             name: Division(grads[name], scales[name], self._initial[name], params, state)
             for name in grads
-            if jax.tree.leaves(scales[name]) and _has_numbers(grads[name])
+            if jax.tree.leaves(scales[name])
+            and any(hasattr(x, "dtype") and is_inexact(x) and x.size for x in jax.tree.leaves(grads[name]))
         }
         if all(map(_comes_scaled, divisions.values())):
             for division in divisions.values():
@@ -114,10 +118,6 @@ class ForgottenScaleCheck:
             if found is not None and not self._is_answered:
                 warnings.warn(found, UserWarning, stacklevel=3)
         self._is_answered |= bool(divisions)
-
-
-def _has_numbers(grads: PyTree) -> bool:
-    return any(hasattr(x, "dtype") and is_inexact(x) and x.size for x in jax.tree.leaves(grads))
 
 
 def _comes_scaled(division: Division) -> bool:

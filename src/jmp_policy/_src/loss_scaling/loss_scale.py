@@ -195,9 +195,7 @@ def _leaf_to_float32(x: Any) -> Any:
         return x
     if isinstance(x, float):
         return jnp.asarray(x, jnp.float32)
-    if is_floating_array(x):
-        return cast_leaf(x, promote_dtype(x.dtype))
-    return x
+    return cast_leaf(x, promote_dtype(x.dtype)) if is_floating_array(x) else x
 
 
 def _times(x: Any, scale: Any) -> Any:
@@ -212,8 +210,7 @@ def scale_leaf(value: Any, low: float = SMALLEST_SCALE, high: float = LARGEST_SC
     """A loss scale as a strongly typed float32 scalar, checked if it is known before tracing."""
     if np.shape(value) != ():
         raise ValueError(
-            f"loss_scale must be a scalar, got shape {np.shape(value)}. Map over several scales with "
-            "jax.vmap."
+            f"loss_scale must be a scalar, got shape {np.shape(value)}. Map over several with jax.vmap."
         )
     if not isinstance(value, jax.core.Tracer):
         concrete = number(value, "loss_scale")
@@ -250,9 +247,8 @@ def scale_loss(scale: LossScale, loss: Any) -> Any:
     dtype = getattr(loss, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return scale.scale(loss)  # A Python number, or what jax.value_and_grad will refuse.
-    # A NaN loss whose gradients happen to be finite is a bad step too (Flax's DynamicScale counts it as
-    # good). A NaN factor turns the cotangent, and so all gradients, to NaN for the price of one scalar:
-    # x - x is 0 for every finite number, and NaN for inf and NaN.
+    # A NaN loss with finite gradients is a bad step too (Flax's DynamicScale counts it as good). A NaN factor
+    # makes all gradients NaN for the price of one scalar: x - x is 0 for finite numbers, and NaN for others.
     promoted = loss.astype(promote_dtype(dtype))
     one_if_finite = lax.stop_gradient(promoted - promoted) + 1
     if dtype == jnp.float16:

@@ -5,6 +5,7 @@ scaled out of a backward pass are not looked at.
 """
 
 import collections
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -303,6 +304,18 @@ def _changed_while_scaled(division: Division) -> str | None:
     return _DIVIDED if divides and not multiplies else None
 
 
+def warn_if_scaled(products: Sequence[Sequence[Any]], scale: Any) -> None:
+    """Warns where a loss is multiplied by a scale that is a factor of it already.
+
+    Args:
+      products: the factors of each part of the loss.
+      scale: the loss scale.
+    """
+    scales = {id(own[0]) for x in jax.tree.leaves(scale) if (own := compat.traced_by(x))}
+    if any(_is_cast_of(x, scales) for factors in products for x in factors):
+        warnings.warn(_SCALED_TWICE, UserWarning, stacklevel=5)
+
+
 def _is_cast_of(x: Any, scales: set[int]) -> bool:
     """Whether a value is one of these, cast or broadcast."""
     while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
@@ -339,6 +352,12 @@ _CLIPPED = (
     "was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
     "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
     "optimizer), loss_scale)."
+)
+
+#: Of a loss function that returns the loss times its scale.
+_SCALED_TWICE = (
+    "The loss is multiplied by the loss scale a second time: its gradients become 65,536 times too large at "
+    "a scale of 65,536. scaled_value_and_grad multiplies by it: let the loss function return the loss itself."
 )
 
 #: Of what somebody else has divided there.

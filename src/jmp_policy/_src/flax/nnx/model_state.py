@@ -35,7 +35,8 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
       modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
-      only: which Variables, as an NNX filter; all but parameters by default.
+      only: which Variables, as an NNX filter; all but parameters by default. With `...` those too, where the
+        forward pass writes to some (moving averages in an `nnx.Param`, weight normalisation).
 
     Raises:
       ValueError: when no loss scale, or more than one, is found; without any module.
