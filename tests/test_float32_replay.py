@@ -191,12 +191,16 @@ def test_products_are_in_full_float32_on_every_device():
     def function(x):
         return (x @ x.T).astype(jnp.float16) @ x.astype(jnp.float16)
 
-    asked = [
-        eqn.params["precision"]
-        for eqn in jax.make_jaxpr(replay_in_float32(function))(jnp.ones((4, 4))).eqns
-        if eqn.primitive.name == "dot_general"
-    ]
-    assert asked == [(jax.lax.Precision.HIGHEST,) * 2] * 2
+    x = jnp.ones((4, 4))
+    jaxpr = jax.make_jaxpr(function)(x)
+
+    def asked(replay):
+        eqns = jax.make_jaxpr(replay)(x).eqns
+        return [eqn.params["precision"] for eqn in eqns if eqn.primitive.name == "dot_general"]
+
+    assert asked(lambda x: evaluate_in_float32(jaxpr, [x])) == [(jax.lax.Precision.HIGHEST,) * 2] * 2
+    # What is compiled to be compared with multiplies in TF32 where the program would.
+    assert asked(replay_in_float32(function)) == [None] * 2
 
 
 @pytest.mark.once

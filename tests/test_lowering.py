@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import GPUS, LAUNCH_SECONDS, TARGETS, find_target, target_of_device
+from jmp_policy._src.jaxpr import ir
+from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering import compiler as xla_compiler
 from jmp_policy._src.report.lowering import lowering
 from jmp_policy._src.report.lowering.compile_process import Compiled
@@ -365,6 +367,26 @@ def test_the_face_of_a_report(compiler):
     assert "<table>" in report._repr_html_()
     assert json.loads(json.dumps(report.to_dict()))["kernels"][0]["times"] == 1
     assert report.measured_seconds is None
+
+
+def test_programs_to_compare_with_multiply_as_the_program_would():
+    """In float32 TF32 may be chosen, and under autocast products are in half, those in loops too."""
+
+    def program(w, x):
+        half = w.astype(jnp.float16)
+        carry, _ = jax.lax.scan(lambda x, _: (x @ half, None), x.astype(jnp.float16), length=2)
+        return (carry @ half).astype(jnp.float32)
+
+    function = as_function(program, (jnp.ones((16, 16)), jnp.ones((8, 16))), {}, "lowering_report")
+    _, variants = lowering._variants(function, function.jaxpr())
+    assert list(variants) == ["float32", "bfloat16"]
+    for dtype, (_, variant) in variants.items():
+        eqns = list(ir.equations(jax.make_jaxpr(variant)(function.arrays)))
+        products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+        assert len(products) == 2
+        for eqn in products:
+            assert eqn.params["precision"] is None
+            assert {str(ir.dtype_of(atom)) for atom in eqn.invars} == {dtype}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Half types are few enough that an array's type decides everything: each value th
 fewer is float32, in loops and calls as well, and all others are as they were traced.
 """
 
+import contextvars
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,8 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes in float32 what another one computes in half precision.
 
     The function is traced as it is, and what it does is then done with every float16, bfloat16 and float8
-    value replaced by a float32 one, and products in full precision. Random numbers stay the same; float64
-    stays float64. Custom kernels and callbacks are given the dtypes that they were traced with.
+    value replaced by a float32 one, products in the precision that they ask for. Random numbers stay the
+    same; float64 stays float64. Custom kernels and callbacks are given the dtypes that they were traced with.
 
     Args:
       fn: a function of pytrees of arrays that `jax.jit` could trace. Arguments that are no arrays are static.
@@ -56,13 +57,17 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def in_float32(*args: Any, **kwargs: Any) -> Any:
         jaxpr, arrays, rebuild = flattened(fn, args, kwargs)
-        return rebuild(evaluate_in_float32(jaxpr, arrays))
+        token = _AS_ASKED.set(True)
+        try:
+            return rebuild(evaluate_in_float32(jaxpr, arrays))
+        finally:
+            _AS_ASKED.reset(token)
 
     return in_float32
 
 
 def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, computed in float32.
+    """The results of a jaxpr, computed in float32, products in full precision.
 
     Args:
       jaxpr: closed or not.
@@ -114,7 +119,7 @@ class Replay(Interpreter):
         params = {name: _param(value) for name, value in eqn.params.items()}
         if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
             return as_traced(eqn, values)
-        if isinstance(params.get("precision", ""), tuple | None):
+        if not _AS_ASKED.get() and isinstance(params.get("precision", ""), tuple | None):
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2  # TF32 would be an error of its own.
         return list(map(to_float32, compat.bind_primitive(eqn.primitive, values, params)))
 
@@ -123,6 +128,9 @@ class Replay(Interpreter):
 _ENTERED = frozenset(Kind) - {Kind.SCAN, Kind.WHILE, Kind.COND, Kind.PLATFORM}
 
 _REPLAY = Replay()
+
+#: Whether products are in the precision that they ask for: in programs that are compiled to be compared.
+_AS_ASKED = contextvars.ContextVar("as asked", default=False)
 
 
 def to_float32(value: Any) -> Any:
