@@ -460,7 +460,9 @@ def test_a_loss_function_that_scales_the_loss_itself_draws_a_warning():
     def weighted(state, params, x=X):
         return jmpp.scaled_value_and_grad(lambda params: 0.5 * loss_fn(params, x))(state, params)[1]
 
-    with pytest.warns(UserWarning, match="multiplied by the loss scale a second time"):
+    with pytest.warns(
+        UserWarning, match=r"by the loss scale a second time, after test_forgotten_scale.py:\d+ \("
+    ):
         in_jit(twice, optimizer())
     for gradient in (good, by_hand, weighted):
         in_jit(gradient, optimizer())

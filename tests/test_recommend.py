@@ -515,9 +515,8 @@ def test_products_alone_are_in_half_with_weight_gradients_in_float32_where_both_
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            h = nn.Dense(8)(
-                x
-            )  # The noise needs float32, and so does the sum that is the last bias's gradient.
+            h = nn.Dense(8)(x)
+            # The noise needs float32, and so does the sum that is the last bias's gradient.
             return nn.Dense(8)(nn.softmax(h + jax.random.gumbel(jax.random.key(2), h.shape, h.dtype)))
 
     x = jax.random.normal(jax.random.key(0), (4096, 8))

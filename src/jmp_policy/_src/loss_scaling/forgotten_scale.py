@@ -62,7 +62,7 @@ class ScaleUse:
         traced = list(filter(None, map(compat.traced_by, jax.tree.leaves(tree))))
         if traced and is_known(scale.loss_scale):
             self.constants.add(float(scale.loss_scale))
-        if products := [xs for _, eqn, xs in traced if eqn is not None and eqn.primitive.name == "mul"]:
+        if products := [(eqn, xs) for _, eqn, xs in traced if eqn and eqn.primitive.name == "mul"]:
             warn_if_scaled(products, scale)
 
     def close(self, scale: Any) -> None:

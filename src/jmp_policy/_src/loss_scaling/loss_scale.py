@@ -210,7 +210,8 @@ def scale_leaf(value: Any, low: float = SMALLEST_SCALE, high: float = LARGEST_SC
     """A loss scale as a strongly typed float32 scalar, checked if it is known before tracing."""
     if np.shape(value) != ():
         raise ValueError(
-            f"loss_scale must be a scalar, got shape {np.shape(value)}. Map over several with jax.vmap."
+            f"loss_scale must be a scalar, got shape {np.shape(value)}. Map over several scales with "
+            "jax.vmap."
         )
     if not isinstance(value, jax.core.Tracer):
         concrete = number(value, "loss_scale")

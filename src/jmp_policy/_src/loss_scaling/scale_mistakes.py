@@ -19,6 +19,7 @@ from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
 from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.jax_sources import directory_of
+from jmp_policy._src.jaxpr.source_lines import source_line
 from jmp_policy._src.loss_scaling.gradient_changes import are_changed
 from jmp_policy._src.loss_scaling.protocol import FromDict
 
@@ -304,16 +305,17 @@ def _changed_while_scaled(division: Division) -> str | None:
     return _DIVIDED if divides and not multiplies else None
 
 
-def warn_if_scaled(products: Sequence[Sequence[Any]], scale: Any) -> None:
+def warn_if_scaled(products: Sequence[tuple[Any, Sequence[Any]]], scale: Any) -> None:
     """Warns where a loss is multiplied by a scale that is a factor of it already.
 
     Args:
-      products: the factors of each part of the loss.
+      products: the equations that gave the parts of the loss, with their factors.
       scale: the loss scale.
     """
     scales = {id(own[0]) for x in jax.tree.leaves(scale) if (own := compat.traced_by(x))}
-    if any(_is_cast_of(x, scales) for factors in products for x in factors):
-        warnings.warn(_SCALED_TWICE, UserWarning, stacklevel=5)
+    for eqn, factors in products:
+        if any(_is_cast_of(x, scales) for x in factors):
+            warnings.warn(_SCALED_TWICE.format(source_line(eqn)), UserWarning, stacklevel=5)
 
 
 def _is_cast_of(x: Any, scales: set[int]) -> bool:
@@ -356,8 +358,9 @@ _CLIPPED = (
 
 #: Of a loss function that returns the loss times its scale.
 _SCALED_TWICE = (
-    "The loss is multiplied by the loss scale a second time: its gradients become 65,536 times too large at "
-    "a scale of 65,536. scaled_value_and_grad multiplies by it: let the loss function return the loss itself."
+    "The loss is multiplied by the loss scale a second time, after {}: its gradients become 65,536 times too "
+    "large at a scale of 65,536. scaled_value_and_grad multiplies by it: let the loss function return the "
+    "loss itself."
 )
 
 #: Of what somebody else has divided there.

@@ -454,8 +454,10 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
 
 _SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
 
-#: Operations that give the numbers of their operands, or whole ones next to them.
+#: Operations that give an argument rearranged, or a part of it.
 _KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT]
+
+#: Operations that give the numbers of their operands, or whole ones next to them.
 _KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]
 
 #: Operations between the making of an index and its use.

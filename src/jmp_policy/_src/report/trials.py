@@ -203,12 +203,12 @@ class Mending:
 
     def _with_price(self, mended: Tried) -> Tried:
         """What is advised, with what it leaves in half."""
-        with TRIAL(mended.policy), without_overflow_warnings(), warnings.catch_warnings(action="ignore"):
-            jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-        seen = dataclasses.replace(
-            mended, half_share=audit_of("", jaxpr, [""] * len(self._arrays)).half_share
-        )
-        self.tried[self.tried.index(mended)] = seen
+        seen = mended
+        with progress.interruptible("what it leaves in half was not counted"), without_overflow_warnings():
+            with TRIAL(mended.policy), warnings.catch_warnings(action="ignore"):
+                jaxpr = jax.make_jaxpr(self._program)(self._arrays)
+            share = audit_of("", jaxpr, [""] * len(self._arrays)).half_share
+            self.tried[self.tried.index(mended)] = seen = dataclasses.replace(mended, half_share=share)
         return seen
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.classes import is_instance_of
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.suggest import did_you_mean
 from jmp_policy._src.flax.nnx import graph_nodes, layers
 from jmp_policy._src.flax.nnx.graph_nodes import Path, governed_methods, name_of, own_methods
@@ -172,21 +173,21 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
             f"Functions of this model hold modules that are no attributes of it: {unseen[0]}{others}. NNX "
             "does not see their parameters, so that they are not trained, and no policy reaches them. Write "
             "such a function as an nnx.Module with the layers as its attributes; or, if they are not to be "
-            "trained, wrap them themselves.",
+            "trained, wrap those layers too.",
             UserWarning,
             stacklevel=5,
         )
 
 
 def _is_unseen_layer(node: Any) -> bool:
-    """Whether it is a module with parameters, and not wrapped itself."""
-    if not isinstance(node, nnx.Module) or any(_is_wrapped(module) for _, module in nnx.iter_modules(node)):
+    """Whether it is a module with parameters, and not in half itself."""
+    if not isinstance(node, nnx.Module) or any(_is_in_half(module) for _, module in nnx.iter_modules(node)):
         return False
     return any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(node))
 
 
-def _is_wrapped(module: nnx.Module) -> bool:
-    return graph_nodes.own_specification(module) is not None or vars(module).get("dtype") is not None
+def _is_in_half(module: nnx.Module) -> bool:
+    return graph_nodes.own_specification(module) is not None or is_half(vars(module).get("dtype"))
 
 
 def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:

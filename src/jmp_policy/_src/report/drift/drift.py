@@ -85,9 +85,9 @@ def drift(
             with without_overflow_warnings(), progress.interruptible("the cause was not looked for"):
                 seen = diagnose.of_loss(function, loss_scale, has_aux)
             if seen is not None and not seen.finite:
-                best = min(seen.tried, key=lambda tried: tried.error, default=None)
+                best = next((tried for tried in seen.tried if tried.policy is seen.policy), None)
                 found = dataclasses.replace(found, cause=seen.verdict, tried=seen.tried)
-                return found if best is None or not best.is_mended else _mended(found, best)
+                return found if best is None else _mended(found, best)
         mending = Mending(function, loss_scale, has_aux)
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
