@@ -441,6 +441,28 @@ def test_apply_if_finite_belongs_inside():
         jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)
 
 
+def test_what_stands_behind_in_a_chain_belongs_inside():
+    """It runs on a skipped step, and sees -0.0: the average goes on."""
+    scale, params, average = jmpp.DynamicLossScale(2.0), jnp.ones(2), optax.ema(0.9)
+    scaled = jmpp.loss_scaled(optax.sgd(0.1), scale)
+    decayed = optax.chain(scaled, optax.add_decayed_weights(0.1), optax.scale_by_schedule(lambda count: 1.0))
+    for tx in (decayed, optax.chain(scaled, average), optax.chain(optax.chain(scaled), optax.chain(average))):
+        with pytest.warns(UserWarning, match=r"run on skipped steps.*loss_scaled\(optax\.chain"):
+            jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)
+        updates, _ = tx.update(jnp.full(2, jnp.inf), tx.init(params), params)
+        assert updates.any() == (tx is decayed)
+    without = optax.chain(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), average)
+    for tx in (
+        jmpp.loss_scaled(optax.chain(optax.sgd(0.1), average), scale),
+        optax.chain(average, scaled),
+        without,
+    ):
+        jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)  # Warnings are errors.
+    # States of two optimizers, and what else is passed beside a state, are no chain.
+    for beside in ((scaled.init(params), params), (scaled.init(params), {"ema": params})):
+        jmpp.scaled_value_and_grad(jnp.sum)(beside, params)
+
+
 def test_an_eps_that_float16_holds_as_zero_is_float32_inside():
     """Adam by itself divides 0 by 0 in float16; a gradient of zero is enough."""
     params = {"w": jnp.ones(2, jnp.float16)}

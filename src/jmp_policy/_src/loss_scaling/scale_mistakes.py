@@ -166,7 +166,25 @@ def _advice(wrapper: Any, kind: type) -> str:
             "first overflow spoils its sum. Put it inside: loss_scaled(optax.MultiSteps(optimizer, n), "
             "loss_scale)."
         )
+    if _is_chain(wrapper) and jax.tree.leaves(_behind(wrapper, kind)):
+        return (
+            "optax.chain has transformations behind loss_scaled, and these run on skipped steps as well: "
+            "counts and averages go on, weight decay changes parameters. Put all of them inside: "
+            "loss_scaled(optax.chain(...), loss_scale)."
+        )
     return ""
+
+
+def _is_chain(state: Any) -> bool:
+    """Whether a state is that of an `optax.chain`: a plain tuple of others, whose classes are named so."""
+    return type(state) is tuple and all(
+        _is_chain(one) or (isinstance(one, tuple) and type(one).__name__.endswith("State")) for one in state
+    )
+
+
+def _behind(states: Sequence[Any], kind: type) -> Sequence[Any]:
+    first = next((i for i, state in enumerate(states) if _holds(state, kind)), len(states))
+    return states[first + 1 :]
 
 
 def _holds(tree: Any, kind: type) -> bool:

@@ -57,7 +57,7 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
     if not is_scale(scale):
         path, state = find_one(scale)
         scale = unwrapped(state.loss_scale)
-        if ".inner" in path and (around := scale_mistakes.misplaced(scale_or_state, state)):
+        if path not in ("", ".opt_state") and (around := scale_mistakes.misplaced(scale_or_state, state)):
             warnings.warn(around, UserWarning, stacklevel=3)
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)
