@@ -7,10 +7,12 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import matplotlib
 import pytest
 
-pytestmark = pytest.mark.once
+from jmp_policy._src.report.lowering.compiler import is_installed
+
 #: Cells of the fourth that show what a compiler made, or did not, where it is not installed.
 COMPILED = r"\b(lowered|h100|padded|reports)\b"
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -87,20 +89,18 @@ def test_every_section_asserts(path):
     assert len(plain) <= 0.4 * len(code)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_top_to_bottom(path, tool, monkeypatch, tmp_path):
-    """A cell's words are those that are stored; its numbers are for the cell itself to assert."""
+@pytest.fixture
+def run(tool, monkeypatch, tmp_path):
+    """Runs a notebook: a cell's words are those that are stored, its numbers are the cell's to assert."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     monkeypatch.chdir(tmp_path)
-    namespace, figures, changed = {"__name__": "__main__"}, 0, {}
-    stored = [cell["outputs"] for cell in json.loads(path.read_text())["cells"] if "outputs" in cell]
-    # What a GPU's kernels are called is for one version of the compiler to say.
-    skipped = COMPILED if path.stem.startswith("04") else None
-    try:
+
+    def run(path, skipped=None):
+        namespace, figures, changed = {"__name__": "__main__"}, 0, {}
+        stored = [cell["outputs"] for cell in json.loads(path.read_text())["cells"] if "outputs" in cell]
         for i, source in enumerate(cells(path, "code")):
             outputs = tool.run_cell(source, f"{path.stem} [{i}]", namespace)
             for number in pyplot.get_fignums():
@@ -114,8 +114,26 @@ def test_runs_from_top_to_bottom(path, tool, monkeypatch, tmp_path):
                 new, old = words(outputs), words(stored[i])
                 if new != old:
                     changed[i] = {"new": dict(new - old), "stored": dict(old - new)}
-    finally:
-        pyplot.close("all")
-    assert figures
-    assert not list(tmp_path.iterdir())
-    assert not changed, "python tools/run_notebooks.py stores them again"
+        assert figures
+        assert not list(tmp_path.iterdir())
+        assert not changed, "python tools/run_notebooks.py stores them again"
+
+    yield run
+    pyplot.close("all")
+
+
+@pytest.mark.once
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_from_top_to_bottom(path, run):
+    # What a GPU's kernels are called is for one version of the compiler to say.
+    run(path, skipped=COMPILED if path.stem.startswith("04") else None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not is_installed() or not jax.__version__.startswith("0.12."),
+    reason="its output is that of one version of XLA's GPU compiler",
+)
+def test_what_is_compiled_for_gpus_is_stored(run):
+    run(NOTEBOOKS[3])
