@@ -242,16 +242,60 @@ def test_an_error_of_casts_that_the_model_writes_has_no_rule():
 
 def test_rules_are_tried_for_named_scopes_of_a_function():
     def loss(w, x):
+        x = 1 + jnp.tanh(x @ w["c"]) @ w["c"].T
         with jax.named_scope("big"):
             h = 50 * ((100 * (x @ w["a"])) @ w["b"])
             h = h @ w["b"].T
         return jnp.square(h / 1e6).mean()
 
-    w = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))}
+    w = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8)), "c": 1e-3 * jnp.ones((8, 64))}
     found = diagnose(jmpp.autocast(loss, "float16"), w, jnp.ones((4, 8)))
     assert dict(found.rule) == {"big": "float32"}
-    assert "off by 0, with none of the FLOPs in half." in found.advice
     assert diagnose(jmpp.autocast(loss, found.policy), w, jnp.ones((4, 8))).finite
+
+    # Where they leave nothing in half, bfloat16 does more.
+    alone = {"a": w["a"], "b": w["b"], "c": jnp.zeros((8, 0))}
+    found = diagnose(jmpp.autocast(loss, "float16"), alone, jnp.ones((4, 8)))
+    assert dict(found.tried[0].rule) == {"big": "float32"}
+    assert found.tried[0].half_share == 0
+    assert "The policy 'params=bfloat16,compute=bfloat16,output=bfloat16' mends it" in found.advice
+
+
+class Overflowing(nn.Module):
+    """A module with nearly all of the products, whose own code overflows."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = x
+        for i in range(2):
+            h = nn.relu(nn.Dense(64, name=f"layer_{i}")(h))
+        return h + jnp.tanh(jnp.square(300 * nn.Dense(64, name="last")(x)) / 1e5)
+
+
+class WithHead(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="head")(Overflowing(name="encoder")(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("report", [diagnose, jmpp.drift])
+@pytest.mark.parametrize("head", ["mixed_float16", "float32"])
+def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_mends(report, head):
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    params = WithHead().init(jax.random.key(1), x)
+
+    def loss_under(policy):
+        model = jmpp.wrap(WithHead(), policy)
+        return lambda params, x: jnp.square(model.apply(params, x).astype(F32)).mean()
+
+    found = report(loss_under(jmpp.PolicyMap("mixed_float16", {"head": head})), params, x)
+    assert dict(found.tried[0].rule) == {"encoder": "float32"}
+    assert found.tried[0].error < found.error_after
+    assert found.error_after < 2e-3
+    mended = loss_under(found.policy)
+    assert jmpp.audit(mended, params, x, grad=True).half_share > 0.9
+    assert diagnose(mended, params, x).finite
 
 
 def test_a_rule_is_tried_at_a_smaller_loss_scale_where_only_the_scaled_gradient_overflows():
@@ -1273,7 +1317,10 @@ class FirstOverflows(nnx.Module):
 def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
     model = jmpp.wrap(FirstOverflows(), jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
     found = diagnose(lambda model: model(jnp.ones((2, 8))).mean(), model)
-    assert found.rule == {"first": "float32"}
+    # Float32 for the first would leave nothing in half.
+    assert (found.tried[0].rule, found.tried[0].half_share) == ({"first": "float32"}, 0)
+    assert found.policy.default.compute_dtype == jnp.bfloat16
+    assert found.policy.keep_module_dtypes
     assert (model.first.dtype, model.last.dtype) == (jnp.float16, jnp.float32)
     whole = Tried({}, jmpp.PolicyMap("mixed_bfloat16", keep_module_dtypes=True), 0.0)
     assert "keep_module_dtypes=True" in whole.text

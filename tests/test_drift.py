@@ -492,6 +492,16 @@ def test_an_argument_whose_cast_rounds_is_named():
     assert "a cast of the argument 'batch/obs' to float16" in found.verdict
 
 
+def test_what_stands_for_the_cast_of_a_weight_has_no_row():
+    """Under `grad=float32` that is an operation of the library's own, which only hands it on."""
+    model = jmpp.wrap(nn.Dense(8, name="out"), "params=float32,compute=float16,output=float32,grad=float32")
+    params = model.init(jax.random.key(0), X)
+    found = jmpp.drift(lambda params: model.apply(params, X).mean(), params, detail="operation")
+    operations = {row.operation for row in found.rows}
+    assert "convert_element_type" in operations
+    assert "as_cast_of" not in operations
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 4])
 def test_a_harmless_cast_has_no_share_however_its_reader_is_written(lines):
@@ -1085,8 +1095,8 @@ def test_rules_are_tried_until_one_mends_where_much_is_expected():
     params = model.init(jax.random.key(1), x)
     found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x)).mean(), params, x)
     assert found.error > 0.1
-    assert found.error_after == found.tried[-1].error < 0.01
     assert len(found.rule) == 3
+    assert found.error_after == min(tried.error for tried in found.tried) < 0.01
     assert "mends it" in found.verdict
 
 

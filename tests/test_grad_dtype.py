@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.report.lowering.compiler import is_installed
+from jmp_policy._src.weight_grads.transform import as_cast_of
 
 F16, F32 = jnp.float16, jnp.float32
 HALF, WIDE = "p=f32,c=f16,o=f32", "p=f32,c=f16,o=f32,g=f32"
@@ -884,6 +885,23 @@ def test_in_shard_map_and_explicit_meshes(axis_type):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", [(0, 0), (1, 1), (0, None), (None, 0), (1, 0)])
+def test_what_stands_for_the_cast_of_a_weight_is_mapped_over_either_operand(axes):
+    arrays = [jnp.arange(6, dtype=dtype).reshape(3, 2) for dtype in (jnp.float16, jnp.float32)]
+    arrays = [
+        a[0] if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip(arrays, axes, strict=True)
+    ]
+
+    def mapped(half, weight):
+        return jax.vmap(as_cast_of, axes)(half, weight).astype(jnp.float32)
+
+    out, transposed = jax.vjp(mapped, *arrays)
+    np.testing.assert_array_equal(out, [[0, 1]] * 3 if axes[0] is None else [[0, 1], [2, 3], [4, 5]])
+    to_half, to_weight = transposed(jnp.ones((3, 2)))
+    assert not to_half.any()
+    np.testing.assert_array_equal(to_weight, jnp.full(arrays[1].shape, 3.0 if axes[1] is None else 1.0))
+
+
 def test_vmap_over_an_ensemble():
     loss, params = linen_case("raw", WIDE)
     stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), params)

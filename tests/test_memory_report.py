@@ -221,6 +221,28 @@ def test_a_loss_and_its_gradients():
     assert loss.row("gradients").expected_policy == loss.row("activations").expected_policy == 0
 
 
+def test_only_what_is_trained_has_gradients():
+    """As of adapters (LoRA) beside frozen weights."""
+    rank = 8
+    frozen = [jnp.ones((WIDTH, WIDTH))] * 2
+    params = {"frozen": frozen, "a": jnp.ones((WIDTH, rank)), "b": jnp.zeros((rank, WIDTH))}
+
+    def train(params, x):
+        def loss(adapter):
+            h = x
+            for w in params["frozen"]:
+                h = jnp.tanh(h @ w + h @ adapter["a"] @ adapter["b"])
+            return jnp.square(h).mean()
+
+        adapter = {name: params[name] for name in ("a", "b")}
+        grads = jax.grad(loss)(adapter)
+        return params | jax.tree.map(lambda p, g: p - g, adapter, grads)
+
+    report = memory_report(train, params, jnp.ones((BATCH, WIDTH)))
+    assert report.row("parameters").policy == 4 * (2 * WIDTH * WIDTH + 2 * WIDTH * rank)
+    assert report.row("gradients").expected_policy == 4 * 2 * WIDTH * rank
+
+
 def test_types_will_do_and_nothing_runs():
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     report = memory_report(step, params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))

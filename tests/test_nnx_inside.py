@@ -168,14 +168,24 @@ def test_functions_that_hold_parameters_outside_of_the_model_draw_one_warning():
         def __call__(self, x):
             return self.last(self.second(self.first(x)))
 
-    text = r"hold modules that are no attributes of it: Net.first \(Linear\) and 1 more. NNX does not see"
+    text = (
+        r"hold modules or parameters that are no attributes of it: Net.first \(Linear\) and 1 more. NNX does"
+    )
     with pytest.warns(UserWarning, match=text) as warned:
         jmpp.wrap(Net(), F16)
     assert len(warned) == 1
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # It has random streams, and no parameters.
     jmpp.wrap(nnx.Sequential(linear(), lambda x: dropout(x)), F16)
-    teacher = jmpp.wrap(linear(), F16)  # Kept from training on purpose, and in half.
-    jmpp.wrap(nnx.Sequential(linear(), lambda x: teacher(x)), F16)
+    # Kept from training on purpose, and in half.
+    in_half = nnx.Linear(8, 8, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    for teacher in (jmpp.wrap(linear(), F16), jmpp.wrap(nnx.Sequential(linear(), linear()), F16), in_half):
+        jmpp.wrap(nnx.Sequential(linear(), lambda x, teacher=teacher: teacher(x)), F16)
+    scale = nnx.Param(jnp.ones(8))
+    in_bfloat16 = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    half_of_it = [nnx.Sequential(first, linear()) for first in (jmpp.wrap(linear(), F16), in_bfloat16)]
+    for unseen in (lambda x: x * scale[...], *(lambda x, part=part: part(x) for part in half_of_it)):
+        with pytest.warns(UserWarning, match=r"no attributes of it: List\.1 \((Param|Sequential)\)"):
+            jmpp.wrap(nnx.Sequential(linear(), unseen), F16)
 
 
 def test_a_dtype_that_the_class_defines():

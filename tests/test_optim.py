@@ -446,7 +446,9 @@ def test_what_stands_behind_in_a_chain_belongs_inside():
     scale, params, average = jmpp.DynamicLossScale(2.0), jnp.ones(2), optax.ema(0.9)
     scaled = jmpp.loss_scaled(optax.sgd(0.1), scale)
     decayed = optax.chain(scaled, optax.add_decayed_weights(0.1), optax.scale_by_schedule(lambda count: 1.0))
-    for tx in (decayed, optax.chain(scaled, average), optax.chain(optax.chain(scaled), optax.chain(average))):
+    named = optax.named_chain(("step", scaled), ("average", average))
+    chains = optax.chain(scaled, average), optax.chain(optax.chain(scaled), optax.chain(average)), named
+    for tx in (decayed, *chains):
         with pytest.warns(UserWarning, match=r"run on skipped steps.*loss_scaled\(optax\.chain"):
             jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)
         updates, _ = tx.update(jnp.full(2, jnp.inf), tx.init(params), params)
@@ -461,6 +463,42 @@ def test_what_stands_behind_in_a_chain_belongs_inside():
     # States of two optimizers, and what else is passed beside a state, are no chain.
     for beside in ((scaled.init(params), params), (scaled.init(params), {"ema": params})):
         jmpp.scaled_value_and_grad(jnp.sum)(beside, params)
+
+
+@pytest.mark.parametrize("outer", ["mechanize", "schedule_free", "lookahead"])
+def test_wrappers_that_keep_something_belong_inside(outer):
+    make = {
+        "mechanize": optax.contrib.mechanize,
+        "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+        "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+    }[outer]
+    params = jnp.ones(2)
+    start = optax.LookaheadParams.init_synced(params) if outer == "lookahead" else params
+    around = make(jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()))
+    with pytest.warns(UserWarning, match=r"stands around loss_scaled: it runs on skipped steps"):
+        jmpp.scaled_value_and_grad(jnp.sum)(around.init(start), params)
+    inside = jmpp.loss_scaled(make(optax.sgd(0.1)), jmpp.DynamicLossScale())
+    jmpp.scaled_value_and_grad(jnp.sum)(inside.init(start), params)  # Warnings are errors.
+
+
+def test_one_masked_transformation_of_several_leaves_the_gradients_of_the_others_scaled():
+    params, scale = {"w": jnp.ones(2), "b": jnp.ones(2)}, jmpp.DynamicLossScale()
+    weights, biases = {"w": True, "b": False}, {"w": False, "b": True}
+
+    def loss_fn(params):
+        return params["w"].sum() + params["b"].sum()
+
+    scaled = optax.masked(jmpp.loss_scaled(optax.adam(0.1), scale), weights)
+    for other in (optax.sgd(0.1), optax.adam(0.1)):
+        for parts in ((scaled, optax.masked(other, biases)), (optax.masked(other, biases), scaled)):
+            state = optax.chain(*parts).init(params)
+            with pytest.warns(UserWarning, match=r"inside one optax.masked of several.*never divided"):
+                jmpp.scaled_value_and_grad(loss_fn)(state, params)
+    # Warnings are errors.
+    frozen = optax.chain(scaled, optax.masked(optax.set_to_zero(), biases))
+    hyperparameters = optax.inject_hyperparams(lambda rate: jmpp.loss_scaled(optax.sgd(rate), scale))(0.1)
+    for right in (frozen, hyperparameters):
+        jmpp.scaled_value_and_grad(loss_fn)(right.init(params), params)
 
 
 def test_an_eps_that_float16_holds_as_zero_is_float32_inside():

@@ -608,3 +608,27 @@ def test_a_summary_leaks_no_tracers():
     with jax.checking_leaks():
         again = summary(Three(inner=BF16), PolicyMap("mixed_float16", {"id": "float32"}), X)
     assert [row.path for row in again.modules] == [row.path for row in FOUND.modules]
+
+
+def test_an_nnx_module_inside_a_linen_model_is_in_the_row_of_its_bridge():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.layer(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="out")(nnx.bridge.ToLinen(Block, name="block")(x))
+
+    found = summary(Model(), PolicyMap("mixed_float16", {"block": "float32"}), jnp.ones((2, 8)))
+    assert [(row.path, row.type) for row in found.modules] == [
+        ("", "Model"),
+        ("block", "ToLinen"),
+        ("out", "Dense"),
+    ]
+    bridge = found["block"]
+    assert (bridge.parameters, bridge.compute_dtype, bridge.returns) == (8 * 8 + 8, "float32", ("float32",))
+    assert found.parameters == 72 + 36

@@ -67,7 +67,7 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def evaluate_in_float32(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, computed in float32, products in full precision.
+    """The results of a jaxpr, computed in float32; products in full precision, but inside a replay as asked.
 
     Args:
       jaxpr: closed or not.

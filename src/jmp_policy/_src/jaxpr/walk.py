@@ -136,6 +136,10 @@ class Walk:
         """The marks that the results of an equation carry; asked several times for what is in loops."""
         return frozenset()
 
+    def is_argument(self, info: ValueInfo) -> bool:
+        """Whether a value is an argument of the program, or what a trip of a scan takes of one."""
+        return info.origin is not None or info.is_part
+
     def see(self, operation: Operation) -> None:
         """Takes note of an operation or loop; called once for each, in order."""
         self.seen.append(operation)
@@ -194,8 +198,7 @@ class Walk:
         else:
             trips = dataclasses.replace(site, times=site.times * loop.trips)
         xs = [
-            self.new(x.provenance, times=trips.times)._replace(is_part=x.is_part or x.origin is not None)
-            for x in loop.xs
+            self.new(x.provenance, times=trips.times)._replace(is_part=self.is_argument(x)) for x in loop.xs
         ]
 
         def body(carry: Sequence[ValueInfo], silent: bool) -> list[ValueInfo]:

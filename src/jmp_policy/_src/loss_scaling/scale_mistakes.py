@@ -166,7 +166,32 @@ def _advice(wrapper: Any, kind: type) -> str:
             "first overflow spoils its sum. Put it inside: loss_scaled(optax.MultiSteps(optimizer, n), "
             "loss_scale)."
         )
-    if _is_chain(wrapper) and jax.tree.leaves(_behind(wrapper, kind)):
+    if _is_chain(wrapper) and _holds(wrapper, kind):
+        return _advice_on_chain(wrapper if isinstance(wrapper, tuple) else tuple(wrapper.values()), kind)
+    # A schedule's steps, and the hyperparameters that it gave, are no harm.
+    if _is_state(wrapper, "optax") and not isinstance(wrapper, optax.MultiStepsState | _HYPERPARAMETERS):
+        held = [_holds(part, kind) for part in wrapper]
+        own = [part for part, is_around in zip(wrapper, held, strict=True) if not is_around]
+        if any(held) and jax.tree.leaves(own):
+            name = type(wrapper).__name__.removesuffix("State")
+            return (
+                f"optax's {name} stands around loss_scaled: it runs on skipped steps as well, and meets "
+                "gradients that are not finite. Put it inside, and loss_scaled around the whole."
+            )
+    return ""
+
+
+def _advice_on_chain(states: Sequence[Any], kind: type) -> str:
+    masked = [state.inner_state for state in states if isinstance(state, optax.MaskedState)]
+    trained = [_holds(state, kind) for state in masked if not isinstance(state, optax.EmptyState)]
+    if any(trained) and not all(trained):
+        return (
+            "loss_scaled is inside one optax.masked of several, and the loss is scaled for all: gradients of "
+            "the others are never divided by the loss scale. Put it around the whole: "
+            "loss_scaled(optax.chain(...), loss_scale)."
+        )
+    first = [_holds(state, kind) for state in states].index(True)
+    if jax.tree.leaves(states[first + 1 :]):
         return (
             "optax.chain has transformations behind loss_scaled, and these run on skipped steps as well: "
             "counts and averages go on, weight decay changes parameters. Put all of them inside: "
@@ -176,20 +201,25 @@ def _advice(wrapper: Any, kind: type) -> str:
 
 
 def _is_chain(state: Any) -> bool:
-    """Whether a state is that of an `optax.chain`: a plain tuple of others, whose classes are named so."""
-    return type(state) is tuple and all(
-        _is_chain(one) or (isinstance(one, tuple) and type(one).__name__.endswith("State")) for one in state
-    )
+    """Whether a state is that of an `optax.chain`: others in a plain tuple, or by names in order."""
+    if isinstance(state, collections.OrderedDict):
+        state = tuple(state.values())
+    return type(state) is tuple and all(_is_chain(one) or _is_state(one) for one in state)
 
 
-def _behind(states: Sequence[Any], kind: type) -> Sequence[Any]:
-    first = next((i for i, state in enumerate(states) if _holds(state, kind)), len(states))
-    return states[first + 1 :]
+def _is_state(x: Any, module: str = "") -> bool:
+    """Whether something is a NamedTuple that calls itself a state, of a class of a package."""
+    cls = type(x)
+    return isinstance(x, tuple) and cls.__name__.endswith("State") and cls.__module__.startswith(module)
 
 
 def _holds(tree: Any, kind: type) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return any(isinstance(leaf, kind) for leaf in leaves)
+
+
+#: States of `optax.inject_hyperparams`.
+_HYPERPARAMETERS = optax.InjectHyperparamsState | optax.InjectStatefulHyperparamsState
 
 
 class Division(NamedTuple):

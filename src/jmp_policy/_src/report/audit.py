@@ -165,18 +165,19 @@ class _AuditWalk(Walk):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
         elif name == "broadcast_in_dim" and (
             isinstance(eqn.invars[0], compat.Literal)
-            or self._is_argument(operands[0])
+            or self.is_argument(operands[0])
             or operands[0].key in self._not_promoting
         ):
             self._not_promoting.add(results[0].key)
-        elif name in _KEEPS_ARGUMENT and self._is_argument(operands[0]):
+        elif name in _KEEPS_ARGUMENT and self.is_argument(operands[0]):
             self._reshaped.update(info.key for info in results)
-        elif name == "concatenate" and all(map(self._is_argument, operands)):
+        elif name == "concatenate" and all(map(self.is_argument, operands)):
             self._reshaped.add(results[0].key)
         self._see_promoted(eqn, site, operands)
 
-    def _is_argument(self, info: ValueInfo) -> bool:
-        return info.origin is not None or info.is_part or info.key in self._reshaped
+    def is_argument(self, info: ValueInfo) -> bool:
+        """The same, or whether it is one rearranged, a part of one, or several joined."""
+        return super().is_argument(info) or info.key in self._reshaped
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance

@@ -263,8 +263,9 @@ class Audit(Report):
             )
         if not places and any(other.is_half for other in self.products):
             return (
-                ", whose operands were never half: by a rule, in a module without parameters, in a "
-                "custom_vjp that autocast leaves, or outside of what is wrapped or autocast"
+                ", whose operands were never half: by a rule, in a norm (a float32 island), in a module "
+                "without parameters, in a custom_vjp that autocast leaves, or outside of what is wrapped or "
+                "autocast"
             )
         if not places:
             return (

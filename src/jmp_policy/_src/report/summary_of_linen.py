@@ -39,7 +39,9 @@ def described(
     variables = jax.eval_shape(start.call, start.arrays)
     mutable = [collection for collection in variables if collection != "params"]
 
-    def note(module: nn.Module) -> Any:
+    def note(module: Any) -> Any:
+        if not isinstance(module, nn.Module):
+            return None  # An NNX module is a part of its bridge.
         scope = ACTIVE.value
         precision, location = governed(scope, module)
         path = scope.relative(location.path)
@@ -62,7 +64,8 @@ def described(
         return out
 
     jaxpr = as_function(apply, (variables, *inputs), kwargs, "summary").jaxpr()
-    return type(model).__name__, rules, _rows(rules, variables, calls.calls), jaxpr
+    noted = [(call, note) for call, note in calls.calls if note is not None]
+    return type(model).__name__, rules, _rows(rules, variables, noted), jaxpr
 
 
 def _rows(rules: PolicyMap, variables: Any, calls: Sequence[Any]) -> list[Any]:

@@ -190,26 +190,29 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The one with the least error, or one before it that is hardly worse; one that leaves nothing in half
-          only where all others are far off. None if nothing could be tried, or all are.
+          The first within the limit that leaves most in half; else the one with the least error, or one
+          before it that is hardly worse, which leaves nothing in half only where all others are far off. None
+          if nothing could be tried, or all are.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
         good = [tried for tried in self.tried if tried.is_mended and tried.error < before / 2]
         good = [tried for tried in good if _IN_FLOAT32 < tried.error <= _MENDED] or good
+        within = [tried for tried in good if tried.error <= limit and tried.half_share >= _MOSTLY_HALF]
         least = min((tried.error for tried in good), default=np.inf)
-        best = next((tried for tried in good if tried.error <= _HARDLY * least), None)
-        return None if best is None else self._with_price(best)
+        best = next(iter(within), None) or next((t for t in good if t.error <= _HARDLY * least), None)
+        if best is not None and math.isnan(best.half_share):
+            missing = "what it leaves in half was not counted"
+            with progress.interruptible(missing), without_overflow_warnings():
+                self.tried[self.tried.index(best)] = best = self._with_price(best)
+        return best
 
-    def _with_price(self, mended: Tried) -> Tried:
-        """What is advised, with what it leaves in half."""
-        seen = mended
-        with progress.interruptible("what it leaves in half was not counted"), without_overflow_warnings():
-            with TRIAL(mended.policy), warnings.catch_warnings(action="ignore"):
-                jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-            share = audit_of("", jaxpr, [""] * len(self._arrays)).half_share
-            self.tried[self.tried.index(mended)] = seen = dataclasses.replace(mended, half_share=share)
-        return seen
+    def _with_price(self, tried: Tried) -> Tried:
+        """What was tried, with what it leaves in half."""
+        with TRIAL(tried.policy), warnings.catch_warnings(action="ignore"):
+            jaxpr = jax.make_jaxpr(self._program)(self._arrays)
+        share = audit_of("", jaxpr, [""] * len(self._arrays)).half_share
+        return dataclasses.replace(tried, half_share=share)
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
@@ -237,11 +240,17 @@ class Mending:
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
+            is_dear = False
             for rule, policy in progress.steps("trying rules", candidates):
+                if is_dear and rule:
+                    continue  # More modules in float32 leave less in half.
                 with contextlib.suppress(Exception):
                     self.tried.append(self._tried(rule, policy))
                     if self.tried[-1].error <= limit:
-                        return
+                        self.tried[-1] = self._with_price(self.tried[-1])
+                        is_dear = self.tried[-1].half_share < _MOSTLY_HALF
+                        if not is_dear:
+                            return
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""

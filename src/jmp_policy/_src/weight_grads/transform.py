@@ -376,11 +376,19 @@ def _as_cast_of_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return out, lax.convert_element_type(ad.instantiate_zeros(tangent), out.dtype)
 
 
+def _batched_as_cast_of(operands: Any, axes: Any) -> tuple[Any, int]:
+    if axes[0] == axes[1]:
+        return as_cast_of(*operands), axes[0]
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    value, fp32 = (batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True))
+    return as_cast_of(value, fp32), 0
+
+
 _AS_CAST_OF = Primitive("as_cast_of")
 _AS_CAST_OF.def_impl(lambda value, fp32: value)
 _AS_CAST_OF.def_abstract_eval(lambda value, fp32: value)
 ad.primitive_jvps[_AS_CAST_OF] = _as_cast_of_jvp
-batching.defbroadcasting(_AS_CAST_OF)
+batching.primitive_batchers[_AS_CAST_OF] = _batched_as_cast_of
 mlir.register_lowering(_AS_CAST_OF, lambda context, value, fp32: [value])
 
 

@@ -151,7 +151,7 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
     for module, name, keys, function in stored:
         held, where = _held_by(function, {}), f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
         if with_state.isdisjoint(held):
-            unseen += [f"{where} ({name_of(node)})" for node in held.values() if _is_unseen_layer(node)][:1]
+            unseen += [f"{where} ({name_of(node)})" for node in held.values() if _is_unseen(node)][:1]
             continue
         if isinstance(function, types.MethodType | functools.partial):
             raise ValueError(
@@ -170,24 +170,30 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
     if unseen:
         others = f" and {len(unseen) - 1} more" * (len(unseen) > 1)
         warnings.warn(
-            f"Functions of this model hold modules that are no attributes of it: {unseen[0]}{others}. NNX "
-            "does not see their parameters, so that they are not trained, and no policy reaches them. Write "
-            "such a function as an nnx.Module with the layers as its attributes; or, if they are not to be "
-            "trained, wrap those layers too.",
+            f"Functions of this model hold modules or parameters that are no attributes of it: {unseen[0]}"
+            f"{others}. NNX does not see them, so that they are not trained, and no policy reaches them. "
+            "Write such a function as an nnx.Module with the layers as its attributes; or, if they are not "
+            "to be trained, wrap those layers too.",
             UserWarning,
             stacklevel=5,
         )
 
 
-def _is_unseen_layer(node: Any) -> bool:
-    """Whether it is a module with parameters, and not in half itself."""
-    if not isinstance(node, nnx.Module) or any(_is_in_half(module) for _, module in nnx.iter_modules(node)):
+def _is_unseen(node: Any) -> bool:
+    """Whether it is a parameter, or has one in a module without a policy, that is not in half by itself."""
+    if isinstance(node, nnx.Param):
+        return not all(map(is_half, graph_nodes.dtypes(node)))
+    if not isinstance(node, nnx.Module):
         return False
-    return any(isinstance(variable, nnx.Param) for _, variable in graph_nodes.variables(node))
-
-
-def _is_in_half(module: nnx.Module) -> bool:
-    return graph_nodes.own_specification(module) is not None or is_half(vars(module).get("dtype"))
+    modules = [module for _, module in nnx.iter_modules(node)]
+    wrapped = [module for module in modules if graph_nodes.own_specification(module) is not None]
+    governed = {id(module) for top in wrapped for _, module in nnx.iter_modules(top)}
+    return any(
+        _is_unseen(param)
+        for module in modules
+        if id(module) not in governed and not is_half(getattr(module, "dtype", None))
+        for _, param in graph_nodes.own_params(module)
+    )
 
 
 def _held_by(value: Any, seen: dict[int, Any]) -> dict[int, Any]:

@@ -146,7 +146,7 @@ class TwinEvaluation(Interpreter):
             half, rounds = as_written(eqn, values), [True] * len(computed)
         else:
             dtypes = map(ir.dtype_of, eqn.outvars)
-            rounds = [is_half(dtype) and not _is_exact(eqn, dtype) for dtype in dtypes]
+            rounds = [is_half(dtype) and not _is_exact(eqn, i, dtype) for i, dtype in enumerate(dtypes)]
             half = [
                 narrowed(value, ir.dtype_of(var)) if rounding else value
                 for value, var, rounding in zip(computed, eqn.outvars, rounds, strict=True)
@@ -240,21 +240,26 @@ def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
     return sum(found) if found else None
 
 
-def _is_exact(eqn: Any, dtype: Any) -> bool:
-    """Whether an operation gives numbers that its half operands already were."""
-    if eqn.primitive.name == "convert_element_type":
-        return ir.dtype_of(eqn.invars[0]) == dtype
+def _is_exact(eqn: Any, i: int, dtype: Any) -> bool:
+    """Whether an operation gives a result of numbers that its half operands already were."""
+    if eqn.primitive.name in _VIEWS:
+        return ir.dtype_of(eqn.invars[_viewed(eqn, i)]) == dtype
     if eqn.primitive.name not in _EXACT:
         return False
     floating = [d for d in map(ir.dtype_of, eqn.invars) if d is not None and jnp.issubdtype(d, jnp.floating)]
     return all(d == dtype for d in floating)
 
 
+def _viewed(eqn: Any, i: int) -> int:
+    """Which operand a result is, its shape or dtype aside."""
+    return i if len(eqn.invars) == len(eqn.outvars) else 0
+
+
 def _passed_on(eqn: Any, twins: Sequence[Twin], i: int) -> int | None:
     """The node of the operand that a result is, its shape aside."""
     if eqn.primitive.name not in _VIEWS:
         return None
-    place = i if len(eqn.invars) == len(eqn.outvars) else 0
+    place = _viewed(eqn, i)
     var, out = eqn.invars[place], eqn.outvars[i]
     is_number = all(jnp.issubdtype(ir.dtype_of(v), jnp.inexact) for v in (var, out))
     return twins[place].node if is_number and walk.size(var) == walk.size(out) else None

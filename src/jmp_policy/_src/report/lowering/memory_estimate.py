@@ -1,7 +1,7 @@
 """Estimates the memory of mixed precision from a jaxpr alone, as guides to mixed precision count it.
 
-A half copy of each parameter that is cast, a gradient for each parameter, and the activations: what the
-forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
+A half copy of each parameter that is cast, a gradient for each one that is trained, and the activations: what
+the forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
 kept: products, reductions, random numbers. What follows from them element by element is computed again
 where it is read, and a value takes the widest form in which the backward pass reads it, which is 8 bits for
 float8 products.
@@ -83,7 +83,7 @@ class _Accounting:
         self._roles, self._parts = roles, parts
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
         self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
-        self._has_gradients = False
+        self._of_backward = set[tuple[int, ...]]()
         self._kept: dict[_Made, int] = {}
         self._copies: dict[tuple[int, str], int] = {}
         values = [_Value(argument=i) for i in range(len(opened.invars))]
@@ -93,8 +93,11 @@ class _Accounting:
             found[role] += _size(var) // count
         found["half copies"] = sum(self._copies.values())
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
-        if self._has_gradients:
-            found["gradients"] = found["parameters"]
+        found["gradients"] = sum(
+            _size(var) // n
+            for var, role, n in zip(opened.invars, roles, parts, strict=True)
+            if role == "parameters" and axes(_shape(var)) in self._of_backward
+        )
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
 
@@ -138,8 +141,11 @@ class _Accounting:
         return self._forward(eqn, operands)
 
     def _keep(self, eqn: Any, operands: Sequence[_Value]) -> None:
-        """Notes what an operation of the backward pass reads, in the widest form in which it is read."""
-        self._has_gradients = True
+        """Notes what an operation of the backward pass reads, in the widest form in which it is read.
+
+        And the shapes of what it gives: a parameter whose shape nothing has is not differentiated.
+        """
+        self._of_backward |= {axes(_shape(var)) for var in eqn.outvars}
         # What a float8 product reads waits for it in 8 bits; its scales are single numbers.
         widths = [jnp.dtype(name).itemsize for name in formats_of(eqn) or ()]
         widths = widths or list(map(_width, eqn.invars))
