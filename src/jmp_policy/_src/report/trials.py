@@ -47,6 +47,9 @@ _HARDLY = 1.1
 #: Where less of the FLOPs is in half, advice says so.
 _MOSTLY_HALF = 0.5
 
+#: Where less of them is, other policies are tried, and preferred if they mend as well.
+_HARDLY_HALF = 0.1
+
 #: A gradient that is off by no more was computed in float32.
 _IN_FLOAT32 = 1e-6
 
@@ -190,15 +193,14 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The first within the limit that leaves most in half; else the one with the least error, or one
-          before it that is hardly worse, which leaves nothing in half only where all others are far off. None
-          if nothing could be tried, or all are.
+          The first within the limit that leaves something in half; else the one with the least error, or one
+          before it that is hardly worse. None if nothing could be tried, or all are far off.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
         good = [tried for tried in self.tried if tried.is_mended and tried.error < before / 2]
         good = [tried for tried in good if _IN_FLOAT32 < tried.error <= _MENDED] or good
-        within = [tried for tried in good if tried.error <= limit and tried.half_share >= _MOSTLY_HALF]
+        within = [tried for tried in good if tried.error <= limit and tried.half_share >= _HARDLY_HALF]
         least = min((tried.error for tried in good), default=np.inf)
         best = next(iter(within), None) or next((t for t in good if t.error <= _HARDLY * least), None)
         if best is not None and math.isnan(best.half_share):
@@ -248,7 +250,7 @@ class Mending:
                     self.tried.append(self._tried(rule, policy))
                     if self.tried[-1].error <= limit:
                         self.tried[-1] = self._with_price(self.tried[-1])
-                        is_dear = self.tried[-1].half_share < _MOSTLY_HALF
+                        is_dear = self.tried[-1].half_share < _HARDLY_HALF
                         if not is_dear:
                             return
 
