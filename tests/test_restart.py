@@ -765,6 +765,21 @@ def test_check_restored_does_not_fill_in():
         jmpp.optim.check_restored(old, SCALED.init(PARAMS))
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_keys_that_were_read_as_numbers_are_keys_again(impl, shape):
+    """As Orbax gives the streams of an NNX model with dropout, without a target."""
+    keys = jax.random.split(jax.random.key(7, impl=impl), shape) if shape else jax.random.key(7, impl=impl)
+    saved = {"dropout": {"key": np.asarray(jax.random.key_data(keys))}}
+    fresh = jax.random.wrap_key_data(jnp.zeros_like(jax.random.key_data(keys)), impl=impl)
+    for template in (fresh, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
+        restored = jmpp.restore_state({"dropout": {"key": template}}, saved)["dropout"]["key"]
+        assert restored.dtype == keys.dtype
+        np.testing.assert_array_equal(jax.random.key_data(restored), jax.random.key_data(keys))
+    with pytest.raises(ValueError, match=r"dropout/key: key<\w+>.* -> uint32"):
+        jmpp.restore_state({"dropout": {"key": fresh}}, {"dropout": {"key": np.zeros((5, 9), np.uint32)}})
+
+
 def test_orbax_casts_silently_and_its_metadata_tells(tmp_path):
     """Why the metadata are to be checked: after the restore the types are right and the digits gone."""
     half = {"w": jnp.array([1.0, 1.001], jnp.bfloat16)}

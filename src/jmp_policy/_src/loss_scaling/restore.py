@@ -88,7 +88,7 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False, check:
             f"restore_state needs a state to fill, got a transformation ({type(template).__name__}); pass "
             "what its init(params) returns."
         )
-    pairs = _pairs(template, saved)
+    pairs = list(map(_with_key, _pairs(template, saved)))
     _check_structure(pairs)
     pairs = [p for p in pairs if p.wanted is not _ABSENT]
     values = [p.default() if p.field else _converted(p, cast) for p in pairs]
@@ -169,6 +169,22 @@ def _pairs(template: Any, saved: Any, exact: bool = False) -> list[_Pair]:
     check_depth(template, "The state", limit=100)
     check_depth(saved, "What was saved", limit=100)
     return list(_match("", template, saved, exact=exact))
+
+
+def _with_key(pair: _Pair) -> _Pair:
+    """The pair with a random key in place of its data, as Orbax reads a key as a NumPy array."""
+    dtype, impls = getattr(pair.wanted, "dtype", None), list[Any]()
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or not hasattr(pair.given, "dtype"):
+        return pair
+
+    def data_of(key: jax.Array) -> jax.Array:
+        impls.append(jax.random.key_impl(key))  # Known of a shape alone, too.
+        return jax.random.key_data(key)
+
+    data, given = jax.eval_shape(data_of, pair.wanted), pair.given
+    if (data.shape, data.dtype) != (np.shape(given), given.dtype):
+        return pair
+    return dataclasses.replace(pair, given=jax.random.wrap_key_data(jnp.asarray(given), impl=impls[0]))
 
 
 def _match(
