@@ -247,6 +247,7 @@ def test_an_nnx_model_and_a_budget_from_batches():
     # The gradient of the kernels is 4 times as large: both are 0.6 of their mean away from it.
     assert found.budget == pytest.approx(0.06, rel=0.05)
     found = jmpp.recommend(model, X, probes=1, dtype="float16", budget=1e-9)
+    assert "the budget of 1e-07 %" in found.verdict
     assert found.policy == jmpp.PolicyMap("float32")
     assert (found.measured, found.half_share) == (0, 0)
     assert [row.pattern for row in found.rows] == [""]

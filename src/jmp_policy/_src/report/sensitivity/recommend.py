@@ -94,7 +94,7 @@ class Recommendation(Report):
         word = "within" if self.fits else "MORE THAN"
         predicted = "" if math.isnan(self.predicted) else f" (predicted {percent(self.predicted)})"
         errors = f"{percent(self.measured)}{predicted}"
-        parts = [f"The gradient is off by {errors}, {word} the budget of {percent(self.budget)}."]
+        parts = [f"The gradient is off by {errors}, {word} the budget of {100 * self.budget:.3g} %."]
         if not math.isnan(self.half_share):
             float8 = f", {percent(self.float8_share)} in float8 by {self.recipe}" if self.recipe else ""
             parts.append(f"{percent(self.half_share)} of the FLOPs are in half{float8}.")
