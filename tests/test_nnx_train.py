@@ -181,6 +181,56 @@ def cnn(scale):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param), case.inputs()
 
 
+class WritesParameters(nnx.Module):
+    """Keeps a moving average in an `nnx.Param`."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.average = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        h = self.layer(x)
+        mean = jax.lax.stop_gradient(h).mean(0)
+        self.average[...] = 0.9 * self.average[...].astype(jnp.float32) + 0.1 * mean.astype(jnp.float32)
+        return h * jax.lax.stop_gradient(self.average[...])
+
+
+@pytest.mark.parametrize("by", ["minimize", "keep_state_on_skip"])
+def test_parameters_that_the_forward_pass_writes_are_kept_on_a_skipped_step(by):
+    model = jmpp.wrap(WritesParameters(), "mixed_float16")
+    scaled = jmpp.loss_scaled(optax.adamw(1e-2), jmpp.DynamicLossScale())
+    if by == "minimize":
+        optimizer = jmpp.nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param, precision="fp16")
+    else:
+        optimizer = nnx.Optimizer(model, scaled, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            return jnp.square(model(x).astype(jnp.float32)).mean()
+
+        if by == "minimize":
+            return optimizer.minimize(loss_fn, model)
+        with jmpp.nnx.keep_state_on_skip(optimizer, model):
+            loss, grads = jmpp.nnx.scaled_value_and_grad(loss_fn)(optimizer, model)
+            optimizer.update(model, grads)
+        return loss
+
+    def values():
+        return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    before = values()
+    step(model, optimizer, x)
+    changed = values()
+    assert not any(
+        np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, changed)), strict=True)
+    )
+    step(model, optimizer, x.at[0].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, values(), changed)
+    assert jnp.isfinite(step(model, optimizer, x))
+
+
 @pytest.mark.slow
 def test_batch_statistics_are_kept_on_a_skipped_step():
     model, optimizer, x = cnn(jmpp.DynamicLossScale())

@@ -14,7 +14,7 @@ from flax import nnx
 from jmp_policy._src.core.dtypes import in_dtype_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
-from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
+from jmp_policy._src.flax.nnx.train import AFTER_BACKWARD, scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
@@ -35,8 +35,9 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
       modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
-      only: which Variables, as an NNX filter; all but parameters by default. With `...` those too, where the
-        forward pass writes to some (moving averages in an `nnx.Param`, weight normalisation).
+      only: which Variables, as an NNX filter; by default all but parameters, and those of these that the
+        forward pass writes to (moving averages in an `nnx.Param`, weight normalisation) if the gradient is
+        of `jmp_policy.nnx`.
 
     Raises:
       ValueError: when no loss scale, or more than one, is found; without any module.
@@ -59,16 +60,24 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     """
     get_loss_scale_state(optimizer)  # Raises now, and not after the step.
     selected = nnx.filterlib.to_predicate(only)
-    found = {
-        id(variable): variable
-        for module in _models(modules)
-        for path, variable in graph_nodes.variables(module)
-        if selected(path, variable)
-    }
-    before = [(variable, stored_arrays.read(variable)) for variable in found.values()]
-    yield
+    kept: dict[int, tuple[nnx.Variable, Any]] = {}
+    others: dict[int, tuple[nnx.Variable, Any]] = {}
+    for module in _models(modules):
+        for path, variable in graph_nodes.variables(module):
+            found = kept if selected(path, variable) else others
+            found[id(variable)] = variable, stored_arrays.read(variable)
+
+    def keep_written() -> None:
+        kept.update((key, one) for key, one in others.items() if stored_arrays.read(one[0]) is not one[1])
+        others.clear()  # What changes after the first backward pass may be an update.
+
+    token = AFTER_BACKWARD.set(keep_written if only is _NOT_PARAMS else lambda: None)
+    try:
+        yield
+    finally:
+        AFTER_BACKWARD.reset(token)
     finite = grads_finite(optimizer)
-    for variable, old in before:
+    for variable, old in kept.values():
         new = stored_arrays.read(variable)
         if new is not old:
             if jax.tree.structure(new) == jax.tree.structure(old):

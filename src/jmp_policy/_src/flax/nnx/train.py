@@ -1,5 +1,6 @@
 """Gradients of a scaled loss of NNX modules."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,9 @@ from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.policy.patterns import path_text
 
 T = TypeVar("T")
+
+#: Called after a backward pass and before the update: what has changed by then was written by the model.
+AFTER_BACKWARD = contextvars.ContextVar[Callable[[], None]]("after backward", default=lambda: None)
 
 
 def scaled_value_and_grad(
@@ -85,6 +89,7 @@ def scaled_value_and_grad(
         trains = isinstance(scale_or_optimizer, nnx.Optimizer)
         before = _differentiated(args, argnums) if trains else set()
         (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
+        AFTER_BACKWARD.get()()
         if trains and (new := _differentiated(args, argnums) - before):
             names = ", ".join(sorted(map(path_text, new)))
             raise ValueError(
