@@ -295,8 +295,8 @@ STEPS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step(optax.apply_if_finite(TX, 5)),
         "inside|apply_if_finite",
     ),
-    "an average behind in a chain": (
-        lambda: step(optax.chain(TX, optax.ema(0.9))),
+    "momentum behind in a chain": (
+        lambda: step(optax.chain(TX, optax.trace(0.9))),
         r"loss_scaled\(optax\.chain",
     ),
     "gradients of other parameters": (

@@ -243,6 +243,28 @@ def test_only_what_is_trained_has_gradients():
     assert report.row("gradients").expected_policy == 4 * 2 * WIDTH * rank
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_that_are_split_in_a_shard_map_have_gradients(inside):
+    """There they and their gradients have the shapes of a part."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec()
+
+    def loss(w, x):
+        return jax.lax.psum(jnp.square(jnp.tanh(x @ w)).sum(), "model")
+
+    def part(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    def train(params, x):
+        if inside:
+            return jax.shard_map(part, mesh=mesh, in_specs=(split, whole), out_specs=split)(params, x)
+        outer = jax.shard_map(loss, mesh=mesh, in_specs=(split, whole), out_specs=whole)
+        return params - 0.1 * jax.grad(outer)(params, x)
+
+    report = memory_report(train, jnp.ones((WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH)))
+    assert report.row("gradients").expected_policy == report.row("parameters").policy > 0
+
+
 def test_types_will_do_and_nothing_runs():
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     report = memory_report(step, params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))

@@ -1,10 +1,12 @@
 """`loss_scaled` around every optax optimizer: clean steps, overflow steps, states."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -442,27 +444,41 @@ def test_apply_if_finite_belongs_inside():
 
 
 def test_what_stands_behind_in_a_chain_belongs_inside():
-    """It runs on a skipped step, and sees -0.0: the average goes on."""
-    scale, params, average = jmpp.DynamicLossScale(2.0), jnp.ones(2), optax.ema(0.9)
+    """It runs on a skipped step, and sees -0.0: what it keeps changes."""
+    scale, params, momentum = jmpp.DynamicLossScale(2.0), jnp.ones(2), optax.trace(0.9)
     scaled = jmpp.loss_scaled(optax.sgd(0.1), scale)
     decayed = optax.chain(scaled, optax.add_decayed_weights(0.1), optax.scale_by_schedule(lambda count: 1.0))
-    named = optax.named_chain(("step", scaled), ("average", average))
-    chains = optax.chain(scaled, average), optax.chain(optax.chain(scaled), optax.chain(average)), named
-    for tx in (decayed, *chains):
+    named = optax.named_chain(("step", scaled), ("momentum", momentum))
+    for tx in (decayed, named, optax.chain(scaled, momentum), optax.chain(optax.chain(scaled), momentum)):
         with pytest.warns(UserWarning, match=r"run on skipped steps.*loss_scaled\(optax\.chain"):
             jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)
         updates, _ = tx.update(jnp.full(2, jnp.inf), tx.init(params), params)
         assert updates.any() == (tx is decayed)
-    without = optax.chain(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), average)
-    for tx in (
-        jmpp.loss_scaled(optax.chain(optax.sgd(0.1), average), scale),
-        optax.chain(average, scaled),
-        without,
-    ):
+    inside, before = (
+        jmpp.loss_scaled(optax.chain(optax.sgd(0.1), momentum), scale),
+        optax.chain(momentum, scaled),
+    )
+    without = optax.chain(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), momentum)
+    for tx in (inside, before, without):
         jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)  # Warnings are errors.
-    # States of two optimizers, and what else is passed beside a state, are no chain.
-    for beside in ((scaled.init(params), params), (scaled.init(params), {"ema": params})):
-        jmpp.scaled_value_and_grad(jnp.sum)(beside, params)
+
+
+class OtherState(NamedTuple):
+    """A user's own; its name says nothing."""
+
+    opt_state: Any
+    step: Any
+
+
+def test_states_of_several_optimizers_are_no_chain():
+    params, average = jnp.ones(2), optax.ema(0.9)
+    state = jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale(2.0)).init(params)
+    own = OtherState(state, jnp.zeros(()))
+    besides = (params, {"ema": params}, average.init(params), optax.adam(0.1).init(params))
+    for given in (*((state, beside) for beside in besides), (own, OtherState((), jnp.zeros(()))), own):
+        jmpp.scaled_value_and_grad(jnp.sum)(given, params)  # Warnings are errors.
+    ordered = collections.OrderedDict(step=state, ema=average.init(params))
+    jmpp.scaled_value_and_grad(jnp.sum)(ordered, params)
 
 
 @pytest.mark.parametrize("outer", ["mechanize", "schedule_free", "lookahead"])
@@ -475,7 +491,7 @@ def test_wrappers_that_keep_something_belong_inside(outer):
     params = jnp.ones(2)
     start = optax.LookaheadParams.init_synced(params) if outer == "lookahead" else params
     around = make(jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()))
-    with pytest.warns(UserWarning, match=r"stands around loss_scaled: it runs on skipped steps"):
+    with pytest.warns(UserWarning, match=r"stands around loss_scaled: it runs on skipped steps as well"):
         jmpp.scaled_value_and_grad(jnp.sum)(around.init(start), params)
     inside = jmpp.loss_scaled(make(optax.sgd(0.1)), jmpp.DynamicLossScale())
     jmpp.scaled_value_and_grad(jnp.sum)(inside.init(start), params)  # Warnings are errors.
@@ -495,7 +511,7 @@ def test_one_masked_transformation_of_several_leaves_the_gradients_of_the_others
             with pytest.warns(UserWarning, match=r"inside one optax.masked of several.*never divided"):
                 jmpp.scaled_value_and_grad(loss_fn)(state, params)
     # Warnings are errors.
-    frozen = optax.chain(scaled, optax.masked(optax.set_to_zero(), biases))
+    frozen = optax.chain(scaled, optax.masked(optax.chain(optax.set_to_zero()), biases))
     hyperparameters = optax.inject_hyperparams(lambda rate: jmpp.loss_scaled(optax.sgd(rate), scale))(0.1)
     for right in (frozen, hyperparameters):
         jmpp.scaled_value_and_grad(loss_fn)(right.init(params), params)

@@ -168,22 +168,21 @@ def _advice(wrapper: Any, kind: type) -> str:
         )
     if _is_chain(wrapper) and _holds(wrapper, kind):
         return _advice_on_chain(wrapper if isinstance(wrapper, tuple) else tuple(wrapper.values()), kind)
-    # A schedule's steps, and the hyperparameters that it gave, are no harm.
-    if _is_state(wrapper, "optax") and not isinstance(wrapper, optax.MultiStepsState | _HYPERPARAMETERS):
+    if _is_state(wrapper, "optax.") and not isinstance(wrapper, optax.MultiStepsState | _COUNTING):
         held = [_holds(part, kind) for part in wrapper]
         own = [part for part, is_around in zip(wrapper, held, strict=True) if not is_around]
         if any(held) and jax.tree.leaves(own):
             name = type(wrapper).__name__.removesuffix("State")
             return (
-                f"optax's {name} stands around loss_scaled: it runs on skipped steps as well, and meets "
-                "gradients that are not finite. Put it inside, and loss_scaled around the whole."
+                f"optax's {name} stands around loss_scaled: it runs on skipped steps as well. Put it inside, "
+                "and loss_scaled around the whole."
             )
     return ""
 
 
 def _advice_on_chain(states: Sequence[Any], kind: type) -> str:
     masked = [state.inner_state for state in states if isinstance(state, optax.MaskedState)]
-    trained = [_holds(state, kind) for state in masked if not isinstance(state, optax.EmptyState)]
+    trained = [_holds(state, kind) for state in masked if not _is_frozen(state)]
     if any(trained) and not all(trained):
         return (
             "loss_scaled is inside one optax.masked of several, and the loss is scaled for all: gradients of "
@@ -191,7 +190,9 @@ def _advice_on_chain(states: Sequence[Any], kind: type) -> str:
             "loss_scaled(optax.chain(...), loss_scale)."
         )
     first = [_holds(state, kind) for state in states].index(True)
-    if jax.tree.leaves(states[first + 1 :]):
+    # States of another optimizer, or of an average of parameters, may be beside this one and no part of it.
+    behind = [one for one in states[first + 1 :] if _is_state(one) and not isinstance(one, optax.EmaState)]
+    if jax.tree.leaves(behind):
         return (
             "optax.chain has transformations behind loss_scaled, and these run on skipped steps as well: "
             "counts and averages go on, weight decay changes parameters. Put all of them inside: "
@@ -207,10 +208,16 @@ def _is_chain(state: Any) -> bool:
     return type(state) is tuple and all(_is_chain(one) or _is_state(one) for one in state)
 
 
-def _is_state(x: Any, module: str = "") -> bool:
-    """Whether something is a NamedTuple that calls itself a state, of a class of a package."""
-    cls = type(x)
-    return isinstance(x, tuple) and cls.__name__.endswith("State") and cls.__module__.startswith(module)
+def _is_state(x: Any, *packages: str) -> bool:
+    """Whether something is the state of a transformation of optax or of this library, or of one of them."""
+    return isinstance(x, tuple) and type(x).__module__.startswith(packages or ("optax.", "jmp_policy."))
+
+
+def _is_frozen(state: Any) -> bool:
+    """Whether a state may be that of `optax.set_to_zero`."""
+    while type(state) is tuple and len(state) == 1:
+        (state,) = state
+    return isinstance(state, optax.EmptyState)
 
 
 def _holds(tree: Any, kind: type) -> bool:
@@ -218,8 +225,13 @@ def _holds(tree: Any, kind: type) -> bool:
     return any(isinstance(leaf, kind) for leaf in leaves)
 
 
-#: States of `optax.inject_hyperparams`.
-_HYPERPARAMETERS = optax.InjectHyperparamsState | optax.InjectStatefulHyperparamsState
+#: States of wrappers that only count steps, as schedules do, and keep the hyperparameters of the last one.
+_COUNTING = (
+    optax.InjectHyperparamsState
+    | optax.InjectStatefulHyperparamsState
+    | optax.ConditionallyMaskState
+    | optax.ConditionallyTransformState
+)
 
 
 class Division(NamedTuple):

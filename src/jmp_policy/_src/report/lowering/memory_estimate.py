@@ -84,6 +84,8 @@ class _Accounting:
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
         self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
         self._of_backward = set[tuple[int, ...]]()
+        # The shapes of each argument: inside a shard_map it has that of a part.
+        self._shapes = [{axes(_shape(var))} for var in opened.invars]
         self._kept: dict[_Made, int] = {}
         self._copies: dict[tuple[int, str], int] = {}
         values = [_Value(argument=i) for i in range(len(opened.invars))]
@@ -95,8 +97,8 @@ class _Accounting:
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
         found["gradients"] = sum(
             _size(var) // n
-            for var, role, n in zip(opened.invars, roles, parts, strict=True)
-            if role == "parameters" and axes(_shape(var)) in self._of_backward
+            for var, role, n, shapes in zip(opened.invars, roles, parts, self._shapes, strict=True)
+            if role == "parameters" and shapes & self._of_backward
         )
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
@@ -127,6 +129,10 @@ class _Accounting:
         if called is not None:
             devices, is_of_one = self._devices, calls.kind_of(eqn) is Kind.SHARD_MAP
             self._devices = 1 if is_of_one else devices
+            inner = compat.open_jaxpr(called.jaxpr).invars
+            for var, operand in zip(inner, operands[called.skipped :], strict=True):
+                if operand.argument is not None:
+                    self._shapes[operand.argument].add(axes(_shape(var)))
             results = self._inside(called.jaxpr, operands[called.skipped :], backward)
             self._devices = devices
             return results
