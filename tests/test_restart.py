@@ -743,7 +743,9 @@ CHECKED = {
     "other half": (jnp.ones(2, jnp.float16), jnp.ones(2, jnp.bfloat16), r"another precision.*cast=True"),
     "wider": (jnp.ones(2), jnp.ones(2, jnp.float16), r"float16\[2\] -> float32\[2\]: saved in another"),
     "shape": (jnp.ones(3), jnp.ones(2), r"1 of another shape:\n  a/x: float32\[2\] -> float32\[3\]"),
-    "key": (jnp.zeros(2, jnp.uint32), jax.random.key(0), r"a/x: key<fry>\[\] -> uint32\[2\]"),
+    "a key's data, as Orbax has it": (jnp.zeros(2, jnp.uint32), jax.random.key(0), None),
+    "another key's": (jnp.zeros(4, jnp.uint32), jax.random.key(0), r"a/x: key<fry>\[\] -> uint32\[4\]"),
+    "no key": (jax.random.key(0), jnp.zeros(2, jnp.uint32), r"a/x: uint32\[2\] -> key<fry>\[\]"),
     "text": (jnp.ones(2), "adam", r"str -> float32\[2\]|another shape"),
 }
 
@@ -773,6 +775,9 @@ def test_keys_that_were_read_as_numbers_are_keys_again(impl, shape):
     saved = {"dropout": {"key": np.asarray(jax.random.key_data(keys))}}
     fresh = jax.random.wrap_key_data(jnp.zeros_like(jax.random.key_data(keys)), impl=impl)
     for template in (fresh, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
+        for read in (saved, {"dropout": {"key": keys}}):
+            restored = jmpp.restore_state({"dropout": {"key": template}}, read, cast=True)["dropout"]["key"]
+            np.testing.assert_array_equal(jax.random.key_data(restored), jax.random.key_data(keys))
         restored = jmpp.restore_state({"dropout": {"key": template}}, saved)["dropout"]["key"]
         assert restored.dtype == keys.dtype
         np.testing.assert_array_equal(jax.random.key_data(restored), jax.random.key_data(keys))

@@ -121,7 +121,10 @@ def check_restored(restored: PyTree, expected: PyTree) -> None:
       ValueError: 1 restored value is not of the type that was expected:
         w: float32[2] -> bfloat16[2]: saved in lower precision; the float32 values (masters) are lost
     """
-    pairs = [dataclasses.replace(p, field="") for p in _pairs(expected, restored, exact=True)]
+    pairs = [
+        _with_key(dataclasses.replace(p, field=""), typed=False)
+        for p in _pairs(expected, restored, exact=True)
+    ]
     _check_structure(pairs)
     _check_types(pairs)
 
@@ -171,8 +174,11 @@ def _pairs(template: Any, saved: Any, exact: bool = False) -> list[_Pair]:
     return list(_match("", template, saved, exact=exact))
 
 
-def _with_key(pair: _Pair) -> _Pair:
-    """The pair with a random key in place of its data, as Orbax reads a key as a NumPy array."""
+def _with_key(pair: _Pair, *, typed: bool = True) -> _Pair:
+    """The pair with a random key in place of its data, as Orbax reads one as a NumPy array.
+
+    Where only types are compared (`typed` is False), the one that is wanted is in its place.
+    """
     dtype, impls = getattr(pair.wanted, "dtype", None), list[Any]()
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or not hasattr(pair.given, "dtype"):
         return pair
@@ -184,7 +190,8 @@ def _with_key(pair: _Pair) -> _Pair:
     data, given = jax.eval_shape(data_of, pair.wanted), pair.given
     if (data.shape, data.dtype) != (np.shape(given), given.dtype):
         return pair
-    return dataclasses.replace(pair, given=jax.random.wrap_key_data(jnp.asarray(given), impl=impls[0]))
+    key = jax.random.wrap_key_data(jnp.asarray(given), impl=impls[0]) if typed else pair.wanted
+    return dataclasses.replace(pair, given=key)
 
 
 def _match(
@@ -389,7 +396,7 @@ def _converted(pair: _Pair, cast: bool) -> Any:
         return given
     if isinstance(given, _SCALARS):
         given = np.asarray(given, jax.dtypes.canonicalize_dtype(np.asarray(given).dtype))
-    if not cast or not hasattr(given, "dtype") or _kind(given) is not _kind(wanted):
+    if not cast or _kind(given) is None or _kind(given) is not _kind(wanted):
         return given if _is_weak(wanted) else strip_weak_type(given)
     if _kind(wanted) is jnp.integer:
         new = np.asarray(given).astype(wanted.dtype)
