@@ -492,6 +492,24 @@ def test_an_argument_whose_cast_rounds_is_named():
     assert "a cast of the argument 'batch/obs' to float16" in found.verdict
 
 
+def test_a_barrier_over_several_values_moves_no_share():
+    def loss_fn(w, x, barrier):
+        a = x.astype(BF16)
+        h = a @ w["a"].astype(BF16)
+        h = jnp.tanh(h) @ w["b"].astype(BF16)
+        if barrier:
+            h = jnp.add(*jax.lax.optimization_barrier((h, 0 * x.astype(BF16).sum())))
+        return jnp.square(h.astype(jnp.float32)).mean()
+
+    w = {"a": W, "b": W.T}
+    found = [jmpp.drift(functools.partial(loss_fn, barrier=barrier), w, X) for barrier in (False, True)]
+    shares = [{row.operation: 0.0 for row in one.rows} for one in found]
+    for share, one in zip(shares, found, strict=True):
+        for row in one.rows:
+            share[row.operation] += row.share
+    assert shares[1]["dot_general"] == pytest.approx(shares[0]["dot_general"], abs=0.02)
+
+
 def test_what_stands_for_the_cast_of_a_weight_has_no_row():
     """Under `grad=float32` that is an operation of the library's own, which only hands it on."""
     model = jmpp.wrap(nn.Dense(8, name="out"), "params=float32,compute=float16,output=float32,grad=float32")

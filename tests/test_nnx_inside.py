@@ -178,9 +178,12 @@ def test_functions_that_hold_parameters_outside_of_the_model_draw_one_warning():
     jmpp.wrap(nnx.Sequential(linear(), lambda x: dropout(x)), F16)
     # Kept from training on purpose, and in half.
     in_half = nnx.Linear(8, 8, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
-    for teacher in (jmpp.wrap(linear(), F16), jmpp.wrap(nnx.Sequential(linear(), linear()), F16), in_half):
+    by_hand = nnx.Sequential(in_half, nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+    wrapped = [jmpp.wrap(linear(), F16), jmpp.wrap(nnx.Sequential(linear(), linear()), F16)]
+    for teacher in (*wrapped, in_half, by_hand):
         jmpp.wrap(nnx.Sequential(linear(), lambda x, teacher=teacher: teacher(x)), F16)
     scale = nnx.Param(jnp.ones(8))
+    jmpp.wrap(nnx.Dict(scale=scale, scaled=lambda x: x * scale[...]), F16)  # It is an attribute, too.
     in_bfloat16 = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     half_of_it = [nnx.Sequential(first, linear()) for first in (jmpp.wrap(linear(), F16), in_bfloat16)]
     for unseen in (lambda x: x * scale[...], *(lambda x, part=part: part(x) for part in half_of_it)):

@@ -50,6 +50,9 @@ _MOSTLY_HALF = 0.5
 #: Where less of them is, other policies are tried, and preferred if they mend as well.
 _HARDLY_HALF = 0.1
 
+#: It may be so many times further off then.
+_NOT_MUCH = 3.0
+
 #: A gradient that is off by no more was computed in float32.
 _IN_FLOAT32 = 1e-6
 
@@ -193,15 +196,18 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The first within the limit that leaves something in half; else the one with the least error, or one
-          before it that is hardly worse. None if nothing could be tried, or all are far off.
+          The first within the limit that leaves something in half, and where another leaves hardly anything,
+          one that is not much worse than that; else the one with the least error, or one before it that is
+          hardly worse. None if nothing could be tried, or all are far off.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
         good = [tried for tried in self.tried if tried.is_mended and tried.error < before / 2]
         good = [tried for tried in good if _IN_FLOAT32 < tried.error <= _MENDED] or good
-        within = [tried for tried in good if tried.error <= limit and tried.half_share >= _HARDLY_HALF]
         least = min((tried.error for tried in good), default=np.inf)
+        is_dear = any(tried.half_share < _HARDLY_HALF for tried in good)
+        enough = max(limit, _NOT_MUCH * least) if is_dear else limit
+        within = [tried for tried in good if tried.error <= enough and tried.half_share >= _HARDLY_HALF]
         best = next(iter(within), None) or next((t for t in good if t.error <= _HARDLY * least), None)
         if best is not None and math.isnan(best.half_share):
             missing = "what it leaves in half was not counted"
@@ -242,17 +248,18 @@ class Mending:
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
-            is_dear = False
+            is_dear = False  # Whether one mends that leaves hardly anything in half.
             for rule, policy in progress.steps("trying rules", candidates):
                 if is_dear and rule:
                     continue  # More modules in float32 leave less in half.
                 with contextlib.suppress(Exception):
                     self.tried.append(self._tried(rule, policy))
-                    if self.tried[-1].error <= limit:
+                    mends = self.tried[-1].error <= limit
+                    if mends or is_dear:
                         self.tried[-1] = self._with_price(self.tried[-1])
-                        is_dear = self.tried[-1].half_share < _HARDLY_HALF
-                        if not is_dear:
+                        if mends and self.tried[-1].half_share >= _HARDLY_HALF:
                             return
+                        is_dear = True
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""

@@ -148,10 +148,12 @@ def check_stored_functions(stored: Sequence[tuple[Any, str, Any, Any]], modules:
       modules: all modules of the model.
     """
     with_state, unseen = {id(m) for m in modules if graph_nodes.variables(m)}, list[str]()
+    seen = {id(param) for module in modules for _, param in graph_nodes.own_params(module)}
     for module, name, keys, function in stored:
         held, where = _held_by(function, {}), f"{name_of(module)}.{name}{jax.tree_util.keystr(keys)}"
         if with_state.isdisjoint(held):
-            unseen += [f"{where} ({name_of(node)})" for node in held.values() if _is_unseen(node)][:1]
+            first = next((x for key, x in held.items() if key not in seen and _is_unseen(x)), None)
+            unseen += [f"{where} ({name_of(first)})"] if first is not None else []
             continue
         if isinstance(function, types.MethodType | functools.partial):
             raise ValueError(
@@ -192,6 +194,7 @@ def _is_unseen(node: Any) -> bool:
         _is_unseen(param)
         for module in modules
         if id(module) not in governed and not is_half(getattr(module, "dtype", None))
+        if module is node or not isinstance(module, layers.NORMS)  # In float32 beside layers in half.
         for _, param in graph_nodes.own_params(module)
     )
 

@@ -186,7 +186,8 @@ class TwinEvaluation(Interpreter):
         passed = _passed_on(eqn, twins, i)
         if passed is not None and not rounds:
             # A view of what is in another region begins none: its node has the sources of that one.
-            return made._replace(node=passed) if any(within) else Twin(made.half, made.exact, passed)
+            is_inside = within[_viewed(eqn, i)]
+            return made._replace(node=passed) if is_inside else Twin(made.half, made.exact, passed)
         nodes, sources = self.recorder.nodes, dict[int, None]()
         pairs = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
         operands = tuple(dict.fromkeys(pairs))
