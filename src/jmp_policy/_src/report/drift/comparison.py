@@ -186,8 +186,8 @@ class TwinEvaluation(Interpreter):
         passed = _passed_on(eqn, twins, i)
         if passed is not None and not rounds:
             # A view of what is in another region begins none: its node has the sources of that one.
-            is_inside = within[_viewed(eqn, i)]
-            return made._replace(node=passed) if is_inside else Twin(made.half, made.exact, passed)
+            made = made if within[_viewed(eqn, i)] else Twin(made.half, made.exact)
+            return made._replace(node=passed)
         nodes, sources = self.recorder.nodes, dict[int, None]()
         pairs = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
         operands = tuple(dict.fromkeys(pairs))
@@ -245,10 +245,8 @@ def _is_exact(eqn: Any, i: int, dtype: Any) -> bool:
     """Whether an operation gives a result of numbers that its half operands already were."""
     if eqn.primitive.name in _VIEWS:
         return ir.dtype_of(eqn.invars[_viewed(eqn, i)]) == dtype
-    if eqn.primitive.name not in _EXACT:
-        return False
     floating = [d for d in map(ir.dtype_of, eqn.invars) if d is not None and jnp.issubdtype(d, jnp.floating)]
-    return all(d == dtype for d in floating)
+    return eqn.primitive.name in _EXACT and all(d == dtype for d in floating)
 
 
 def _viewed(eqn: Any, i: int) -> int:
