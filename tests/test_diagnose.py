@@ -258,6 +258,7 @@ def test_rules_are_tried_for_named_scopes_of_a_function():
     found = diagnose(jmpp.autocast(loss, "float16"), alone, jnp.ones((4, 8)))
     assert dict(found.tried[0].rule) == {"big": "float32"}
     assert found.tried[0].half_share == 0
+    assert found.tried[0].price == ", with none of the FLOPs in half"
     assert "The policy 'params=bfloat16,compute=bfloat16,output=bfloat16' mends it" in found.advice
 
 
@@ -276,6 +277,24 @@ class WithHead(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(8, name="head")(Overflowing(name="encoder")(x))
+
+
+def test_without_products_the_first_rule_that_mends_ends_the_trials():
+    class Square(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(jnp.square(300 * x * self.param("scale", nn.initializers.ones, (8,))) / 1e5)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Square(name="square")(x) + x
+
+    model, x = jmpp.wrap(Net(), "mixed_float16"), jnp.ones((2, 8))
+    params = model.init(jax.random.key(0), x)
+    found = diagnose(lambda params: model.apply(params, x).mean(), params)
+    assert [dict(tried.rule) for tried in found.tried] == [{"square": "float32"}]
+    assert "The rule {'square': 'float32'} mends it" in found.advice
 
 
 @pytest.mark.slow

@@ -884,7 +884,6 @@ def test_in_shard_map_and_explicit_meshes(axis_type):
                 assert not in_half(grad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, 0), (1, 1), (0, None), (None, 0), (1, 0)])
 def test_what_stands_for_the_cast_of_a_weight_is_mapped_over_either_operand(axes):
     arrays = [jnp.arange(6, dtype=dtype).reshape(3, 2) for dtype in (jnp.float16, jnp.float32)]
@@ -902,6 +901,7 @@ def test_what_stands_for_the_cast_of_a_weight_is_mapped_over_either_operand(axes
     np.testing.assert_array_equal(to_weight, jnp.full(arrays[1].shape, 3.0 if axes[1] is None else 1.0))
 
 
+@pytest.mark.slow
 def test_vmap_over_an_ensemble():
     loss, params = linen_case("raw", WIDE)
     stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), params)

@@ -454,10 +454,8 @@ def test_what_stands_behind_in_a_chain_belongs_inside():
             jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)
         updates, _ = tx.update(jnp.full(2, jnp.inf), tx.init(params), params)
         assert updates.any() == (tx is decayed)
-    inside, before = (
-        jmpp.loss_scaled(optax.chain(optax.sgd(0.1), momentum), scale),
-        optax.chain(momentum, scaled),
-    )
+    inside = jmpp.loss_scaled(optax.chain(optax.sgd(0.1), momentum), scale)
+    before = optax.chain(momentum, scaled)
     without = optax.chain(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), momentum)
     for tx in (inside, before, without):
         jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)  # Warnings are errors.

@@ -257,7 +257,7 @@ class Mending:
                     mends = self.tried[-1].error <= limit
                     if mends or is_dear:
                         self.tried[-1] = self._with_price(self.tried[-1])
-                        if mends and self.tried[-1].half_share >= _HARDLY_HALF:
+                        if mends and not self.tried[-1].half_share < _HARDLY_HALF:  # NaN without products.
                             return
                         is_dear = True
 
