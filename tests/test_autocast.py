@@ -290,6 +290,26 @@ def test_references():
     assert_close(autocast(function, "float16")(X), X @ W @ W)
 
 
+def in_a_loop(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    jax.lax.fori_loop(0, 2, lambda _, c: ref.__setitem__(..., ref[...] + x @ W) or c, 0)
+    return ref[...]
+
+
+def in_a_jit(x):
+    ref = jax.new_ref(x)
+    jax.jit(lambda ref: ref.__setitem__(..., ref[...] @ W))(ref)
+    return ref[...]
+
+
+@pytest.mark.parametrize("function", [in_a_loop, in_a_jit])
+def test_products_beside_references_that_stay_in_float32_are_told(function):
+    lowered = autocast(function, "float16")
+    with pytest.warns(UserWarning, match="stay as traced, in float32: .* look into what takes references"):
+        out = lowered(X)
+    np.testing.assert_array_equal(out, function(X))
+
+
 def test_explicit_casts_are_obeyed():
     def function(x):
         return (x @ W).astype(jnp.bfloat16), x.astype(jnp.float16).astype(jnp.float32) * 2.0

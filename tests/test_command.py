@@ -202,6 +202,7 @@ def test_types_of_arrays(text, shape, dtype):
         (("jmp_example:apply", "f32[8,8]", "f32[4,8]", "--policy", "p=f32,c=fp61"), "fp61"),
         (("jmp_example:broken", "f32[2]"), r"AssertionError: no sum \(jmp_example.py:\d+\)"),
         (("jmp_example:apply",), "needs arguments: describe its arrays .*missing a required argument: 'w'"),
+        (("jmp_example:nothing", "f32[2]"), "jmp_example:nothing takes no arguments: name the function or"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

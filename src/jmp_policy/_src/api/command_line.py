@@ -176,6 +176,11 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
                 f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
             )
         fn, *args = made
+    elif inspect.isfunction(fn) and not inspect.signature(fn).parameters:
+        raise ValueError(
+            f"{given.function} takes no arguments: name the function or model that takes these arrays, or "
+            "let it return (function, *arguments) and give none."
+        )
     return fn, args
 
 

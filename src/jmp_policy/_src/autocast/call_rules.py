@@ -52,7 +52,7 @@ class Call(Rule):
 
     def plan(self, case: Case) -> EqnPlan:
         if ir.has_references(case.eqn):
-            return case.as_traced("as traced: it takes references")
+            return AS_TRACED.plan(case)
         inner = case.planner.plan(_jaxpr(case.eqn), case.ins, case.outs, case.region)
         return _with_inside(self._do, case, inner.ins, inner.outs, inner)
 
@@ -168,7 +168,7 @@ class Loop(Rule):
         planner, eqn, ins, _, region = case
         loop = control_flow.loop(eqn, ins)
         if ir.has_references(eqn) or len(compat.open_jaxpr(loop.body).outvars) != len(eqn.outvars):
-            return case.as_traced("as traced: it takes references")
+            return AS_TRACED.plan(case)
         wanted, atoms = self._wanted(case, loop), eqn.outvars[: len(loop.start)]
 
         def planned(carry: Sequence[Value]) -> Plan:

@@ -60,14 +60,17 @@ class AsTraced(Rule):
             op_list, reason = planner.table[eqn.primitive.name]
             why = f"{op_list}: {reason}"
         else:
-            why = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced")
+            why, it = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced"), "it"
+            if takes_references := ir.has_references(eqn):
+                why, it = "as traced: it takes references", "what takes references"
             inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
             # What a solver is made of is nothing that the user wrote.
-            if products and any(case.are_float32) and eqn.primitive.name != "custom_linear_solve":
+            is_float32 = takes_references or any(case.are_float32)
+            if products and is_float32 and eqn.primitive.name != "custom_linear_solve":
                 note = (
                     f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
-                    "float32: autocast doesn't look into it"
+                    f"float32: autocast doesn't look into {it}"
                 )
         return case.as_traced(why, note)
 

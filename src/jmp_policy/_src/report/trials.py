@@ -111,7 +111,7 @@ class Tried:
         """Names the smaller loss scale that it needs, with a comma before; "" without one."""
         if math.isnan(self.loss_scale):
             return ""
-        return f", at a loss scale of {self.loss_scale:g}, to which DynamicLossScale falls by itself"
+        return f", at a loss scale of {self.loss_scale:g} (DynamicLossScale falls to it by itself)"
 
     @property
     def is_mended(self) -> bool:
