@@ -13,7 +13,7 @@ import optax
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.core.dtypes import map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import scale_mistakes
+from jmp_policy._src.loss_scaling import placement, scale_mistakes
 from jmp_policy._src.loss_scaling.forgotten_scale import SCALE_USE
 from jmp_policy._src.loss_scaling.loss_scale import LossScale, is_loss_scale
 from jmp_policy._src.loss_scaling.loss_scales import LossScales, are_several, pick
@@ -57,7 +57,7 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
     if not is_scale(scale):
         path, state = find_one(scale)
         scale = unwrapped(state.loss_scale)
-        if path not in ("", ".opt_state") and (around := scale_mistakes.misplaced(scale_or_state, state)):
+        if path not in ("", ".opt_state") and (around := placement.misplaced(scale_or_state, state)):
             warnings.warn(around, UserWarning, stacklevel=3)
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)
