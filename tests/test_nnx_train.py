@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,6 +230,86 @@ def test_parameters_that_the_forward_pass_writes_are_kept_on_a_skipped_step(by):
     step(model, optimizer, x.at[0].set(jnp.nan))
     jax.tree.map(np.testing.assert_array_equal, values(), changed)
     assert jnp.isfinite(step(model, optimizer, x))
+
+
+#: How a model may store its average again, other than by writing to a Variable.
+REPLACED = {
+    "parameter": nnx.Param,
+    "variable": nnx.BatchStat,
+    "array": lambda mean: mean,
+    "tuple": lambda mean: nnx.data((mean, 1)),
+    "list": lambda mean: nnx.data([mean]),
+    "dictionary": lambda mean: nnx.data({"mean": mean}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", REPLACED.values(), ids=REPLACED)
+def test_state_that_is_replaced_and_not_written_to_is_kept_on_a_skipped_step(made):
+    class Replaces(nnx.Module):
+        def __init__(self):
+            self.layer, self.mean = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), made(jnp.ones(8))
+
+        def __call__(self, x):
+            h = self.layer(x)
+            self.mean = made(jax.lax.stop_gradient(h).mean(0).astype(jnp.float32))
+            return h
+
+    model = jmpp.wrap(Replaces(), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        return optimizer.minimize(lambda model: jnp.square(model(x).astype(jnp.float32)).mean(), model)
+
+    def state():
+        return values(nnx.state(model))
+
+    x, before = X[:, :8], state()
+    step(model, optimizer, x.at[0].set(jnp.nan))
+    for pair in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(*pair)
+    step(model, optimizer, x)
+    assert not any(np.array_equal(*pair) for pair in zip(state(), before, strict=True))
+    assert all(jnp.isfinite(x).all() for x in state())
+
+
+def test_an_array_of_the_size_of_the_batch_is_that_of_the_last_batch():
+    class Remembers(nnx.Module):
+        def __init__(self):
+            self.layer, self.seen = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.data(None)
+
+        def __call__(self, x):
+            self.seen = nnx.data(jax.lax.stop_gradient(x))
+            return self.layer(x)
+
+    model = jmpp.wrap(Remembers(), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+    for size in (4, 4, 2):
+        optimizer.minimize(lambda model, x: jnp.square(model(x)).mean(), model, X[:size, :8])
+        assert model.seen.shape == (size, 8)
+
+
+def test_statistics_of_a_linen_module_inside_are_kept_on_a_skipped_step():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+
+    bare = nnx.bridge.ToNNX(Net(), rngs=nnx.Rngs(0)).lazy_init(X, mutable=["batch_stats"])
+    model = jmpp.wrap(bare, "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        return optimizer.minimize(lambda model: jnp.square(model(x, mutable=["batch_stats"])).mean(), model)
+
+    before = values(nnx.state(model, nnx.BatchStat))
+    step(model, optimizer, X.at[0].set(jnp.nan))
+    for pair in zip(values(nnx.state(model, nnx.BatchStat)), before, strict=True):
+        np.testing.assert_array_equal(*pair)
+    step(model, optimizer, X)
+    assert not np.array_equal(values(nnx.state(model, nnx.BatchStat))[0], before[0])
 
 
 @pytest.mark.slow

@@ -548,9 +548,19 @@ def test_mistakes_of_nnx():
     with pytest.raises(TypeError, match=r"a policy for it: summary\(tanh, .* or --policy mixed_float16"):
         jmpp.summary(jnp.tanh, None, jnp.ones(3))
     with pytest.raises(TypeError, match="summary needs a policy for an NNX module"):
-        summary(jmpp.wrap(NnxThree(), "mixed_float16"), None, X)
+        summary(NnxThree(), None, X)
+    with pytest.raises(TypeError, match="takes a policy before the inputs"):
+        summary(jmpp.wrap(NnxThree(), "mixed_float16"), X)
     with pytest.raises(ValueError, match="'frist' matches no module of NnxThree"):
         summary(NnxThree(), PolicyMap("float32", {"frist": "float16"}), X)
+
+
+def test_a_wrapped_nnx_model_has_its_policy():
+    rules = PolicyMap("mixed_float16", {"id": "float32"})
+    model = jmpp.wrap(NnxThree(), rules)
+    expected = summary(NnxThree(), rules, X)
+    for one in (model, nnx.merge(*nnx.split(model))):
+        assert summary(one, None, X).modules == expected.modules
 
 
 # As a report.

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_policy._src.autocast.api import autocast_policy
 from jmp_policy._src.autocast.explanation import explain
@@ -219,7 +221,7 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
 
     Args:
       model: a Linen or NNX module, bare or wrapped; or any function, whose named scopes are its rows.
-      policy: a `PolicyMap`, a policy or its text. None for a wrapped Linen module: the policy that it has.
+      policy: a `PolicyMap`, a policy or its text. None for what `wrap` returned: the policy that it has.
       inputs, kwargs: arguments of the model's call. Those that are not arrays are static.
 
     Returns:
@@ -237,6 +239,8 @@ def summary(model: Any, policy: Any = None, *inputs: Any, **kwargs: Any) -> Summ
     """
     if isinstance(model, type):
         raise TypeError(f"summary takes a module, not its class: summary({model.__name__}(...), ...).")
+    if isinstance(policy, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError("summary takes a policy before the inputs; None for the one that a model has.")
     if framework_of(model) is not None:
         if is_instance_of(model, "flax.linen", "Module"):
             from jmp_policy._src.report.summary_of_linen import described

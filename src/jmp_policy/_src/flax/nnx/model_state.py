@@ -4,7 +4,7 @@ On a skipped step it is kept as it was; with gradient accumulation it goes from 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
 
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
-      modules: the modules whose Variables are kept; of an `nnx.ModelAndOptimizer`, its model's.
+      modules: the modules whose Variables and arrays are kept; of an `nnx.ModelAndOptimizer`, its model's.
       only: which Variables, as an NNX filter; by default all but parameters, and those of these that the
         forward pass writes to (moving averages in an `nnx.Param`, weight normalisation) if the gradient is
         of `jmp_policy.nnx`.
@@ -59,16 +59,14 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       0.0
     """
     get_loss_scale_state(optimizer)  # Raises now, and not after the step.
-    selected = nnx.filterlib.to_predicate(only)
-    kept: dict[int, tuple[nnx.Variable, Any]] = {}
-    others: dict[int, tuple[nnx.Variable, Any]] = {}
-    for module in _models(modules):
-        for path, variable in graph_nodes.variables(module):
-            found = kept if selected(path, variable) else others
-            found[id(variable)] = variable, stored_arrays.read(variable)
+    selected, models = nnx.filterlib.to_predicate(only), list(_models(modules))
+    before = _held(models)
+    kept = {place for place, (stored_in, _) in before.items() if selected(place[1], stored_in)}
+    others = before.keys() - kept
 
     def keep_written() -> None:
-        kept.update((key, one) for key, one in others.items() if stored_arrays.read(one[0]) is not one[1])
+        now = _held(models)
+        kept.update(place for place in others & now.keys() if now[place][1] is not before[place][1])
         others.clear()  # What changes after the first backward pass may be an update.
 
     token = AFTER_BACKWARD.set(keep_written if only is _NOT_PARAMS else lambda: None)
@@ -77,13 +75,42 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     finally:
         AFTER_BACKWARD.reset(token)
     finite = grads_finite(optimizer)
-    for variable, old in kept.values():
-        new = stored_arrays.read(variable)
-        if new is not old:
-            if jax.tree.structure(new) == jax.tree.structure(old):
-                # State that was computed in half stays what it was.
-                new = jax.tree.map(in_dtype_of, old, new)
-            stored_arrays.write(variable, select_tree(finite, new, old))
+    for place, (stored_in, new) in _held(models).items():
+        old = before[place][1] if place in kept else new
+        if new is old:
+            continue
+        if jax.tree.structure(new) == jax.tree.structure(old):
+            # State that was computed in half stays what it was.
+            new = jax.tree.map(in_dtype_of, old, new)
+        if isinstance(stored_in, nnx.Variable):
+            stored_arrays.write(stored_in, select_tree(finite, new, old))
+        elif new.shape == old.shape:  # Else it is of this batch.
+            _put(models[place[0]], place[1], select_tree(finite, new, old))
+
+
+def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tuple[Any, Any]]:
+    """The Variables of models with what they store, and arrays beside them, by number of model and path.
+
+    Not by identity: a forward pass may put another Variable in the place of one (`nnx.bridge.ToNNX` does).
+    """
+    return {
+        (i, path): (value, stored_arrays.read(value) if isinstance(value, nnx.Variable) else value)
+        for i, model in enumerate(models)
+        for path, value in nnx.iter_graph(model)
+        if isinstance(value, nnx.Variable | jax.Array)
+    }
+
+
+def _put(model: nnx.Module, path: graph_nodes.Path, value: Any) -> None:
+    """Puts a value in the place of another one that is no Variable."""
+    (*around, name), held = path, dict(nnx.iter_graph(model))
+    holder = held[tuple(around)]
+    if isinstance(holder, tuple):
+        _put(model, tuple(around), (*holder[:name], value, *holder[name + 1 :]))
+    elif isinstance(holder, list | dict | nnx.List | nnx.Dict):
+        holder[name] = value
+    else:
+        vars(holder)[name] = value
 
 
 def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
