@@ -232,6 +232,21 @@ def test_parameters_that_the_forward_pass_writes_are_kept_on_a_skipped_step(by):
     assert jnp.isfinite(step(model, optimizer, x))
 
 
+def test_parameters_that_several_models_write_are_kept_on_a_skipped_step():
+    def made():
+        model = jmpp.wrap(WritesParameters(), "mixed_float16")
+        return model, nnx.Optimizer(model, jmpp.loss_scaled(optax.sgd(0.1), SCALE), wrt=nnx.Param)
+
+    (one, of_one), (other, of_other) = made(), made()
+    x = X[:, :8].at[0].set(jnp.nan)
+    gradient = jmpp.nnx.scaled_value_and_grad(loss_fn)
+    with jmpp.nnx.keep_state_on_skip(of_one, one), jmpp.nnx.keep_state_on_skip(of_other, other):
+        of_other.update(other, gradient(of_other, other, x)[1])
+        of_one.update(one, gradient(of_one, one, x)[1])
+    for model in (one, other):
+        np.testing.assert_array_equal(model.average[...], jnp.ones(8))
+
+
 #: How a model may store its average again, other than by writing to a Variable.
 REPLACED = {
     "parameter": nnx.Param,

@@ -457,7 +457,8 @@ def test_what_stands_behind_in_a_chain_belongs_inside():
     inside = jmpp.loss_scaled(optax.chain(optax.sgd(0.1), momentum), scale)
     before = optax.chain(momentum, scaled)
     without = optax.chain(jmpp.loss_scaled(optax.sgd(0.1), jmpp.NoOpLossScale()), momentum)
-    for tx in (inside, before, without):
+    watched = optax.chain(scaled, optax.snapshot("seen", lambda updates: updates), optax.zero_nans())
+    for tx in (inside, before, without, watched):
         jmpp.scaled_value_and_grad(jnp.sum)(tx.init(params), params)  # Warnings are errors.
 
 
@@ -472,7 +473,13 @@ def test_states_of_several_optimizers_are_no_chain():
     params, average = jnp.ones(2), optax.ema(0.9)
     state = jmpp.loss_scaled(optax.adam(0.1), jmpp.DynamicLossScale(2.0)).init(params)
     own = OtherState(state, jnp.zeros(()))
-    besides = (params, {"ema": params}, average.init(params), optax.adam(0.1).init(params))
+    others = (
+        optax.adam(0.1),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.MultiSteps(optax.adam(0.1), 2),
+    )
+    groups = optax.partition({"all": optax.adam(0.1)}, "all")
+    besides = (params, {"ema": params}, *(tx.init(params) for tx in (*others, groups, average)))
     for given in (*((state, beside) for beside in besides), (own, OtherState((), jnp.zeros(()))), own):
         jmpp.scaled_value_and_grad(jnp.sum)(given, params)  # Warnings are errors.
     ordered = collections.OrderedDict(step=state, ema=average.init(params))
@@ -570,7 +577,8 @@ def test_state_is_found_anywhere(name):
 @pytest.mark.parametrize(
     ("others", "scale", "warns"),
     [(optax.sgd(0.1), jmpp.DynamicLossScale(), True), (optax.adam(0.1), jmpp.StaticLossScale(2.0), True),
-     (optax.sgd(0.1), jmpp.NoOpLossScale(), False), (optax.set_to_zero(), jmpp.DynamicLossScale(), False)],
+     (optax.sgd(0.1), jmpp.NoOpLossScale(), False), (optax.set_to_zero(), jmpp.DynamicLossScale(), False),
+     (optax.chain(optax.set_to_zero()), jmpp.DynamicLossScale(), False)],
 )  # fmt: skip
 def test_a_group_of_parameters_without_the_loss_scale_of_the_others_is_named(others, scale, warns):
     tx = optax.multi_transform({"t": jmpp.loss_scaled(optax.sgd(0.1), scale), "f": others}, LABELS)

@@ -29,7 +29,7 @@ def _advice(wrapper: Any, kind: type) -> str:
     if isinstance(groups := getattr(wrapper, "inner_states", None), Mapping):
         # The state of a group is that of optax.masked; a frozen one has none of its own.
         states = {name: getattr(group, "inner_state", group) for name, group in groups.items()}
-        trained = {name: state for name, state in states.items() if not isinstance(state, optax.EmptyState)}
+        trained = {name: state for name, state in states.items() if not _is_frozen(state)}
         without = [name for name, group in trained.items() if not _holds(group, kind)]
         if without and len(without) < len(trained):
             return (
@@ -73,8 +73,7 @@ def _advice_on_chain(states: Sequence[Any], kind: type) -> str:
             "loss_scaled(optax.chain(...), loss_scale)."
         )
     first = [_holds(state, kind) for state in states].index(True)
-    # States of another optimizer, or of an average of parameters, may be beside this one and no part of it.
-    behind = [one for one in states[first + 1 :] if _is_state(one) and not isinstance(one, optax.EmaState)]
+    behind = [one for one in states[first + 1 :] if _is_state(one) and not isinstance(one, _BESIDE)]
     if jax.tree.leaves(behind):
         return (
             "optax.chain has transformations behind loss_scaled, and these run on skipped steps as well: "
@@ -114,4 +113,15 @@ _COUNTING = (
     | optax.InjectStatefulHyperparamsState
     | optax.ConditionallyMaskState
     | optax.ConditionallyTransformState
+)
+
+#: States that may be of another optimizer beside this one, or an average of parameters, and no part of a
+#: chain; and of what only watches gradients.
+_BESIDE = (
+    _COUNTING
+    | optax.EmaState
+    | optax.MultiStepsState
+    | optax.PartitionState
+    | optax.SnapshotState
+    | optax.ZeroNansState
 )

@@ -14,7 +14,7 @@ from flax import nnx
 from jmp_policy._src.core.dtypes import in_dtype_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
-from jmp_policy._src.flax.nnx.train import AFTER_BACKWARD, scaled_value_and_grad
+from jmp_policy._src.flax.nnx.train import WATCHING, scaled_value_and_grad
 from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
@@ -37,7 +37,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       modules: the modules whose Variables and arrays are kept; of an `nnx.ModelAndOptimizer`, its model's.
       only: which Variables, as an NNX filter; by default all but parameters, and those of these that the
         forward pass writes to (moving averages in an `nnx.Param`, weight normalisation) if the gradient is
-        of `jmp_policy.nnx`.
+        of `jmp_policy.nnx`, and in no `nnx.jit` of its own.
 
     Raises:
       ValueError: when no loss scale, or more than one, is found; without any module.
@@ -62,18 +62,20 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     selected, models = nnx.filterlib.to_predicate(only), list(_models(modules))
     before = _held(models)
     kept = {place for place, (stored_in, _) in before.items() if selected(place[1], stored_in)}
-    others = before.keys() - kept
 
-    def keep_written() -> None:
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        start = _held(models)
+        yield
         now = _held(models)
-        kept.update(place for place in others & now.keys() if now[place][1] is not before[place][1])
-        others.clear()  # What changes after the first backward pass may be an update.
+        changed = {place for place in start.keys() & now.keys() if now[place][1] is not start[place][1]}
+        kept.update(before.keys() & changed)
 
-    token = AFTER_BACKWARD.set(keep_written if only is _NOT_PARAMS else lambda: None)
+    token = WATCHING.set((*WATCHING.get(), watch) if only is _NOT_PARAMS else WATCHING.get())
     try:
         yield
     finally:
-        AFTER_BACKWARD.reset(token)
+        WATCHING.reset(token)
     finite = grads_finite(optimizer)
     for place, (stored_in, new) in _held(models).items():
         old = before[place][1] if place in kept else new

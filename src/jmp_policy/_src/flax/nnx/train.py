@@ -1,5 +1,6 @@
 """Gradients of a scaled loss of NNX modules."""
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from jmp_policy._src.policy.patterns import path_text
 
 T = TypeVar("T")
 
-#: Called after a backward pass and before the update: what has changed by then was written by the model.
-AFTER_BACKWARD = contextvars.ContextVar[Callable[[], None]]("after backward", default=lambda: None)
+#: Make contexts for the computing of a gradient: what a model stores changes there by what it writes itself.
+WATCHING = contextvars.ContextVar[tuple[Callable[[], Any], ...]]("watching", default=())
 
 
 def scaled_value_and_grad(
@@ -88,8 +89,10 @@ def scaled_value_and_grad(
         )
         trains = isinstance(scale_or_optimizer, nnx.Optimizer)
         before = _differentiated(args, argnums) if trains else set()
-        (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
-        AFTER_BACKWARD.get()()
+        with contextlib.ExitStack() as stack:
+            for watch in WATCHING.get():
+                stack.enter_context(watch())
+            (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
         if trains and (new := _differentiated(args, argnums) - before):
             names = ", ".join(sorted(map(path_text, new)))
             raise ValueError(
