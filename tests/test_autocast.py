@@ -305,7 +305,9 @@ def in_a_jit(x):
 @pytest.mark.parametrize("function", [in_a_loop, in_a_jit])
 def test_products_beside_references_that_stay_in_float32_are_told(function):
     lowered = autocast(function, "float16")
-    with pytest.warns(UserWarning, match="stay as traced, in float32: .* look into what takes references"):
+    with pytest.warns(
+        UserWarning, match=r"stay as traced, in float32: .* look into it \(it takes references\)"
+    ):
         out = lowered(X)
     np.testing.assert_array_equal(out, function(X))
 
@@ -454,6 +456,26 @@ def test_masks_and_numbers_take_no_part_in_promotion():
 
     rows = explain(function, "float16")(X)
     assert {row.chosen for row in rows.of("mul", "add", "select_n")} == {"float16"}
+
+
+@pytest.mark.parametrize(
+    ("scaled", "dtype"),
+    [
+        (lambda mask: mask / 0.9, "float16"),  # As Flax's attention drops weights.
+        (lambda mask: (1.0 - mask) * 2.0, "float16"),
+        (lambda mask: 1.0 - mask / 0.0, "float16"),  # Infinities are meant.
+        (lambda mask: (1.0 - mask) * 1e4 * 1e4, "float32"),  # Out of float16's range.
+        (lambda mask: mask / 1e4 / 1e4, "float32"),
+        (lambda mask: mask * jnp.sum(mask), "float32"),  # No number of the program.
+    ],
+)
+def test_masks_times_numbers_are_masks(scaled, dtype):
+    def function(x):
+        return ((x @ W) * scaled((x > 0).astype(jnp.float32))) @ W
+
+    assert explain(function, "float16")(X).of("mul")[-1].operands == dtype
+    out, expected = autocast(function, "float16")(X), function(X)
+    assert dtype == "float32" or jnp.allclose(out, expected, 0.01, 0.01, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
-from jmp_policy._src.report.trials import Tried
+from jmp_policy._src.report.function import as_function
+from jmp_policy._src.report.trials import Mending, Tried
 from jmp_policy.report import Diagnosis, diagnose
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
@@ -315,6 +316,37 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
     mended = loss_under(found.policy)
     assert jmpp.audit(mended, params, x, grad=True).half_share > 0.9
     assert diagnose(mended, params, x).finite
+
+
+def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_was_tried_before(monkeypatch):
+    errors = {("encoder",): 1.2e-3, ("head",): 6e-3, ("encoder", "head"): 8e-4, (): 1.3e-3}
+    shares = {("encoder",): 0.9, ("encoder", "head"): 0.01, (): 1.0}
+
+    def tried(self, rule, policy):
+        return Tried(rule, policy, errors[tuple(rule)])
+
+    def half_share(self, policy):
+        return shares[tuple(pattern for pattern, _ in policy.overrides if pattern in ("encoder", "head"))]
+
+    model, x = jmpp.wrap(WithHead(), "mixed_float16"), jnp.ones((2, 16))
+    params = model.init(jax.random.key(0), x)
+    monkeypatch.setattr(Mending, "_tried", tried)
+    monkeypatch.setattr(Mending, "_half_share", half_share)
+    mending = Mending(
+        as_function(lambda params: model.apply(params, x).mean(), (params,), {}, ""), 1.0, False
+    )
+    best = mending.best(["WithHead/encoder", "WithHead/head"], limit=1e-3)
+    assert (best.rule, best.half_share) == ({"encoder": "float32"}, 0.9)
+    assert best in mending.tried
+
+
+def test_a_rule_that_leaves_much_of_what_was_in_half_before_ends_the_trials():
+    rules = jmpp.PolicyMap("mixed_float16", {"encoder/layer_*": "float32"})
+    model, x = jmpp.wrap(WithHead(), rules), jax.random.normal(jax.random.key(0), (64, 16))
+    params = model.init(jax.random.key(1), x)
+    found = diagnose(lambda params: jnp.square(model.apply(params, x).astype(F32)).mean(), params)
+    assert [dict(tried.rule) for tried in found.tried] == [{"encoder": "float32"}]
+    assert 0 < found.tried[0].half_share < 0.1
 
 
 def test_a_rule_is_tried_at_a_smaller_loss_scale_where_only_the_scaled_gradient_overflows():

@@ -60,17 +60,16 @@ class AsTraced(Rule):
             op_list, reason = planner.table[eqn.primitive.name]
             why = f"{op_list}: {reason}"
         else:
-            why, it = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced"), "it"
-            if takes_references := ir.has_references(eqn):
-                why, it = "as traced: it takes references", "what takes references"
+            why, takes = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced"), ""
+            if ir.has_references(eqn):
+                why, takes = "as traced: it takes references", " (it takes references)"
             inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
             products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
             # What a solver is made of is nothing that the user wrote.
-            is_float32 = takes_references or any(case.are_float32)
-            if products and is_float32 and eqn.primitive.name != "custom_linear_solve":
+            if products and (takes or any(case.are_float32)) and eqn.primitive.name != "custom_linear_solve":
                 note = (
                     f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
-                    f"float32: autocast doesn't look into {it}"
+                    f"float32: autocast doesn't look into it{takes}"
                 )
         return case.as_traced(why, note)
 
@@ -291,13 +290,9 @@ def choose(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool)
     why_not = _why_not(eqn, ins, region, is_wanted_full)
     if why_not:
         return None, f"; in {region.half} and not in float8: {why_not}"
-    weight = int(_has_groups(eqn) or ins[0].source != "leaf")
+    weight = int("dimension_numbers" not in eqn.params or ins[0].source != "leaf")
     weight = None if _is_of_attention(eqn, ins) else weight
     return functools.partial(_run_in_float8, weight), f"; in float8 by the recipe {region.recipe}"
-
-
-def _has_groups(eqn: Any) -> bool:
-    return "dimension_numbers" not in eqn.params
 
 
 def _is_of_attention(eqn: Any, ins: Sequence[Value]) -> bool:
@@ -305,9 +300,8 @@ def _is_of_attention(eqn: Any, ins: Sequence[Value]) -> bool:
 
     Keys and values that are arguments, as those of a cache are, have batches of examples and of heads.
     """
-    batches = () if _has_groups(eqn) else eqn.params["dimension_numbers"][1][0]
-    is_argument = [value.source == "leaf" for value in ins[:2]]
-    return bool(batches) and not (len(batches) == 1 and any(is_argument))
+    batches = eqn.params["dimension_numbers"][1][0] if "dimension_numbers" in eqn.params else ()
+    return bool(batches) and not (len(batches) == 1 and any(value.source == "leaf" for value in ins[:2]))
 
 
 def _why_not(eqn: Any, ins: Sequence[Value], region: Region, is_wanted_full: bool) -> str:

@@ -10,6 +10,7 @@ again by the scatter, and read once more to be cast for the products behind it. 
 the same numbers, and is fused with the derivative of the logarithm before it and with the cast after it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.autocast.list_rules import (
-    AS_TRACED,
-    FOLLOW,
-    Full,
-    Lower,
-    Promote,
-    is_shared,
-)
+from jmp_policy._src.autocast.list_rules import AS_TRACED, FOLLOW, Full, Lower, Promote, is_shared
 from jmp_policy._src.autocast.planner import (
     Case,
     CastCache,
@@ -153,6 +147,20 @@ def _is_narrow(region: Region) -> bool:
     return region.half == np.dtype(np.float16) and not region.lower
 
 
+class Arithmetic(Promote):
+    """A sum, product or quotient: of masks and numbers alone, as in dropout, it is a mask."""
+
+    def plan(self, case: Case) -> EqnPlan:
+        step, name = super().plan(case), case.eqn.primitive.name
+        floats = list(itertools.compress(case.ins, case.are_float32))
+        if floats and all(v.source == "constant" and v.fits(case.region.half) for v in floats):
+            sizes = [abs(value.number) for value in floats]
+            size = math.prod(sizes) if name == "mul" else sum(sizes)
+            size = sizes[0] / (sizes[1] or np.inf) if name == "div" else size
+            step.outs = (step.outs[0]._replace(source="constant", number=size),)
+        return step
+
+
 class IntegerPower(Promote):
     """A power: in float16 only squares are computed in half."""
 
@@ -169,7 +177,7 @@ class IntegerPower(Promote):
         return super().plan(case)
 
 
-class Quotient(Promote):
+class Quotient(Arithmetic):
     """A quotient or remainder: in float16 only one by a number is computed in half.
 
     Of a number, or of a parameter, it is float32. Of two half values it is computed in float32 and returned
@@ -259,5 +267,6 @@ OWN: dict[str, Rule] = {
     "convert_element_type": Convert(),
     **dict.fromkeys(op_table.MOVES, DataMovement()),
     **{"integer_pow": IntegerPower(), "gather": Gather()},
+    **dict.fromkeys((*op_table.HAVING[op_table.Trait.ADDITION], "mul"), Arithmetic()),
     **dict.fromkeys(("div", "rem"), Quotient()),
 }

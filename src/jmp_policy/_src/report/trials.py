@@ -11,6 +11,7 @@ were wrapped themselves (no parts of them; what `nnx.merge` makes of their state
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -178,6 +179,7 @@ class Mending:
         self._function, self._loss_scale, self.has_aux = function, loss_scale, has_aux
         self._program, self._arrays = self._scaled(loss_scale), function.arrays
         self.tried: list[Tried] = []
+        self._own: PolicyMap | None = None
 
     def best(
         self,
@@ -202,25 +204,38 @@ class Mending:
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, in_sums)
-        good = [tried for tried in self.tried if tried.is_mended and tried.error < before / 2]
-        good = [tried for tried in good if _IN_FLOAT32 < tried.error <= _MENDED] or good
-        least = min((tried.error for tried in good), default=np.inf)
-        is_dear = any(tried.half_share < _HARDLY_HALF for tried in good)
-        enough = max(limit, _NOT_MUCH * least) if is_dear else limit
-        within = [tried for tried in good if tried.error <= enough and tried.half_share >= _HARDLY_HALF]
-        best = next(iter(within), None) or next((t for t in good if t.error <= _HARDLY * least), None)
-        if best is not None and math.isnan(best.half_share):
-            missing = "what it leaves in half was not counted"
-            with progress.interruptible(missing), without_overflow_warnings():
-                self.tried[self.tried.index(best)] = best = self._with_price(best)
-        return best
+        good = [at for at, tried in enumerate(self.tried) if tried.is_mended and tried.error < before / 2]
+        good = [at for at in good if _IN_FLOAT32 < self.tried[at].error <= _MENDED] or good
+        errors = {at: self.tried[at].error for at in good}
+        least = min(errors.values(), default=np.inf)
+        enough = max(limit, _NOT_MUCH * least) if any(self._is_dear(self.tried[at]) for at in good) else limit
+        best = next((at for at in good if errors[at] <= _HARDLY * least), None)
+        with without_overflow_warnings(), progress.interruptible("what it leaves in half was not counted"):
+            within = (at for at in good if errors[at] <= enough and not self._is_dear(self._priced(at)))
+            best = next(within, best)
+            return None if best is None else self._priced(best)
+        return None if best is None else self.tried[best]
 
-    def _with_price(self, tried: Tried) -> Tried:
-        """What was tried, with what it leaves in half."""
-        with TRIAL(tried.policy), warnings.catch_warnings(action="ignore"):
+    def _is_dear(self, tried: Tried) -> bool:
+        """Whether it is known to leave hardly anything of what is in half without it."""
+        share = tried.half_share
+        return share < _HARDLY_HALF and share < _HARDLY_HALF * self._own_share
+
+    @functools.cached_property
+    def _own_share(self) -> float:
+        return self._half_share(self._own) if self._own is not None else 1.0
+
+    def _half_share(self, policy: PolicyMap) -> float:
+        with TRIAL(policy), warnings.catch_warnings(action="ignore"):
             jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-        share = audit_of("", jaxpr, [""] * len(self._arrays)).half_share
-        return dataclasses.replace(tried, half_share=share)
+        return audit_of("", jaxpr, [""] * len(self._arrays)).half_share
+
+    def _priced(self, at: int) -> Tried:
+        """What was tried at a place, with what it leaves in half."""
+        if math.isnan(self.tried[at].half_share):
+            share = self._half_share(self.tried[at].policy)
+            self.tried[at] = dataclasses.replace(self.tried[at], half_share=share)
+        return self.tried[at]
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
@@ -239,7 +254,7 @@ class Mending:
         return None
 
     def _try(self, paths: Sequence[str], limit: float, in_sums: bool) -> None:
-        own = self._rules()
+        own = self._own = self._rules()
         if own is None:
             return
         # A rule may be none for the code that runs: then it is not tried.
@@ -256,8 +271,7 @@ class Mending:
                     self.tried.append(self._tried(rule, policy))
                     mends = self.tried[-1].error <= limit
                     if mends or is_dear:
-                        self.tried[-1] = self._with_price(self.tried[-1])
-                        if mends and not self.tried[-1].half_share < _HARDLY_HALF:  # NaN without products.
+                        if not self._is_dear(self._priced(-1)) and mends:
                             return
                         is_dear = True
 
