@@ -214,7 +214,7 @@ def advice(
             return f"{_became_zero(found.zero)}{smallest}. {mending}{_logarithm(found.zero)}"
         return (
             f"{_became_zero(found.zero)}{smallest}: compute {part} in float32, by a rule of a PolicyMap or "
-            "with full_precision around it, and return float32 from it; or enlarge the epsilon that guards "
+            "under region('off'), and return float32 from it; or enlarge the epsilon that guards "
             f"it to 1e-4 or more.{_logarithm(found.zero)}"
         )
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
@@ -232,8 +232,8 @@ def advice(
         )
     if found.kind in ("overflow", "rounding"):
         return (
-            f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or with full_precision "
-            f"around it. Or make what it is given smaller: normalise before it.{mask}"
+            f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or under "
+            f"region('off'). Or make what it is given smaller: normalise before it.{mask}"
         )
     known = NOT_FINITE.get(
         found.operation, "In float32 it is not finite either: look for what feeds this operation."
