@@ -94,6 +94,32 @@ def test_linear_algebra_outside_of_jit():
         jmpp.wrap(Runs(inverse), "mixed_bfloat16").init(jax.random.key(0), X)
 
 
+@pytest.mark.parametrize("given", ["float32", "float16"])
+def test_a_branch_that_returns_its_input_takes_it_in_half(given):
+    class Residual(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(8)(x)
+
+    class Skips(nn.Module):
+        def setup(self):
+            self.layer = Residual()
+
+        def __call__(self, x):
+            x = x.astype(given)
+            if self.is_initializing():
+                return self.layer(x)
+            return nn.cond(jnp.sum(x) > 0, lambda mdl, x: mdl.layer(x), lambda mdl, x: x, self, x)
+
+    variables = Skips().init(jax.random.key(0), X)
+    model = jmpp.wrap(Skips(), "mixed_float16")
+    if given == "float16":
+        assert model.apply(variables, X).dtype == jnp.float32
+        return
+    with pytest.raises(TypeError, match=r"returns its input that in half \(x\.astype\(jnp\.float16\)\)"):
+        model.apply(variables, X)
+
+
 def test_errors_that_have_other_causes_are_as_they_were():
     def wrong(dense, h):
         return lax.dynamic_update_slice(zeros(), h[0], (0, 0))

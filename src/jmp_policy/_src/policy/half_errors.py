@@ -37,8 +37,8 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
         "precision, and an array that the module makes itself (an initial carry, a buffer, the result of a "
         "branch) is float32 where it meets half values. Cast what the operation takes "
         "(x.astype(jnp.float32)), make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), "
-        "or let the module compute "
-        f'in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).',
+        f"give a branch that returns its input that in half (x.astype(jnp.{half})), or let the module "
+        f'compute in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).',
     )
 
 
