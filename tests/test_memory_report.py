@@ -221,26 +221,43 @@ def test_a_loss_and_its_gradients():
     assert loss.row("gradients").expected_policy == loss.row("activations").expected_policy == 0
 
 
-def test_only_what_is_trained_has_gradients():
-    """As of adapters (LoRA) beside frozen weights."""
+@pytest.mark.parametrize("remat", [False, True])
+def test_only_what_is_trained_has_gradients(remat):
+    """As of adapters (LoRA) beside frozen weights, which a checkpoint casts again in the backward pass."""
     rank = 8
     frozen = [jnp.ones((WIDTH, WIDTH))] * 2
     params = {"frozen": frozen, "a": jnp.ones((WIDTH, rank)), "b": jnp.zeros((rank, WIDTH))}
 
     def train(params, x):
         def loss(adapter):
-            h = x
+            h, (a, b) = x.astype(jnp.bfloat16), [adapter[name].astype(jnp.bfloat16) for name in ("a", "b")]
             for w in params["frozen"]:
-                h = jnp.tanh(h @ w + h @ adapter["a"] @ adapter["b"])
-            return jnp.square(h).mean()
+                h = jnp.tanh(h @ w.astype(jnp.bfloat16) + h @ a @ b)
+            return jnp.square(h.astype(jnp.float32)).mean()
 
         adapter = {name: params[name] for name in ("a", "b")}
-        grads = jax.grad(loss)(adapter)
+        grads = jax.grad(jax.checkpoint(loss) if remat else loss)(adapter)
         return params | jax.tree.map(lambda p, g: p - g, adapter, grads)
 
     report = memory_report(train, params, jnp.ones((BATCH, WIDTH)))
     assert report.row("parameters").policy == 4 * (2 * WIDTH * WIDTH + 2 * WIDTH * rank)
     assert report.row("gradients").expected_policy == 4 * 2 * WIDTH * rank
+
+
+def test_gradients_of_each_example_are_gradients_of_what_is_trained():
+    weights = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
+    params = {"frozen": {"w": jnp.ones((WIDTH, 8)), "b": jnp.ones(8)}, "trained": weights}
+
+    def loss(trained, frozen, x):
+        h = jnp.tanh(x @ trained["w"] + trained["b"])
+        return jnp.square(h @ frozen["w"] + frozen["b"]).mean()
+
+    def train(params, x):
+        grads = jax.vmap(jax.grad(loss), (None, None, 0))(params["trained"], params["frozen"], x)
+        return params | {"trained": jax.tree.map(lambda p, g: p - g.mean(0), params["trained"], grads)}
+
+    report = memory_report(train, params, jnp.ones((BATCH, WIDTH)))
+    assert report.row("gradients").expected_policy == pytest.approx(4 * (WIDTH * WIDTH + WIDTH), rel=0.02)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -83,7 +83,9 @@ class _Accounting:
         self._roles, self._parts = roles, parts
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
         self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
+        # Shapes of what the backward pass gives; without the batch, of its products and of all.
         self._of_backward = set[tuple[int, ...]]()
+        self._of_products, self._of_examples = set[tuple[int, ...]](), set[tuple[int, ...]]()
         # The shapes of each argument: inside a shard_map it has that of a part.
         self._shapes = [{axes(_shape(var))} for var in opened.invars]
         self._kept: dict[_Made, int] = {}
@@ -95,11 +97,12 @@ class _Accounting:
             found[role] += _size(var) // count
         found["half copies"] = sum(self._copies.values())
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
-        found["gradients"] = sum(
-            _size(var) // n
-            for var, role, n, shapes in zip(opened.invars, roles, parts, self._shapes, strict=True)
-            if role == "parameters" and shapes & self._of_backward
-        )
+        weights = [i for i, role in enumerate(roles) if role == "parameters"]
+        trained = [i for i in weights if self._shapes[i] & self._of_backward]
+        if any(self._shapes[i] & self._of_products for i in weights if i not in trained):
+            # A gradient for each example: vmap(grad).
+            trained = [i for i in weights if self._shapes[i] & (self._of_backward | self._of_examples)]
+        found["gradients"] = sum(_size(opened.invars[i]) // parts[i] for i in trained)
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
 
@@ -136,6 +139,13 @@ class _Accounting:
             results = self._inside(called.jaxpr, operands[called.skipped :], backward)
             self._devices = devices
             return results
+        if (
+            backward
+            and eqn.primitive.name in _VIEWS
+            and len(operands) == 1
+            and operands[0].argument is not None
+        ):
+            return [operands[0]]  # A weight that is cast again, and no gradient.
         if backward:
             self._keep(eqn, operands)
         if calls.kind_of(eqn) is Kind.SCAN and not backward:
@@ -151,7 +161,11 @@ class _Accounting:
 
         And the shapes of what it gives: a parameter whose shape nothing has is not differentiated.
         """
-        self._of_backward |= {axes(_shape(var)) for var in eqn.outvars}
+        for shape in map(_shape, eqn.outvars):
+            self._of_backward.add(axes(shape))
+            self._of_examples.add(axes(shape[1:]))
+            if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
+                self._of_products.add(axes(shape[1:]))
         # What a float8 product reads waits for it in 8 bits; its scales are single numbers.
         widths = [jnp.dtype(name).itemsize for name in formats_of(eqn) or ()]
         widths = widths or list(map(_width, eqn.invars))
