@@ -1,7 +1,9 @@
 """The train step with NNX modules: scaled gradients, `nnx.Optimizer`, state kept on a skipped step."""
 
 import functools
+from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -247,6 +249,15 @@ def test_parameters_that_several_models_write_are_kept_on_a_skipped_step():
         np.testing.assert_array_equal(model.average[...], jnp.ones(8))
 
 
+class Held(NamedTuple):
+    mean: Any
+
+
+@flax.struct.dataclass
+class Record:
+    mean: Any
+
+
 #: How a model may store its average again, other than by writing to a Variable.
 REPLACED = {
     "parameter": nnx.Param,
@@ -254,7 +265,10 @@ REPLACED = {
     "array": lambda mean: mean,
     "tuple": lambda mean: nnx.data((mean, 1)),
     "list": lambda mean: nnx.data([mean]),
-    "dictionary": lambda mean: nnx.data({"mean": mean}),
+    "dictionary": lambda mean: nnx.data({"means": [mean, (1, 2)]}),
+    "named tuple": lambda mean: nnx.data(Held(mean)),
+    "dataclass": lambda mean: nnx.data(Record(mean)),
+    "frozen": lambda mean: nnx.data(flax.core.freeze({"mean": mean})),
 }
 
 
@@ -280,8 +294,9 @@ def test_state_that_is_replaced_and_not_written_to_is_kept_on_a_skipped_step(mad
     def state():
         return values(nnx.state(model))
 
-    x, before = X[:, :8], state()
+    x, before, kind = X[:, :8], state(), type(model.mean)
     step(model, optimizer, x.at[0].set(jnp.nan))
+    assert type(model.mean) is kind
     for pair in zip(state(), before, strict=True):
         np.testing.assert_array_equal(*pair)
     step(model, optimizer, x)

@@ -208,12 +208,14 @@ class Mending:
         good = [at for at in good if _IN_FLOAT32 < self.tried[at].error <= _MENDED] or good
         errors = {at: self.tried[at].error for at in good}
         least = min(errors.values(), default=np.inf)
-        enough = max(limit, _NOT_MUCH * least) if any(self._is_dear(self.tried[at]) for at in good) else limit
         best = next((at for at in good if errors[at] <= _HARDLY * least), None)
         with without_overflow_warnings(), progress.interruptible("what it leaves in half was not counted"):
+            is_dear = any(self._is_dear(self.tried[at]) for at in good)
+            enough = max(limit, _NOT_MUCH * least) if is_dear else limit
             within = (at for at in good if errors[at] <= enough and not self._is_dear(self._priced(at)))
             best = next(within, best)
-            return None if best is None else self._priced(best)
+            if best is not None:
+                self._priced(best)
         return None if best is None else self.tried[best]
 
     def _is_dear(self, tried: Tried) -> bool:

@@ -104,15 +104,16 @@ def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tu
 
 
 def _put(model: nnx.Module, path: graph_nodes.Path, value: Any) -> None:
-    """Puts a value in the place of another one that is no Variable."""
-    (*around, name), held = path, dict(nnx.iter_graph(model))
-    holder = held[tuple(around)]
-    if isinstance(holder, tuple):
-        _put(model, tuple(around), (*holder[:name], value, *holder[name + 1 :]))
-    elif isinstance(holder, list | dict | nnx.List | nnx.Dict):
+    """Puts an array in the place of another one: in the attribute of an NNX object, which is any pytree."""
+    graph = dict(nnx.iter_graph(model))
+    depth = max(n for n in range(len(path)) if isinstance(graph[path[:n]], nnx.Pytree))
+    holder, name, inside = graph[path[:depth]], path[depth], path[depth + 1 :]
+    if isinstance(holder, nnx.List | nnx.Dict):
         holder[name] = value
-    else:
-        vars(holder)[name] = value
+        return
+    leaves, structure = jax.tree_util.tree_flatten_with_path(vars(holder)[name], graph_nodes.is_node)
+    new = [value if tuple(map(graph_nodes.key_of, keys)) == inside else leaf for keys, leaf in leaves]
+    vars(holder)[name] = structure.unflatten(new)
 
 
 def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:

@@ -139,12 +139,8 @@ class _Accounting:
             results = self._inside(called.jaxpr, operands[called.skipped :], backward)
             self._devices = devices
             return results
-        if (
-            backward
-            and eqn.primitive.name in _VIEWS
-            and len(operands) == 1
-            and operands[0].argument is not None
-        ):
+        is_view = eqn.primitive.name in _VIEWS and len(operands) == 1
+        if backward and is_view and operands[0].argument is not None:
             return [operands[0]]  # A weight that is cast again, and no gradient.
         if backward:
             self._keep(eqn, operands)
