@@ -478,6 +478,28 @@ def test_masks_times_numbers_are_masks(scaled, dtype):
     assert dtype == "float32" or jnp.allclose(out, expected, 0.01, 0.01, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda b, x: x @ jnp.concatenate([W, W], 1) + jnp.concatenate([b, b]), "float16"),
+        # As BEiT, whose keys have no bias.
+        (lambda b, x: x @ jnp.concatenate([W, W], 1) + jnp.concatenate([b, jnp.zeros(8)]), "float16"),
+        (lambda b, x: x @ jnp.concatenate([W, W], 1) + jnp.concatenate([b, jnp.full(8, 1e5)]), "float32"),
+        (lambda b, x: x @ jnp.concatenate([W, W], 1) + jnp.concatenate([b, jnp.sin(b)]), "float32"),
+        (lambda b, x: x @ W + jnp.stack([b, b, b, b]), "float32"),  # Rows of its own.
+        (lambda b, x: lax.scan(lambda h, wb: (h @ wb[0] + wb[1], None), x,
+                               (jnp.stack([W, -W]), jnp.stack([b, b])))[0], "float16"),
+    ],
+)  # fmt: skip
+def test_biases_that_are_joined_are_biases(function, dtype):
+    def loss(b, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(function(b, x)) @ jnp.eye(function(b, x).shape[-1], 8)))
+
+    assert {row.operands for row in explain(loss, "float16")(B, X).of("add")} == {dtype}
+    got, expected = (jax.grad(f)(B, X) for f in (autocast(loss, "float16"), loss))
+    assert_close(got, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fn",

@@ -79,6 +79,20 @@ class DataMovement(Promote):
         return EqnPlan(eqn, (value.dtype,), (out,), "follow: a parameter, moved")
 
 
+class Join(Promote):
+    """Arrays put together: of parameters, and of numbers beside them, one parameter.
+
+    As of the biases of queries, keys and values, or of all layers, for one product or one loop.
+    """
+
+    def plan(self, case: Case) -> EqnPlan:
+        step, sources = super().plan(case), {value.source for value in case.ins}
+        fits = all(value.fits(case.region.half) for value in case.ins if value.source == "constant")
+        if step.outs[0].dtype == FLOAT32 and "leaf" in sources and "computed" not in sources and fits:
+            step.outs = (step.outs[0]._replace(source="leaf"),)
+        return step
+
+
 def _moved(eqn: Any, read: Any, value: Value, run: Run) -> EqnPlan:
     return EqnPlan(eqn, (read,), (value,), How.MOVED.value, run, how=How.MOVED)
 
@@ -266,6 +280,7 @@ LISTS: dict[str, Rule] = {"lower": Lower(), "full": Full(), "follow": FOLLOW, "i
 OWN: dict[str, Rule] = {
     "convert_element_type": Convert(),
     **dict.fromkeys(op_table.MOVES, DataMovement()),
+    **dict.fromkeys(op_table.HAVING[op_table.Trait.JOINS], Join()),
     **{"integer_pow": IntegerPower(), "gather": Gather()},
     **dict.fromkeys((*op_table.HAVING[op_table.Trait.ADDITION], "mul"), Arithmetic()),
     **dict.fromkeys(("div", "rem"), Quotient()),

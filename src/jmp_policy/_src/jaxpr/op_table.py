@@ -32,6 +32,8 @@ class Trait(enum.Flag):
     KEEPS_WEIGHT = enum.auto()
     #: Computes nothing of its operand's elements; an argument is still recognised behind it.
     VIEW = enum.auto()
+    #: Joins arrays: of arguments alone, it gives one.
+    JOINS = enum.auto()
     #: Its result is kept for the backward pass, as compilers do: computing it again would cost too much.
     COSTLY = enum.auto()
     #: Not finite, or without a derivative, where an operand is zero.
@@ -95,10 +97,10 @@ class Operation(NamedTuple):
 
 
 (
-    _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _COSTLY, _POLE, _COLLECTIVE, _DTYPE_BOUND,
-    _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES, _REDUCES,
-    _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM, _TAKES_BIAS,
-    _NOT_HALF,
+    _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _JOINS, _COSTLY, _POLE, _COLLECTIVE,
+    _DTYPE_BOUND, _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES,
+    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
+    _TAKES_BIAS, _NOT_HALF,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -221,8 +223,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "reduce_window_min": Operation("follow", "exact", _EXACT),
     "pmax": Operation("follow", "exact", _COLLECTIVE | _EXACT),
     "pmin": Operation("follow", "exact", _COLLECTIVE | _EXACT),
-    "concatenate": Operation("follow", "moves data", _SAFE | _ADDS),
-    "stack": Operation("follow", "moves data", _SAFE | _ADDS),
+    "concatenate": Operation("follow", "moves data", _JOINS | _SAFE | _ADDS),
+    "stack": Operation("follow", "moves data", _JOINS | _SAFE | _ADDS),
     "dynamic_update_slice": Operation("follow", "moves data", _COSTLY | _EXACT | _ADDS),
     "dynamic_slice": Operation("follow", "moves data", _KEEPS_WEIGHT | _SAFE),
     "all_gather": Operation("follow", "moves data", _KEEPS_WEIGHT | _COSTLY | _COLLECTIVE | _EXACT),

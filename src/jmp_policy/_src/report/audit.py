@@ -171,7 +171,7 @@ class _AuditWalk(Walk):
             self._not_promoting.add(results[0].key)
         elif name in _KEEPS_ARGUMENT and self.is_argument(operands[0]):
             self._reshaped.update(info.key for info in results)
-        elif name == "concatenate" and all(map(self.is_argument, operands)):
+        elif name in _JOINS and all(map(self.is_argument, operands)):
             self._reshaped.add(results[0].key)
         self._see_promoted(eqn, site, operands)
 
@@ -453,7 +453,8 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
     return not isinstance(end, compat.Literal) and sums.get(end, False)
 
 
-_SCATTERS, _VIEWS, _ADDS = map(HAVING.__getitem__, (Trait.SCATTER_SUM, Trait.VIEW, Trait.ADDITION))
+_SCATTERS, _VIEWS = HAVING[Trait.SCATTER_SUM], HAVING[Trait.VIEW]
+_ADDS, _JOINS = HAVING[Trait.ADDITION], HAVING[Trait.JOINS]
 
 #: Operations that give an argument rearranged, or a part of it.
 _KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT]
@@ -462,4 +463,4 @@ _KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT]
 _KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]
 
 #: Operations between the making of an index and its use.
-_KEEPS_DISTINCT = _VIEWS | _ADDS | {"select_n", "concatenate"}
+_KEEPS_DISTINCT = _VIEWS | _ADDS | _JOINS | {"select_n"}
