@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers import products
 from jax import lax
 from nnx_helpers import stored
 
 import jmp_policy as jmpp
-from tests.helpers import products
 
 X = jnp.linspace(-1, 1, 24).reshape(3, 8)
 W = jnp.linspace(-1, 1, 64).reshape(8, 8)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import products
 
 import jmp_policy as jmpp
-from tests.helpers import products
 
 F16, BF16, F32 = map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
 POLICIES = ("mixed_float16", "mixed_bfloat16")

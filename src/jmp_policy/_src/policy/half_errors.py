@@ -30,8 +30,9 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
     is_ours = names_half and not precision.island and is_half(dtype) and _MARK not in text
     if type(error) not in KINDS or not is_ours:
         return
-    half, policy = precision.compute_dtype.name, precision.policy
-    rule = f"params={policy.param_dtype.name},compute=float32,output={half}"
+    half = precision.compute_dtype.name
+    # A result in half would not agree with the float32 carry or branch around the module.
+    rule = f"params={precision.policy.param_dtype.name},compute=float32,output=float32"
     error.args = (
         f"{text}\n\n{module} computes in {half} {_MARK}. Fourier transforms and linear algebra take no half "
         "precision, and an array that the module makes itself (an initial carry, a buffer, the result of a "
