@@ -304,13 +304,26 @@ def test_state_that_is_replaced_and_not_written_to_is_kept_on_a_skipped_step(mad
     assert all(jnp.isfinite(x).all() for x in state())
 
 
-def test_an_array_of_the_size_of_the_batch_is_that_of_the_last_batch():
+#: State that a step makes anew from its batch, before and after.
+OF_THE_BATCH = {
+    "none": (lambda: nnx.data(None), nnx.data),
+    "array": (lambda: jnp.ones((1, 8)), nnx.data),
+    "other variable": (lambda: nnx.Cache(jnp.ones((1, 8))), nnx.Cache),
+    "empty variable": (lambda: nnx.Cache(None), nnx.Cache),
+    "other dtype": (lambda: nnx.Cache(jnp.ones((4, 8), jnp.int32)), nnx.Cache),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), OF_THE_BATCH.values(), ids=OF_THE_BATCH)
+def test_what_has_another_shape_or_dtype_is_of_the_last_batch(before, after):
     class Remembers(nnx.Module):
         def __init__(self):
-            self.layer, self.seen = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.data(None)
+            self.layer, self.seen = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), before()
+            self.inputs = nnx.Intermediate(())
 
         def __call__(self, x):
-            self.seen = nnx.data(jax.lax.stop_gradient(x))
+            self.seen = after(jax.lax.stop_gradient(x))
+            self.inputs.set_value((*self.inputs.get_value(), jax.lax.stop_gradient(x)))  # As `sow` does.
             return self.layer(x)
 
     model = jmpp.wrap(Remembers(), "mixed_float16")
@@ -318,6 +331,27 @@ def test_an_array_of_the_size_of_the_batch_is_that_of_the_last_batch():
     for size in (4, 4, 2):
         optimizer.minimize(lambda model, x: jnp.square(model(x)).mean(), model, X[:size, :8])
         assert model.seen.shape == (size, 8)
+        assert model.seen.dtype == jnp.float32
+    assert len(model.inputs.get_value()) == 3
+
+
+@pytest.mark.parametrize(
+    "start", [1.0, np.float32(1), np.ones(8, np.float32)], ids=lambda x: type(x).__name__
+)
+def test_numbers_and_numpy_arrays_are_kept_on_a_skipped_first_step(start):
+    class Average(nnx.Module):
+        def __init__(self):
+            self.layer, self.mean = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.data(start)
+
+        def __call__(self, x):
+            h = self.layer(x)
+            self.mean = nnx.data(jax.lax.stop_gradient(h).mean(0 if np.ndim(start) else None))
+            return h
+
+    model = jmpp.wrap(Average(), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+    optimizer.minimize(lambda model: model(X[:, :8].at[0].set(jnp.nan)).mean(), model)
+    np.testing.assert_array_equal(model.mean, start)
 
 
 def test_statistics_of_a_linen_module_inside_are_kept_on_a_skipped_step():

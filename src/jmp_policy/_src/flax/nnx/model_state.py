@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import in_dtype_of
@@ -30,7 +31,8 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     """Leaves a module's other state (batch statistics, caches, random counts) as it was on a skipped step.
 
     A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
-    loss, its gradient and the update inside the block; usable in `nnx.jit`.
+    loss, its gradient and the update inside the block; usable in `nnx.jit`. What has another shape or dtype
+    after the step, or more entries (as what is sown), is of its batch, and is not put back.
 
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
@@ -59,9 +61,9 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       0.0
     """
     get_loss_scale_state(optimizer)  # Raises now, and not after the step.
-    selected, models = nnx.filterlib.to_predicate(only), list(_models(modules))
+    is_kept, models = nnx.filterlib.to_predicate(only), list(_models(modules))
     before = _held(models)
-    kept = {place for place, (stored_in, _) in before.items() if selected(place[1], stored_in)}
+    kept = {place for place, (stored_in, _) in before.items() if is_kept(place[1], stored_in)}
 
     @contextlib.contextmanager
     def watch() -> Iterator[None]:
@@ -79,15 +81,24 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
     finite = grads_finite(optimizer)
     for place, (stored_in, new) in _held(models).items():
         old = before[place][1] if place in kept else new
-        if new is old:
+        if new is old or jax.tree.structure(new) != jax.tree.structure(old):
             continue
-        if jax.tree.structure(new) == jax.tree.structure(old):
-            # State that was computed in half stays what it was.
-            new = jax.tree.map(in_dtype_of, old, new)
+        # State that was computed in half stays what it was.
+        new = jax.tree.map(in_dtype_of, old, new)
+        selected = select_tree(finite, new, jax.tree.map(_to_keep, old, new))
         if isinstance(stored_in, nnx.Variable):
-            stored_arrays.write(stored_in, select_tree(finite, new, old))
-        elif new.shape == old.shape:  # Else it is of this batch.
-            _put(models[place[0]], place[1], select_tree(finite, new, old))
+            stored_arrays.write(stored_in, selected)
+        else:
+            _put(models[place[0]], place[1], selected)
+
+
+def _to_keep(old: Any, new: Any) -> Any:
+    """What is put back in a place on a skipped step: the old array, if it is like the new one."""
+    if isinstance(old, np.ndarray | np.generic | float) and isinstance(new, jax.Array):
+        old = jnp.asarray(old, new.dtype)
+    if not isinstance(old, jax.Array) or not isinstance(new, jax.Array):
+        return new
+    return old if (old.shape, old.dtype) == (new.shape, new.dtype) else new
 
 
 def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tuple[Any, Any]]:
@@ -99,7 +110,7 @@ def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tu
         (i, path): (value, stored_arrays.read(value) if isinstance(value, nnx.Variable) else value)
         for i, model in enumerate(models)
         for path, value in nnx.iter_graph(model)
-        if isinstance(value, nnx.Variable | jax.Array)
+        if isinstance(value, nnx.Variable | jax.Array | np.ndarray | np.generic | float)
     }
 
 
